@@ -107,7 +107,7 @@ def alone(spec: JobSpec) -> str:
 
 
 def cost_us(virtual_workers: int = 8, steps: int = 2000) -> float:
-    """Of measuring, in a step on the CPU: the median."""
+    """Return the median cost of measuring, in a step on the CPU."""
     speed, taken = ComputeSpeed(torch.device("cpu"), SharedMemoryPage().write_speed), []
     for _ in range(steps):
         began = time.perf_counter()

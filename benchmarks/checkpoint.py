@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.recovery import outside_load
-from benchmarks.report import RESULTS, median_interval, write
+from benchmarks.report import RESULTS, add_quick, median_interval, write
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import read_own_range
@@ -283,7 +283,10 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--megabytes", type=int, default=500)
+    add_quick(parser)
     given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.megabytes = 1, 8
     torch.set_num_threads(1)
     path = RESULTS / "checkpoint.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {}
@@ -297,9 +300,11 @@ def main() -> None:
                 "cores_busy_with_other_work": busy, "megabytes": given.megabytes, **found
             }  # fmt: skip
             print(json.dumps({part: results[part]}, indent=2), flush=True)
-            write("checkpoint", results)
+            if not given.quick:
+                write("checkpoint", results)
         dist.destroy_process_group()
-    print(path)
+    if not given.quick:
+        print(path)
 
 
 if __name__ == "__main__":

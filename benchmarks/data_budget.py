@@ -62,7 +62,8 @@ def waiting(folder: Path) -> dict[str, Any]:
 
 
 def _rows_per_s(folder: Path) -> float:
-    """That are read and decoded when nothing else is done: of the better half of several epochs."""
+    """Return the rows per second that are read and decoded when nothing else is done: of the better
+    half of several epochs."""
     speeds = []
     for _ in range(8):
         data = open_data(_config(folder, 512), virtual_workers=VIRTUAL_WORKERS)
@@ -152,7 +153,7 @@ def _write(folder: Path, size_mib: int, count: int) -> None:
 
 
 class ResidentPeak:
-    """Of this process, looked at each 2 ms."""
+    """The peak of this process, sampled each 2 ms."""
 
     def __init__(self) -> None:
         self.before = self.peak = self._now()

@@ -69,7 +69,7 @@ class Commit(NamedTuple):
 
 
 def commits_of(folder: str) -> list[Commit]:
-    """Of all workers, in the order of time."""
+    """The steps of all workers, in the order of time."""
     found = [
         Commit(int(step), float(at), int(generation), int(size), used == "1")
         for path in Path(folder).iterdir()

@@ -127,7 +127,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def write(output: Path, device: str, small: bool, found: dict[str, dict[str, Any]]) -> None:
-    """As report.write does, to any file, and without a call to a device in this process."""
+    """Like report.write, to any file, and without a call to a device in this process."""
     output.parent.mkdir(parents=True, exist_ok=True)
     facts = found["environment"].get("facts", {})
     content = {

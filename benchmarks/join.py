@@ -1,7 +1,7 @@
 """What a joiner costs the group: the pause, the copy of the state, and steps while it starts; and
 what a standby saves.
 
-    python -m benchmarks.join [--joins 5] [--kills 10]
+    python -m benchmarks.join [--joins 5] [--kills 10] [--quick]
 
 On real Ray actors. A group of two is asked for a third worker, over and over, with small and large
 states. The pause lasts from the last step of the old generation to the first of the new one, less
@@ -46,7 +46,7 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import each, exit_code
+from benchmarks.report import add_quick, each, exit_code
 
 WIDTHS = {"4 MB": 540, "100 MB": 2850}
 TARGET_PAUSE_MS, TARGET_COPY_RATIO, TARGET_STANDBY_MS = 50.0, 0.7, 500.0
@@ -272,7 +272,7 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     try:
         if options.kills:
             yield "with a standby", standby(options.kills)
-        for name, width in WIDTHS.items():
+        for name, width in WIDTHS.items() if options.joins else ():
             yield f"2 to 3 workers, state of {name}", joins(name, width, options.joins)
     finally:
         ray.shutdown()
@@ -305,9 +305,13 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=5)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--no-write", action="store_true")
+    add_quick(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.joins, options.kills, options.no_write = 0, 1, True
     torch.set_num_threads(1)
-    return exit_code(targets(each("join", pieces(options), keep=not options.no_write)))
+    found = targets(each("join", pieces(options), keep=not options.no_write))
+    return 0 if options.quick else exit_code(found)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def judge(
 
 
 def pause(record: Record, generation: int) -> float:
-    """Of the members that were there before and after."""
+    """Return the pause of the members that were there before and after."""
     last: dict[str, float] = {}
     longest = 0.0
     for body in record.bodies:  # by time

@@ -467,10 +467,10 @@ SECTIONS = {
     "notice": Section("Spot notices", "benchmarks.notice", notice),
     "silence": Section("Silent nodes", "benchmarks.silence", silence),
     "spot": Section(
-        "Spot weather",
+        "Spot capacity",
         "benchmarks.spot",
         spot,
-        "Goodput is the number of committed steps, divided by what fleets of the size of "
+        "Goodput is the number of committed steps, divided by what groups of the size of "
         "each instant make when nothing happens. "
         "The values vary: three runs gave 0.968 to 0.991, 0.984 to 1.00 and 0.965 to 0.999, "
         "with medians "
@@ -573,7 +573,7 @@ def highlights(results: Path) -> str:
             "benchmarks.step_overhead",
         ),
         (
-            "useful steps on 17 hours of AWS spot weather, compressed, of what is possible",
+            "useful steps on 17 hours of AWS spot capacity, compressed, of what is possible",
             (
                 f"{spot['goodput']:.1%} ({spot['goodput_all_restarted']:.0%} if all are "
                 "restarted at each change)"

@@ -3,6 +3,7 @@ and others join.
 
     python -m benchmarks.picture            train both, about five minutes on two cores; then draw
     python -m benchmarks.picture --draw     draw again from benchmarks/results/picture.json
+    python -m benchmarks.picture --quick    a short run with one or two kills; records nothing
 
 Both runs train `jobs/gpt.py` on real Ray actors. In the second one a random worker, sometimes two,
 gets SIGKILL every now and then, and each is replaced by a new process. Ends with 1 if the final
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery import start_ray
-from benchmarks.report import RESULTS, exit_code, write
+from benchmarks.report import RESULTS, add_quick, exit_code, write
 from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
 
@@ -138,10 +139,13 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=14.0, help="mean seconds between kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
+    add_quick(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.steps, options.every = 60, 1.0
+    results = {}
     if not options.draw:
         start_ray()
-        results = {}
         with tempfile.TemporaryDirectory() as folder:
             for name, every_s in (("undisturbed", None), ("with kills", options.every)):
                 job = make_trainer(
@@ -152,9 +156,11 @@ def main() -> int:
                     steps=options.steps,
                 )
                 results[name] = watched(job.start(), every_s, options.seed)
+    if not (options.draw or options.quick):
         print(write("picture", results))
-    results = json.loads((RESULTS / "picture.json").read_text())["results"]
-    draw(results, SVG)
+    if not options.quick:
+        results = json.loads((RESULTS / "picture.json").read_text())["results"]
+        draw(results, SVG)
     calm, disturbed = results["undisturbed"], results["with kills"]
     print(f"undisturbed  {calm['loss']!r}  {calm['weights_sha256']}")
     print(f"with kills   {disturbed['loss']!r}  {disturbed['weights_sha256']}")

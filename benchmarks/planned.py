@@ -124,7 +124,7 @@ def pauses(record: Record, asked: Asked) -> dict[str, Any]:
 
 
 def median_step(record: Record, generation: int) -> float:
-    """Of all its workers; 0 where it made too few."""
+    """Return the median step of all its workers; 0 where it made too few."""
     steps = [
         later.time - body.time
         for _, own in itertools.groupby(
@@ -168,9 +168,9 @@ def arrivals(
     steps: Sequence[tuple[float, int]],
     born: Mapping[str, float] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Of each worker: seconds until its node was there, its process up, until it was warm, until
-    the first step with it. `steps`: when, in which generation. `born`: when each node was; without
-    it the places are there."""
+    """Return for each worker: seconds until its node was there, its process up, until it was warm,
+    until the first step with it. `steps`: when, in which generation. `born`: when each node was;
+    without it the places are there."""
     asked = {x["worker"]: x["time"] for x in events if x.get("command") == "StartWorker"}
     home = {x["worker"]: x["home"][0] for x in events if x.get("event") == "WorkerPlaced"}
     up = {x["worker"]: x["time"] for x in events if x.get("event") == "WorkerStarted"}

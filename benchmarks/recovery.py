@@ -1,7 +1,7 @@
 """How long a group stands still after a worker is killed, on real Ray actors, and where that time
 goes.
 
-    python -m benchmarks.recovery [--kills 30] [--workers 3 5] [--peers]
+    python -m benchmarks.recovery [--kills 30] [--workers 3 5] [--peers] [--quick]
 
 A random worker gets SIGKILL at a random instant. Each worker writes the instant of every loop body
 to a file of its own, so nothing is asked of the controller. A pause lasts from the kill to the
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import elastic_dp as edp
 from benchmarks import models
-from benchmarks.report import each, exit_code
+from benchmarks.report import add_quick, each, exit_code
 
 ROOT = str(Path(__file__).parent.parent)
 TORCHFT = "torchft 0.2, tuned, 3 workers"
@@ -252,7 +252,7 @@ def wait_for(what: Callable[[], bool], timeout_s: float, name: str, pause_s: flo
 
 
 def wait_full(run: Any, workers: int, least_step: int = 0, timeout_s: float = 90.0) -> None:
-    """Until so many workers train and the group is past forming."""
+    """Wait until so many workers train and the group is past forming."""
 
     def full() -> bool:
         status = run.status()
@@ -268,7 +268,7 @@ def wait_full(run: Any, workers: int, least_step: int = 0, timeout_s: float = 90
 
 
 def wait_to_form(events: str, since: float, times: int, timeout_s: float = 60.0) -> None:
-    """Until so many generations were announced since then."""
+    """Wait until so many generations were announced since then."""
 
     def announced() -> bool:
         with open(events, "rb") as file:
@@ -473,9 +473,14 @@ def main() -> int:
     parser.add_argument("--body-s", type=float, default=0.002)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--no-write", action="store_true")
+    add_quick(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.kills, options.forming_kills, options.workers = 2, 0, [3]
+        options.peers, options.no_write = False, True
     torch.set_num_threads(1)
-    return exit_code(targets(each("recovery", pieces(options), keep=not options.no_write)))
+    found = targets(each("recovery", pieces(options), keep=not options.no_write))
+    return 0 if options.quick else exit_code(found)
 
 
 if __name__ == "__main__":

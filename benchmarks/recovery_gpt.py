@@ -1,6 +1,6 @@
 """How long a group stands still after a kill where the workers fill the machine, beside torchft.
 
-    python -m benchmarks.recovery_gpt [--kills 6] [--rounds 2]
+    python -m benchmarks.recovery_gpt [--kills 6] [--rounds 2] [--quick]
 
 Two small GPTs; 3 workers, 3 virtual workers, 8 sequences of 64 bytes each; nothing sleeps, so the
 workers want more cores than there are. Ray's workers have its own default niceness of 15, those of
@@ -41,7 +41,7 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import each, exit_code
+from benchmarks.report import add_quick, each, exit_code
 
 WORKERS = 3
 RAY_NICENESS = 15  # Ray's default
@@ -133,9 +133,9 @@ def theirs(size: str, kills: int) -> Any:
     return peers.run(python, script, "tuned", str(kills), size, timeout_s=60.0 * kills)
 
 
-def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def pieces(options: argparse.Namespace, sizes: Sequence[str]) -> Iterator[tuple[str, Any]]:
     yield "cores_busy_with_other_work", outside_load()
-    for size in SMALL:
+    for size in sizes:
         found: dict[str, list[Any]] = {"elastic_dp": [], "torchft 0.2, tuned": []}
         for number in range(options.rounds):
             import ray
@@ -145,7 +145,10 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
                 found["elastic_dp"].append(ours(size, options.kills, number))
             finally:
                 ray.shutdown()
-            found["torchft 0.2, tuned"].append(theirs(size, options.kills))
+            quick = "not measured: --quick"
+            found["torchft 0.2, tuned"].append(
+                quick if options.quick else theirs(size, options.kills)
+            )
             print(found, flush=True)
         yield size, {name: joined(rounds) for name, rounds in found.items()}
 
@@ -192,9 +195,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-write", action="store_true")
+    add_quick(parser)
     options = parser.parse_args()
+    sizes = list(SMALL)
+    if options.quick:
+        sizes, options.kills, options.rounds, options.no_write = sizes[:1], 1, 1, True
     torch.set_num_threads(1)
-    return exit_code(targets(each("recovery_gpt", pieces(options), keep=not options.no_write)))
+    found = each("recovery_gpt", pieces(options, sizes), keep=not options.no_write)
+    return 0 if options.quick else exit_code(targets(found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Where results go: `benchmarks/results/<name>.json`, dated and named by hardware."""
+"""Writes results to `benchmarks/results/<name>.json`, dated and named by hardware."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -55,8 +56,16 @@ def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[st
     return results
 
 
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="as little as shows that it runs; nothing is recorded, no target is judged",
+    )
+
+
 def exit_code(targets: Mapping[str, bool]) -> int:
-    """Of a benchmark: 1 if a target was missed, and which."""
+    """Return 1 if a target was missed, and print which."""
     missed = [target for target, met in targets.items() if not met]
     for target in missed:
         print(f"missed: {target}", flush=True)

@@ -92,7 +92,7 @@ class Faults:
 
 
 class Size(NamedTuple):
-    """Of a process: open files, threads, memory."""
+    """The size of a process: open files, threads, memory."""
 
     files: int
     threads: int
@@ -216,7 +216,7 @@ def soak(cluster: Cluster, options: argparse.Namespace, outcome: dict[str, Any])
 
 
 def _stopped(cluster: Cluster, run: ChaosRun) -> dict[str, Any]:
-    """Its result, after a stop as by an operator."""
+    """Return its result, after a stop as by an operator."""
     address = f"{cluster.head.address}:6379"
     command = [sys.executable, "-m", "elastic_dp.cli", "stop", "soak", "--address", address]
     until = time.monotonic() + STOP_S
@@ -260,7 +260,7 @@ def _left(cluster: Cluster) -> list[str]:
 
 
 def _differences(lines: list[Any], calm: list[Any]) -> list[str]:
-    """Of the steps of two runs, each (number, loss, rows)."""
+    """Return how the steps of two runs differ, each (number, loss, rows)."""
     steps, wanted = [line[0] for line in lines], {line[0]: line for line in calm}
     counts = collections.Counter(steps)
     found = {

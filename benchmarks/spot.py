@@ -1,18 +1,19 @@
-"""Spot weather, in compressed time, against real workers: what is made of the capacity that is
+"""A spot market, in compressed time, against real workers: what is made of the capacity that is
 there.
 
     python -m benchmarks.spot [--seconds 160] [--no-write]    # needs .[bench]; some ten minutes,
                                                               `--seconds 20` three
+    python -m benchmarks.spot --quick                         # one short trace, nothing is recorded
 
-A trace says how many places there are from when on. One is published (`weather.G4DN`), of 17 hours
-that are compressed into `--seconds`; two are generated and take a third of that: places are lost
-one by one at exponential intervals and come back after a while. All are lost without notice
-(SIGKILL). Beside us the same weather is met as most trainers meet it: all processes are ended at
-every change and the group starts anew from the newest checkpoint. That one runs on our own
-processes and checkpoints too, which start and load in about a second, so the difference is the way,
-not the speed.
+A trace says how many places there are from when on. One is published (`spot_traces.G4DN`), of 17
+hours that are compressed into `--seconds`; two are generated and take a third of that: places are
+lost one by one at exponential intervals and come back after a while. All are lost without notice
+(SIGKILL). Beside us the same trace is met as most trainers meet it: all processes are ended at
+every change and the group restarts from the newest checkpoint. That one runs on our own processes
+and checkpoints too, which start and load in about a second, so the difference is the way, not the
+speed.
 
-Goodput: committed steps, over the capacity that was there: the steps that fleets as large as the
+Goodput: committed steps, over the capacity that was there: the steps that groups as large as the
 capacity of each instant make when nothing happens to them (measured first, one size after the
 other, checkpoints included). What is missing is parted into `starting` (a place is there, and its
 worker does not train yet) and `paused` (nobody trains, a step is done again, or steps are slower
@@ -39,8 +40,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, write
-from benchmarks.weather import PLACES, Trace, generated, published
+from benchmarks.report import RESULTS, add_quick, write
+from benchmarks.spot_traces import PLACES, Trace, generated, published
 from elastic_dp.config import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.telemetry.journal import Journal
@@ -52,8 +53,8 @@ SPOT_PRICE = 0.35  # of on demand; about what is paid for GPUs
 CHECKPOINT_S = 2.0
 TARGET = 0.97
 CALM_S = 10.0  # of each size, where nothing changes
-SETTLED_S = 1.0  # after a change such a fleet is calm
-STABILIZATION_S = 0.5  # the default is for weather that is not compressed
+SETTLED_S = 1.0  # after a change such a group is calm
+STABILIZATION_S = 0.5  # the default is for a market that is not compressed
 PATIENCE_S = 120.0
 
 
@@ -130,7 +131,7 @@ def replay(trace: Trace, restart: bool) -> dict[str, Any]:
 
 
 def _until(true: Callable[[], Any], run: ProcessRun) -> None:
-    """Patience begins anew with each step."""
+    """Wait until `true()`, at most PATIENCE_S without a step."""
     step, until = -1, 0.0
     while not true():
         status = run.controller.status()
@@ -153,7 +154,7 @@ def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
 
 
 def calm_paces() -> dict[int, float]:
-    """Seconds of a step of fleets of each size to which nothing happens: the mean, so what
+    """Seconds of a step of groups of each size to which nothing happens: the mean, so what
     checkpoints take counts."""
     sizes = range(PLACES, 0, -1)
     fewer = Trace("calm", CALM_S * PLACES, tuple((CALM_S * (PLACES - n), n) for n in sizes))
@@ -165,7 +166,7 @@ def calm_paces() -> dict[int, float]:
 
 
 def seen_paces(lines: Sequence[Line]) -> dict[int, float]:
-    """Median seconds of a step by world size, in the weather; to compare with the calm ones."""
+    """Median seconds of a step by world size, under the trace; to compare with the calm ones."""
     seen = defaultdict(list)
     for (at, step, world), (later, next_step, next_world) in itertools.pairwise(lines):
         if world == next_world and next_step == step + 1:
@@ -198,7 +199,7 @@ def _pauses(lines: Sequence[Line], paces: dict[int, float]) -> list[dict[str, fl
 
 
 def measure(trace: Trace, paces: dict[int, float]) -> dict[str, Any]:
-    """`paces`: of fleets to which nothing happens."""
+    """`paces`: of groups to which nothing happens."""
     ours = replay(trace, restart=False)
     print(f"{trace.name}: {ours['steps']} steps, {ours['generations']} generations", flush=True)
     theirs = replay(trace, restart=True)
@@ -274,24 +275,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=160)
     parser.add_argument("--no-write", action="store_true")
+    add_quick(parser)
     options = parser.parse_args()
-    seconds = options.seconds
-    paces = calm_paces()
+    seconds = 6.0 if options.quick else options.seconds
+    # A quick one takes for calm what would be if nothing but the sleeps took time.
+    ideal = {places: VIRTUAL / places * MICRO_BATCH_S for places in range(1, PLACES + 1)}
+    paces = ideal if options.quick else calm_paces()
     print("steps a second:", {size: round(1 / pace, 2) for size, pace in paces.items()}, flush=True)
     results: list[dict[str, Any]] = []
     short = seconds / 3
-    for trace in (
+    traces = (
         published(seconds),
         generated("fair", short, lost_every_s=2 * short, back_after_s=short / 8, seed=3),
         generated("foul", short, lost_every_s=short / 2, back_after_s=short / 8, seed=7),
-    ):
+    )
+    for trace in traces[:1] if options.quick else traces:
         try:
             results.append(measure(trace, paces))
         except Exception as error:  # whatever it is, the others are to be seen
             traceback.print_exc()
             results.append({"trace": trace.name, "error": f"{type(error).__name__}: {error}"})
         print({k: v for k, v in results[-1].items() if k[0] != "_"}, flush=True)
-        if not options.no_write:
+        if not (options.no_write or options.quick):
             keep(results)
     if any("error" in result for result in results):
         raise SystemExit(1)

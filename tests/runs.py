@@ -116,7 +116,7 @@ def goes_on(run: ProcessRun) -> None:
 
 
 def lines_of(run: ProcessRun) -> list[dict[str, Any]]:
-    """Its record. Of a copy, which is made in one go: it may go on meanwhile."""
+    """Return the lines of its journal, from a copy, since the run may go on meanwhile."""
     return [line for *_, line in list(run.journal._kept)]
 
 

@@ -185,7 +185,7 @@ def test_modules_that_a_pure_part_may_import_are_of_the_standard_library():
 
 
 def test_sampling_draws_random_numbers_from_keys_alone():
-    """It makes one generator, for user code, whose stream is a function of its key."""
+    """The module makes one generator, for user code, whose stream is a function of its key."""
     text = "".join(path.read_text() for path in (ROOT / "sampling").glob("*.py"))
     assert set(re.findall(r"\brandom\.\w+", text)) == {"random.Generator", "random.Philox"}
     assert text.count("Philox(") == text.count("Philox(key=key)") == 1
@@ -253,7 +253,7 @@ def test_no_package_of_the_cluster_is_a_drawer():
 
 
 def attributes(node):
-    """Of a class: fields, and what its methods set on `self`."""
+    """Return the fields of a class, and what its methods set on `self`."""
     found = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import types
 
 import pytest
+import torch
 
 from benchmarks import (
     command_line,
@@ -31,7 +33,7 @@ SPOILT = {
     ),
     step_overhead: (
         lambda found: found[2].update(interval=[1.04, 1.06]),
-        "0.9M exact, 1 virtual workers each: 1.03 of DDP's time",
+        "0.9M exact, 1 virtual worker each: 1.03 of DDP's time",
     ),
     picture: (
         lambda found: found["with kills"].update(loss=2.070057928562165),
@@ -95,6 +97,33 @@ def test_gpu_check_on_the_cpu_prints_a_line_a_check_and_writes_all(tmp_path, cap
     assert found["checks"]["snapshot"]["facts"]["host_memory_ratio"] < 1.5
 
 
+@pytest.fixture
+def _attention_as_before():
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    before = {k: getattr(torch.backends.cuda, f"{k}_sdp_enabled")() for k in kernels}
+    yield
+    for kernel, enabled in before.items():
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(enabled)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "communicators",
+        "exact-gpt-fp32",
+        "exact-conv-bf16",
+        "attention-fp16",
+        "faults",
+        "changes",
+    ],
+)
+@pytest.mark.usefixtures("_attention_as_before")
+def test_gpu_check_on_the_cpu_passes(name, tmp_path):
+    """In this process; the others, and each in its own, in the test after this one."""
+    setup = gpu_checks.Setup("cpu", small=True, folder=tmp_path)
+    assert gpu_checks.CHECKS[name].run(setup)
+
+
 @pytest.mark.slow
 def test_gpu_check_on_the_cpu_passes_all_checks(tmp_path):
     output = tmp_path / "check.json"
@@ -114,3 +143,72 @@ def test_gpu_check_ends_a_check_that_hangs_and_one_that_dies_is_failed():
 def test_gpu_check_has_a_limit_for_each_check():
     assert gpu_check.TOTAL_S < 480
     assert all(0 < check.limit_s <= 150 for check in gpu_checks.CHECKS.values())
+
+
+def finding(monkeypatch, digests, because):
+    """Runs that end with these digests, one after another, and all of them for this reason
+    inexact."""
+    ends = iter(digests)
+
+    def group(spec, *_):
+        return types.SimpleNamespace(digest=next(ends), inexact_because=because), []
+
+    monkeypatch.setattr(gpu_checks, "group", group)
+
+
+FLASH = ("_scaled_dot_product_flash_attention_backward does not have a deterministic",)
+
+
+@pytest.mark.parametrize(
+    ("digests", "because", "fact"),
+    [("aa", (), True), ("aa", FLASH, True), ("ab", FLASH, False)],
+)
+def test_gpu_check_of_attention_reports_what_torchs_own_kernel_does(
+    digests, because, fact, monkeypatch, tmp_path
+):
+    """On a healthy GPU it may say that it is not deterministic."""
+    finding(monkeypatch, digests, because)
+    check = gpu_checks.CHECKS["attention-bf16"]
+    facts = check.run(gpu_checks.Setup("cpu", small=True, folder=tmp_path))
+    assert facts == {"equal": fact, "inexact_because": sorted(because)}
+
+
+def test_gpu_check_of_attention_with_bits_that_differ_for_no_reason_fails(monkeypatch, tmp_path):
+    finding(monkeypatch, "ab", ())
+    with pytest.raises(gpu_checks.Wrong, match="no run says why"):
+        gpu_checks.attention(gpu_checks.Setup("cpu", True, tmp_path), precision=None)
+
+
+@pytest.mark.parametrize(("digests", "because"), [("aa", FLASH), ("ab", ())])
+def test_gpu_check_of_exactness_with_other_bits_or_an_inexact_run_fails(
+    digests, because, monkeypatch, tmp_path
+):
+    finding(monkeypatch, digests, because)
+    with pytest.raises(gpu_checks.Wrong):
+        gpu_checks.CHECKS["exact-gpt-bf16"].run(gpu_checks.Setup("cpu", True, tmp_path))
+
+
+@pytest.mark.usefixtures("_attention_as_before")
+def test_gpu_check_model_that_must_be_exact_uses_the_math_kernel_alone():
+    gpu_checks.build("gpt-fused", 32)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    gpu_checks.build("gpt", 32)
+    enabled = [
+        kernel
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+        if getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+    ]
+    assert enabled == ["math"]
+
+
+def test_gpu_check_of_overhead_fails_unless_the_host_waits_once_in_each_step():
+    def warned(*lines):
+        said = [("called a synchronizing CUDA operation", n) if n else ("aside", 1) for n in lines]
+        return [types.SimpleNamespace(message=m, filename="f.py", lineno=n) for m, n in said]
+
+    caught = warned(7, 3, 0, 3, 3)
+    assert gpu_checks.most_synchronizations(caught, [1, 2, 4, 5]) == 1
+    with pytest.raises(gpu_checks.Wrong, match=r"2 times .*f.py:3', 'f.py:7"):
+        gpu_checks.most_synchronizations(caught, [0, 2, 4])
+    with pytest.raises(gpu_checks.Wrong, match="0 times"):
+        gpu_checks.most_synchronizations(caught, [4, 5, 5])

@@ -29,12 +29,19 @@ PAGES = {
 every_page = pytest.mark.parametrize("page", PAGES)
 
 
+GPU_RESULT = ROOT / "benchmarks/results/gpu_check.json"
+NEVER = {
+    "README.md": "has never run on a GPU",
+    "docs/gpu.md": "Nothing of this page has run on a GPU",
+}
+
+
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def commands(text: str) -> list[str]:
-    """Of shell blocks and of `code` in the text, without comments."""
+    """Return the commands of shell blocks and of `code` in the text, without comments."""
     lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     lines += re.findall(r"`((?:elastic-dp|make|python -m) [^`\n]*)`", text)
     return [line.partition("  #")[0].strip() for line in lines if line.strip()]
@@ -46,6 +53,42 @@ def slug(title: str) -> str:
 
 # ------------------------------------------------------------------------------------------ the
 # first page
+
+
+def what_is_missing(page: str, text: str, result: dict | None) -> list[str]:
+    """What the page must say of GPUs, and does not: the date and the hardware of the result of
+    gpu_check, or that it never ran on one. One of the CPU is none."""
+    if result is not None and result["results"]["device"] == "cuda":
+        must, must_not = [result["date"], result["hardware"]["gpu"]], [NEVER[page]]
+    else:
+        must, must_not = [NEVER[page]], []
+    missing = [words for words in must if words not in text]
+    return missing + [f"no {words!r}" for words in must_not if words in text]
+
+
+def first_screen(page: str) -> str:
+    return PAGES[page].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", NEVER)
+def test_first_screen_says_what_ran_on_which_gpu_and_when_or_that_nothing_did(page):
+    result = json.loads(GPU_RESULT.read_text()) if GPU_RESULT.exists() else None
+    assert what_is_missing(page, first_screen(page), result) == []
+
+
+def test_first_screen_that_is_silent_about_a_result_on_a_gpu_is_found():
+    result = {
+        "date": "2027-01-31",
+        "hardware": {"gpu": "NVIDIA H200"},
+        "results": {"device": "cuda", "small": False, "checks": {}},
+    }
+    old, new = "It has never run on a GPU.", "Its checks passed on an NVIDIA H200 on 2027-01-31."
+    page = "README.md"
+    assert what_is_missing(page, new, result) == []
+    assert len(what_is_missing(page, old, result)) == 3
+    assert what_is_missing(page, old, None) == [] != what_is_missing(page, new, None)
+    result["results"]["device"] = "cpu"
+    assert what_is_missing(page, old, result) == []
 
 
 def test_readme_is_short_and_keeps_its_order():

@@ -51,8 +51,8 @@ sys.stdout.buffer.write(pickle_with_modules(found))
 
 @pytest.fixture(autouse=True)
 def nothing_of_ours_stays():
-    """It comes before `monkeypatch`, which puts back what a test took away, and so ends after
-    it."""
+    """This fixture comes before `monkeypatch`, which puts back what a test took away, and so ends
+    after it."""
     yield
     for name in [name for name in sys.modules if name.startswith("ours_")]:
         del sys.modules[name]
@@ -87,7 +87,7 @@ def test_a_module_of_the_users_own_goes_along_and_further(module):
 
 
 def test_a_module_of_a_package_that_is_none(module, monkeypatch):
-    """As pytest makes them when it imports a file by its path."""
+    """pytest makes such modules when it imports a file by its path."""
     for name in ("ours_nowhere", "ours_nowhere.inner"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     spec = importlib.util.spec_from_file_location("ours_nowhere.inner.job", module.__file__)
@@ -118,7 +118,7 @@ def test_a_job_goes_with_the_modules_of_its_train_function(module, monkeypatch):
 
 
 def test_a_package_with_a_compiled_part_is_left_to_the_others_disk(module, monkeypatch):
-    """As one that was installed beside the project: its sources are not all of it."""
+    """Such a package was installed beside the project: its sources are not all of it."""
     compiled = ModuleType("ours_by_folder.fast")
     compiled.__loader__ = importlib.machinery.ExtensionFileLoader(compiled.__name__, "fast.so")
     monkeypatch.setitem(sys.modules, compiled.__name__, compiled)

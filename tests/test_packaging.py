@@ -26,7 +26,7 @@ def imported(path):
 
 
 def names_in(requirements):
-    """Of distributions, with the extras of our own that they ask for."""
+    """Return the names of distributions, with the extras of our own that they ask for."""
     for requirement in requirements:
         name = (
             requirement.split("[")[0].split(">")[0].split("=")[0].strip().lower().replace("_", "-")

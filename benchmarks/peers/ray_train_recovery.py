@@ -3,7 +3,7 @@ of `recovery`.
 
     python ray_train_recovery.py RESULT.json KILLS
 
-All workers start anew after a failure, so there are two pauses: to the first step of any number,
+All workers restart after a failure, so there are two pauses: to the first step of any number,
 and to the first one that was not done before.
 """
 

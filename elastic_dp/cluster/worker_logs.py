@@ -4,9 +4,9 @@ of workers that died.
 - A worker's output is a file on its node (Ray creates it; `elastic_dp.testing` does, too). A thread
   writes a copy at most every `EVERY_S`, so the output can be read some seconds later, even when the
   node is gone.
-- A copy is one object that is written anew, because stores cannot append, and numbered pieces would
-  have to be cleaned up. It is bounded: of a long output it has the first `HEAD_BYTES` and the last
-  `TAIL_BYTES`.
+- A copy is one object that is rewritten whole, because stores cannot append, and numbered pieces
+  would have to be cleaned up. It is bounded: of a long output it has the first `HEAD_BYTES` and
+  the last `TAIL_BYTES`.
 - The last output of a worker that is killed (a segmentation fault, an abort) comes too late for its
   own thread. Its sidecar outlives it and sends the last few kilobytes to the controller, which
   writes them.

@@ -51,7 +51,7 @@ class HostCopies:
         self._events = begun, done
 
     def wait(self) -> None:
-        """Until what was launched last has arrived. Raises what the device raises."""
+        """Wait until the last copy that was launched has arrived. Raises what the device raises."""
         if self._events is not None:
             begun, done = self._events
             done.synchronize()

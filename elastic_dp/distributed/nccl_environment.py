@@ -52,7 +52,7 @@ def set_nccl_environment(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def set_default_environment(environment: MutableMapping[str, str]) -> None:
-    """For a process that forms no group itself: nothing that the user has set changes."""
+    """Set defaults in a process that forms no group itself; keep what the user has set."""
     for name, value in (REQUIRED | DEFAULTS).items():
         environment.setdefault(name, value)
 

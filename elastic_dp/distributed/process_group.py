@@ -101,7 +101,7 @@ class ProcessGroup:
 
     @property
     def transport(self) -> Transport:
-        """For gradients."""
+        """Return the transport for gradients."""
         return self if self.on_device is None else self.on_device
 
     @property

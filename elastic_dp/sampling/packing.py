@@ -46,7 +46,7 @@ class Segments(NamedTuple):
 
 
 class PackedOrder:
-    """As `Order`, for packed rows of `length` tokens.
+    """Like `Order`, for packed rows of `length` tokens.
 
     `group_tokens` is the number of tokens of each row group, in file order. Raises DataError if an
     epoch has no complete step.

@@ -28,7 +28,7 @@ from fsspec.utils import glob_translate
 
 from elastic_dp.storage.backend import Entry, FolderListing
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
-from elastic_dp.storage.file_systems import is_local, look_up, open_file_system
+from elastic_dp.storage.file_systems import is_local, list_folder, look_up, open_file_system
 from elastic_dp.storage.fsspec_backend import entry_of
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
@@ -45,6 +45,7 @@ __all__ = [
     "entry_of",
     "glob_translate",
     "is_local",
+    "list_folder",
     "look_up",
     "open_file_system",
     "redact",

@@ -52,7 +52,7 @@ class Backend(Protocol):
         none."""
 
     def look(self, folder: str, deep: bool) -> FolderListing:
-        """As `find`, in one listing; links to folders are followed."""
+        """Like `find`, in one listing; links to folders are followed."""
 
     def stat(self, path: str) -> Entry: ...
 

@@ -24,8 +24,8 @@ class ObjectMissing(StorageError, FileNotFoundError):
 
 
 class ObjectRewritten(StorageError):
-    """It is not the object that was asked for. Example: a shard that was uploaded again, or cut
-    short, meanwhile."""
+    """The object is not the one that was asked for. Example: a shard that was uploaded again, or
+    cut short, meanwhile."""
 
 
 class OtherVersion(Exception):

@@ -13,8 +13,8 @@ from typing import Any
 from fsspec.core import split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic_dp.storage.backend import Entry
-from elastic_dp.storage.fsspec_backend import entry_of
+from elastic_dp.storage.backend import Entry, FolderListing
+from elastic_dp.storage.fsspec_backend import entry_of, look_in
 from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.storage.option_names import fsspec_options
 
@@ -34,6 +34,16 @@ def look_up(system: Any, path: str) -> Entry:
         return LocalBackend(path).stat(path)
     system.invalidate_cache()
     return entry_of(path, system.info(path))
+
+
+def list_folder(system: Any, folder: str, *, deep: bool) -> FolderListing:
+    """Lists a folder, or everything below it, by the rules of `Store.look`, sorted by path. Names
+    have no wildcards. Raises what fsspec raises."""
+    if is_local(system):
+        found = LocalBackend(folder).look(folder, deep)
+    else:
+        found = look_in(system, folder, deep)
+    return FolderListing(sorted(found.entries), sorted(found.folders), found.unreadable)
 
 
 def is_local(system: Any) -> bool:

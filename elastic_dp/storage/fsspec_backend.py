@@ -65,25 +65,7 @@ class FsspecBackend:
         return [entry_of(path, info) for path, info in found.items() if path != folder]
 
     def look(self, folder: str, deep: bool) -> FolderListing:
-        self._system.invalidate_cache()
-        depth = None if deep else 1
-        found = self._system.find(
-            folder, maxdepth=depth, withdirs=not deep, detail=True, **self._limit(0)
-        )
-        look = FolderListing([], [], {})
-        for path, info in found.items():
-            inside = path.removeprefix(folder).removeprefix("/")
-            if not inside or path.endswith("/"):
-                continue  # the folder itself, or the object that stands for one
-            if not deep and "/" in inside:
-                continue  # some file systems know no depth
-            if any(part in ("", ".", "..") for part in inside.split("/")):
-                look.unreadable.setdefault(ODD_KEYS, []).append(path)
-            elif info["type"] != "directory":
-                look.entries.append(entry_of(path, info))
-            else:
-                look.folders.append(path)
-        return look
+        return look_in(self._system, folder, deep, **self._limit(0))
 
     def stat(self, path: str) -> Entry:
         self._system.invalidate_cache()
@@ -122,7 +104,7 @@ class FsspecBackend:
         return f"{self._before}{path}{self._after}"
 
     def _make_folder(self, path: str) -> None:
-        """Where folders are real (sftp, hdfs) a write does not make them."""
+        """Make the folder, which a write does not do where folders are real (sftp, hdfs)."""
         if not isinstance(self._system, AsyncFileSystem):
             self._system.makedirs(self._system._parent(path), exist_ok=True)
 
@@ -131,6 +113,27 @@ class FsspecBackend:
         if not isinstance(self._system, AsyncFileSystem):
             return {}
         return {"timeout": self._stall_s + size / SLOWEST_BYTES_PER_S}
+
+
+def look_in(system: Any, folder: str, deep: bool, **limit: float) -> FolderListing:
+    """Lists a folder of a file system; see `Backend.look`."""
+    system.invalidate_cache()
+    depth = None if deep else 1
+    found = system.find(folder, maxdepth=depth, withdirs=not deep, detail=True, **limit)
+    look = FolderListing([], [], {})
+    for path, info in found.items():
+        inside = path.removeprefix(folder).removeprefix("/")
+        if not inside or path.endswith("/"):
+            continue  # the folder itself, or the object that stands for one
+        if not deep and "/" in inside:
+            continue  # some file systems know no depth
+        if any(part in ("", ".", "..") for part in inside.split("/")):
+            look.unreadable.setdefault(ODD_KEYS, []).append(path)
+        elif info["type"] != "directory":
+            look.entries.append(entry_of(path, info))
+        else:
+            look.folders.append(path)
+    return look
 
 
 def _exact(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str, Any]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MOVE = "Delete it, or move it away"
 PAGE_BYTES = 4096  # alignment of direct writes, in memory and in the file
 LINKS = "links to nothing"
+NO_FILES = "pipes, sockets or devices"
 _DIRECT_BYTES = 1 << 20  # smaller writes use the page cache
 
 
@@ -151,6 +152,8 @@ def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, 
         if found is not None:
             if S_ISREG(found.st_mode):
                 into.entries.append(_entry(item.path, found))
+            else:
+                into.unreadable.setdefault(NO_FILES, []).append(item.path)
         elif deep:
             _look(item.path, deep, into, above)
         else:

@@ -63,7 +63,7 @@ class ObstoreBackend:
     def look(self, folder: str, deep: bool) -> FolderListing:
         try:
             if deep:
-                return FolderListing(self.find(folder, deep), [], {})
+                return FolderListing(_without_markers(self.find(folder, deep)), [], {})
             prefix = folder.strip("/") or None
             found = self._obstore.list_with_delimiter(self._client(0), prefix)
         except self._obstore.exceptions.InvalidPathError:
@@ -245,13 +245,27 @@ def _botocore_files() -> bool:
 
 
 def _check_encoding(path: str, encoding: str) -> None:
-    """Of an answer with a weak ETag. If a proxy encoded it, its bytes are not those of the object.
-    An object that was stored with an encoding has a strong ETag, and its bytes are right."""
+    """Check an answer with a weak ETag. If a proxy encoded it, its bytes are not the object's. An
+    object that was stored with an encoding has a strong ETag, and its bytes are right."""
     if encoding != "identity":
         raise StorageError(
             f"{path} came as {encoding}, with a weak ETag: a proxy compresses what the store "
             "sends, though nobody asked for it; turn compression off in the proxy for this URL"
         )
+
+
+def _without_markers(entries: list[Entry]) -> list[Entry]:
+    """Without the objects "folder/" of 0 bytes that consoles and Hadoop create for folders. obstore
+    drops their "/"."""
+    if all(entry.size for entry in entries):
+        return entries
+    folders = set()
+    for entry in entries:
+        folder = entry.path.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    return [entry for entry in entries if entry.size or entry.path not in folders]
 
 
 def _entry(meta: Any) -> Entry:

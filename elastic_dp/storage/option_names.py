@@ -104,8 +104,8 @@ def check_names(scheme: str, options: Mapping[str, Any]) -> None:
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """As the scheme's fsspec file system calls them. Raises StorageError for a name that is
-    unknown."""
+    """Return options as the scheme's fsspec file system names them. Raises StorageError for an
+    unknown name."""
     check_names(scheme, options)
     kind = KIND.get(scheme)
     if kind is None:

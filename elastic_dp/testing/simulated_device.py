@@ -15,6 +15,7 @@ that is always fast.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -53,12 +54,12 @@ class SimulatedDevice:
     # connecting.
     abort_waits_for_connect: bool = True
     abort_frees: bool = True  # collectives that spin end by an abort
-    abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives
+    abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives; inf: for ever
     reports_failures: bool = False  # the communicator notices that a peer is gone
     # After how long torch's watchdog ends the process for a failure, and its monitor for an abort
     # that blocks, unless the environment turns them off; 0: never.
     watchdog_s: float = 0.0
-    destroy_s: float = 0.0  # that destroying blocks
+    destroy_s: float = 0.0  # that destroying blocks; inf: for ever
 
 
 class _SimulatedStream:
@@ -272,7 +273,7 @@ class SimulatedCommunicator:
             if self._settings.abort_frees:
                 self._aborted.set()
         monitor = self._end_process() if self._monitors else None
-        time.sleep(self._settings.abort_s)
+        _block(self._settings.abort_s)
         if monitor is not None:
             monitor.cancel()
 
@@ -281,7 +282,7 @@ class SimulatedCommunicator:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            time.sleep(self._settings.destroy_s)
+            _block(self._settings.destroy_s)
 
     def all_reduce(self, tensor: torch.Tensor) -> _Work:
         given = tensor.clone()
@@ -353,6 +354,10 @@ class SimulatedCommunicator:
         timer.daemon = True
         timer.start()
         return timer
+
+
+def _block(seconds: float) -> None:
+    threading.Event().wait(None if seconds == math.inf else seconds)
 
 
 _never_dropped: list[Any] = []  # Gloo's destructor blocks until its last operation ends

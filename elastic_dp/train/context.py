@@ -137,7 +137,7 @@ class TrainContext:
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Iterator[Step]:
-        """The training loop: each committed step once, in order, whatever happens to the fleet.
+        """The training loop: each committed step once, in order, whatever happens to the workers.
 
         `loss_fn(model, batch)` returns the mean loss of one micro-batch as a real tensor with one
         element, or (loss, weight), or (loss, weight, metrics); it may run more than once for a step

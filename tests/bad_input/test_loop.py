@@ -133,7 +133,8 @@ def test_body_that_writes_a_parameter_or_buffer_in_place_is_refused(what):
 
 @pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
 def test_parameter_group_added_in_the_body_is_refused(run):
-    """A joiner could not know of it. The same error on every fleet, at the step that did it."""
+    """A joiner could not know of it. The same error for any number of workers, at the step that did
+    it."""
 
     def train(ctx):
         model = classifier()

@@ -59,7 +59,7 @@ def test_model_on_the_meta_device_is_refused():
 
 
 def test_optimizer_with_another_order_on_one_worker_is_refused():
-    """As of a set of parameters: optimizer state travels by place, and two of these have one
+    """Such as of a set of parameters: optimizer state travels by place, and two of these have one
     shape."""
 
     def train(ctx):

@@ -20,7 +20,7 @@ from tests.train.jobs import adamw, classifier, cross_entropy
 
 
 class Others(Points):
-    """As many, but not the same."""
+    """A data set of as many rows, but not the same ones."""
 
 
 def test_start_without_shards_is_refused(tmp_path):

@@ -188,7 +188,7 @@ class ChaosRun:
         self.folder, self.driver = folder, driver
 
     def lines(self, file: str) -> list[dict[str, Any]]:
-        """Of "events" or "metrics", as far as written."""
+        """Return the lines of "events" or "metrics", as far as written."""
         path = self.folder / f"{file}.jsonl"
         if not path.exists():
             return []
@@ -204,7 +204,7 @@ class ChaosRun:
 
     @property
     def members(self) -> list[str]:
-        """Of the newest generation."""
+        """Return the members of the newest generation."""
         formed = [x for x in self.lines("events") if x.get("command") == "FormGeneration"]
         return formed[-1]["members"] if formed else []
 

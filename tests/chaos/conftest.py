@@ -1,4 +1,4 @@
-"""For every case of chaos: the undisturbed run, and what must be true after a disturbed one."""
+"""The undisturbed run, and what must be true after a disturbed one, for every case of chaos."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -60,7 +60,7 @@ class Host:
         return process
 
     def pids(self, pattern: str = "") -> list[int]:
-        """Its processes whose command line contains `pattern`."""
+        """Return the processes whose command line contains `pattern`."""
         found = []
         for word in _run("ip", "netns", "pids", self.name).split():
             with contextlib.suppress(OSError), open(f"/proc/{word}/cmdline", "rb") as file:
@@ -69,7 +69,7 @@ class Host:
         return found
 
     def signal(self, number: signal.Signals, pattern: str = "") -> list[int]:
-        """To all its processes, or to those whose command line contains `pattern`; returns
+        """Signal all processes of the host, or those whose command line contains `pattern`; returns
         which."""
         pids = self.pids(pattern)
         for pid in pids:
@@ -176,7 +176,7 @@ def unmount(path: str) -> None:
 
 
 def _free_prefix() -> str:
-    """Of addresses, which no other network of this machine has."""
+    """Find a prefix of addresses, which no other network of this machine has."""
     taken = _run("ip", "-o", "-4", "address")
     prefixes = (f"10.231.{(os.getpid() + more) % 250}" for more in range(250))
     return next(prefix for prefix in prefixes if f" {prefix}." not in taken)

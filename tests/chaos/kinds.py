@@ -115,7 +115,7 @@ def head_killed(cluster: Cluster, head: Host, seconds: float) -> None:
 
 
 def disk_full(cluster: Cluster, head: Host, seconds: float) -> None:
-    """That of the runs (`Cluster.disk_mib`)."""
+    """Fill the disk of the runs (`Cluster.disk_mib`)."""
     assert cluster.disk_mib
     filling = cluster.storage / "filling"
     with open(filling, "wb", buffering=0) as file, contextlib.suppress(OSError):

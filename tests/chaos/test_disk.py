@@ -1,4 +1,4 @@
-"""A disk that is full: training goes on, nothing committed is lost, and what was put off is done
+"""A disk that is full: training goes on, nothing committed is lost, and what was deferred is done
 when there is room.
 
 The disks are small, of memory, and mounted here, so this needs root.
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def disk():
-    """Of 2 MB."""
+    """A disk of 2 MB."""
     path = folder()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], check=True)
     yield Path(path)
@@ -54,7 +54,7 @@ def full(disk):
     os.unlink(disk / "filling")
 
 
-def in_a_hurry(ctx):
+def with_frequent_checkpoints(ctx):
     uploader.PATIENCE_S = retry.LONGEST_PAUSE_S = 0.3
     average_and_plateau(ctx)
 
@@ -66,7 +66,7 @@ def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
     keep = dataclasses.replace(spec.checkpoint, num_to_keep=10)  # a removal would make room
     spec = dataclasses.replace(spec, failure=failure, checkpoint=keep)
     url = str(disk / "run")
-    with ProcessRun(spec, in_a_hurry, journal=Journal(url), url=url) as run:
+    with ProcessRun(spec, with_frequent_checkpoints, journal=Journal(url), url=url) as run:
         wait(run, lambda: said(run, "checkpoint of step 5 is committed"))
         with full(disk):
             before = names(url)

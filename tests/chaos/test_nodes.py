@@ -27,7 +27,7 @@ def killed(cluster, run, node):
 
 
 def raylet_killed(cluster, run, node):
-    """It takes its worker along."""
+    """Kill a raylet, which ends its worker too."""
     node.signal(signal.SIGKILL, "raylet/raylet")
     alone(run)
 
@@ -50,8 +50,7 @@ def mute(cluster, run, node):
 
 
 def frozen(cluster, run, node):
-    """For longer than Ray's and our own patience. Who thaws does not go on where it was, but
-    ends."""
+    """Freeze a host for longer than all timeouts. What thaws does not go on, but ends."""
     worker = run.members[1]
     node.signal(signal.SIGSTOP)
     until = time.monotonic() + 20

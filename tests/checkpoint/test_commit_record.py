@@ -298,7 +298,7 @@ def test_a_state_without_tensors():
 
 
 def _with(commit, change):
-    """Its bytes after `change(body)`, with the digest that they then have."""
+    """Return its bytes after `change(body)`, with the digest that they then have."""
     stored = json.loads(commit.to_bytes())
     change(stored["body"])
     digest = hashlib.sha256(_canonical(stored["body"])).hexdigest()

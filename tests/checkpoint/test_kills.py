@@ -73,7 +73,7 @@ def second_step(store, countdown, *, disk=False):
 
 
 def in_a_process(call):
-    """Its exit status as a signal's number, or what it returns if it is not killed."""
+    """Return its exit status as a signal's number, or what it returns if it is not killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -49,7 +49,7 @@ def test_checkpoint_at_the_root_of_a_bucket_is_read_back(bucket):  # noqa: F811
 
 
 def overwriting(self, path, value, mode="overwrite", **kwargs):
-    """As obstore's fsspec adapter has it: the mode is accepted, and ignored."""
+    """Write as obstore's fsspec adapter does: the mode is accepted, and ignored."""
     with self.open(path, "wb") as file:
         file.write(value)
 

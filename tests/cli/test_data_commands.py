@@ -74,7 +74,7 @@ def test_inspect_has_no_findings_for_what_convert_writes(tmp_path):
     assert result.plan.all_bytes == pytest.approx(2 * result.plan.virtual_worker_bytes, abs=1)
 
 
-def test_large_row_groups_and_the_command_that_mends_them(tmp_path):
+def test_large_row_groups_and_the_command_that_fixes_them(tmp_path):
     folder = shard(tmp_path / "set", {"tokens": tokens(4096)}, rows=4096)
     large, few = sorted(
         found(folder, "large_row_groups", "few_row_groups"), key=lambda f: -len(f.message)

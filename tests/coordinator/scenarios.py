@@ -1,4 +1,4 @@
-"""A coordinator on a stage: facts go in by name, and what was said can be asked for."""
+"""A coordinator without a cluster: events are told by name, and its commands are recorded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
 def facts(coordinator: Coordinator) -> dict[str, Any]:
-    """All that its parts know but who was heard when: any word from a worker shows that it
-    lives."""
+    """The state of all parts, except for when each worker was heard: any message updates that."""
     parts = {name: part for name, part in vars(coordinator).items() if name != "config"}
     return {
         f"{name}.{key}": value
@@ -32,24 +31,24 @@ def facts(coordinator: Coordinator) -> dict[str, Any]:
 class Scenario:
     """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
 
-    def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
-        rules = {"size": 2, "virtual_workers": 8} | rules
-        limits = {f.name: rules.pop(f.name) for f in LIMITS if f.name in rules}
-        self.rules = CoordinatorConfig(**rules, limits=FailureLimits(**limits))
+    def __init__(self, claims: bool = True, begin: bool = True, **config: Any) -> None:
+        config = {"size": 2, "virtual_workers": 8} | config
+        limits = {f.name: config.pop(f.name) for f in LIMITS if f.name in config}
+        self.config = CoordinatorConfig(**config, limits=FailureLimits(**limits))
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []
         self.beats = 0
         self.committed: int | None = None  # the newest checkpoint
         self.older: int | None = None  # the one that is found where that is too new
-        self.coordinator = Coordinator(self.rules)
+        self.coordinator = Coordinator(self.config)
         if begin:
             self.note(self.coordinator.start(0.0))
 
     @classmethod
-    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scenario:
-        scenario = cls(begin=False, **rules)
-        scenario.coordinator, commands = Coordinator.recover(scenario.rules, workers, highest, 0.0)
+    def recovered(cls, workers: list[str], highest: int, **config: Any) -> Scenario:
+        scenario = cls(begin=False, **config)
+        scenario.coordinator, commands = Coordinator.recover(scenario.config, workers, highest, 0.0)
         scenario.note(commands)
         return scenario
 
@@ -143,7 +142,7 @@ class Scenario:
         return self.tell(m.WorkerLost(worker, "killed"))
 
     def of(self, kind: type[C]) -> list[C]:
-        """What of this kind was said last."""
+        """The commands of this kind in the last answer."""
         return [command for command in self.said if isinstance(command, kind)]
 
     def ever(self, kind: type[C]) -> list[C]:
@@ -155,8 +154,8 @@ class Scenario:
         return [member.worker for member in membership.members] if membership else []
 
 
-def trio(**rules: Any) -> Scenario:
+def trio(**config: Any) -> Scenario:
     """Three members that train."""
-    scenario = Scenario(size=3, **rules)
+    scenario = Scenario(size=3, **config)
     scenario.running("w1", "w2", "w3")
     return scenario

@@ -1,4 +1,4 @@
-"""Virtual workers dealt by speed: what split, and when it is worth the end of a generation."""
+"""Virtual workers assigned by speed: what split, and when it is worth the end of a generation."""
 
 import itertools
 import random
@@ -48,22 +48,22 @@ def test_no_split_is_faster_by_more_than_the_margin(seed):
     rng = random.Random(seed)
     ranks, virtual = rng.randint(1, 3), rng.randint(3, 12)
     seconds = [rng.choice((1.0, 1.3, 2.0, 5.0)) for _ in range(ranks)]
-    dealt = assign_ranges(seconds, virtual)
-    assert [v for first, last in dealt for v in range(first, last)] == list(range(virtual))
+    assigned = assign_ranges(seconds, virtual)
+    assert [v for first, last in assigned for v in range(first, last)] == list(range(virtual))
     others = itertools.product(range(1, virtual + 1), repeat=ranks)
     best = min(
         max(n * s for n, s in zip(split, seconds, strict=True))
         for split in others
         if sum(split) == virtual
     )
-    assert longest_s(dealt, seconds) * (1 - MIN_GAIN) <= best + 1e-9
+    assert longest_s(assigned, seconds) * (1 - MIN_GAIN) <= best + 1e-9
 
 
 # --------------------------------------------------------------------------- when it is worth it
 
 
-def pair(**rules):
-    scenario = Scenario(**({"size": 2, "virtual_workers": 12} | rules))
+def pair(**config):
+    scenario = Scenario(**({"size": 2, "virtual_workers": 12} | config))
     scenario.running("w1", "w2")
     scenario.hear("w1", "w2", step=1)
     return scenario
@@ -83,7 +83,7 @@ def change(scenario, step=20):
     assert scenario.coordinator.phase == "running", scenario.coordinator.reason
 
 
-def dealt(scenario):
+def assigned(scenario):
     return [member.num_virtual_workers for member in scenario.coordinator.membership.members]
 
 
@@ -94,7 +94,7 @@ def test_a_generation_ends_for_a_faster_split():
     assert "from 120 ms to 80 ms" in scenario.coordinator.reason
     assert scenario.coordinator.reason.startswith("generation 1 ends: w2 needs 20 ms for a virtual")
     change(scenario)
-    assert dealt(scenario) == [8, 4]
+    assert assigned(scenario) == [8, 4]
 
 
 def test_rebalance_waits_until_all_members_are_measured():
@@ -136,7 +136,7 @@ def test_rebalance_again_waits_for_the_rest_time():
     scenario.wait(10.0, "w1", "w2", step=40)
     assert scenario.coordinator.phase == "ending"
     change(scenario, step=40)
-    assert dealt(scenario) == [4, 8]
+    assert assigned(scenario) == [4, 8]
 
 
 def test_speeds_are_kept_in_the_next_generation():
@@ -148,7 +148,7 @@ def test_speeds_are_kept_in_the_next_generation():
     scenario.wait(0.1, "w1", "w2", step=20)
     change(scenario)
     assert scenario.members == ["w1", "w2", "w3"]
-    assert dealt(scenario) == [7, 2, 3], "w3 counts as 20 ms"
+    assert assigned(scenario) == [7, 2, 3], "w3 counts as 20 ms"
 
 
 def test_rebalance_waits_for_a_worker_that_joins_soon():
@@ -174,9 +174,9 @@ def test_rebalance_does_not_happen_where_a_finished_member_is_gone():
 
 
 def test_rebalance_computes_no_split_where_none_could_pay():
-    """Of thousands of virtual workers, that takes long."""
+    """A split of thousands of virtual workers takes long to compute."""
     scenario = pair()
-    with mock.patch.object(balance, "_fastest", side_effect=AssertionError("dealt")):
+    with mock.patch.object(balance, "_fastest", side_effect=AssertionError("assigned")):
         measured(scenario, w1=0.01, w2=0.0105)
     assert scenario.coordinator.phase == "running"
 
@@ -184,9 +184,9 @@ def test_rebalance_computes_no_split_where_none_could_pay():
 # ---------------------------------------------------------------- who is too slow for any split
 
 
-def slowed(step=20, w2=0.05, seconds=0.0, **rules):
+def slowed(step=20, w2=0.05, seconds=0.0, **config):
     """w1 and w2 run one virtual worker each, w3 is a standby."""
-    scenario = pair(**({"virtual_workers": 2, "standby": 1, "slow_s": 30.0} | rules))
+    scenario = pair(**({"virtual_workers": 2, "standby": 1, "slow_s": 30.0} | config))
     scenario.ready("w3")
     measured(scenario, w2=w2, step=step)
     scenario.wait(seconds, "w1", "w2", "w3", step=step)

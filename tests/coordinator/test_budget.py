@@ -1,4 +1,4 @@
-"""Scenes of losses: what is counted, what is taken back when the cause is known, and what a step
+"""Scenarios of losses: what is counted, what is taken back when the cause is known, and what a step
 forgives."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from elastic_dp.coordinator.messages import Cause
 from tests.coordinator.scenarios import Scenario
 
 
-def running(**rules: object) -> Scenario:
-    scenario = Scenario(**({"size": 2} | rules))
+def running(**config: object) -> Scenario:
+    scenario = Scenario(**({"size": 2} | config))
     scenario.running("w1", "w2")
     return scenario
 
@@ -24,7 +24,7 @@ def counted(scenario: Scenario) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("cause", "then"), [(Cause.PREEMPTED, (0, 0)), (Cause.OUT_OF_MEMORY, (0, 1))]
 )
-def test_a_loss_is_judged_anew_when_its_cause_is_known(cause: Cause, then: tuple[int, int]) -> None:
+def test_loss_is_counted_again_when_its_cause_is_known(cause: Cause, then: tuple[int, int]) -> None:
     scenario = running()
     scenario.lost("w1")
     assert counted(scenario) == (1, 0)

@@ -8,9 +8,9 @@ from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 from tests.coordinator.scenarios import Scenario
 
 
-def alone(**rules: object) -> Scenario:
+def alone(**config: object) -> Scenario:
     """w1 trains; five places are free."""
-    scenario = Scenario(**({"size": 6, "stabilization_s": 5.0} | rules))
+    scenario = Scenario(**({"size": 6, "stabilization_s": 5.0} | config))
     scenario.running("w1")
     return scenario
 

@@ -1,4 +1,4 @@
-"""Scenes of checkpoints: asked for, and the last one of those who must go."""
+"""Scenarios of checkpoints: requested ones, and the last one of workers that drain."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def told(scenario: Scenario, kind: type) -> list[str]:
     return [command.worker for command in scenario.of(kind)]
 
 
-def falling(step: int = 4, **rules: object) -> Scenario:
+def falling(step: int = 4, **config: object) -> Scenario:
     """Both of two are needed, and w2 must be gone in ten seconds."""
-    rules = {"size": 2, "min_workers": 2, "drain_margin_s": 3.0, "checkpointing": True} | rules
-    scenario = Scenario(**rules)
+    config = {"size": 2, "min_workers": 2, "drain_margin_s": 3.0, "checkpointing": True} | config
+    scenario = Scenario(**config)
     scenario.running("w1", "w2", step=step)
     scenario.tell(m.DrainNoticed("w2", scenario.now + 10.0))
     return scenario
 
 
-def stopped(*workers: str, step: int = 6, **rules: object) -> Scenario:
-    scenario = falling(**rules)
+def stopped(*workers: str, step: int = 6, **config: object) -> Scenario:
+    scenario = falling(**config)
     scenario.wait(7.1, "w1", "w2", step=step)
     assert told(scenario, m.EndGeneration)[:2] == ["w1", "w2"]
     for worker in workers or ("w1", "w2"):
@@ -31,7 +31,7 @@ def stopped(*workers: str, step: int = 6, **rules: object) -> Scenario:
     return scenario
 
 
-def test_a_fleet_that_will_fall_is_asked_for_a_checkpoint_at_once() -> None:
+def test_members_that_will_all_leave_are_asked_for_a_checkpoint_at_once() -> None:
     scenario = falling()
     assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"]
     assert told(scenario, m.StartWorker) == ["w3"]
@@ -200,7 +200,7 @@ def test_a_stop_is_told_again_until_it_is_heard() -> None:
     assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
 
 
-def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
+def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
     """All who were to go on without it are lost before they made a step."""
     scenario = Scenario(size=2, min_workers=2, checkpointing=True)
     scenario.running("w1", "w2", step=4)

@@ -11,9 +11,9 @@ from tests.coordinator.scenarios import Scenario
 LIMIT_S = 30.0
 
 
-def training(*workers: str, step: int = 5, **rules: Any) -> Scenario:
+def training(*workers: str, step: int = 5, **config: Any) -> Scenario:
     """These have made some steps."""
-    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **rules)
+    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **config)
     scenario.running(*workers)
     scenario.hear(*workers, step=step)
     return scenario
@@ -89,7 +89,7 @@ def test_collective_in_which_all_wait_is_aborted_without_an_eviction() -> None:
 
 
 def test_worker_that_waited_for_a_late_member_has_time_to_go_on() -> None:
-    """Of a collective that begins only now, not all can have stood still for long."""
+    """No member can have waited for long in a collective that begins only now."""
     for phase, waited_s in (("data", 2 * LIMIT_S), ("compute", LIMIT_S - 2)):
         scenario = training("w1", "w2", "w3")
         at = {"w1": ("collective", 5), "w3": ("collective", 5)}
@@ -212,9 +212,9 @@ def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
 
 
 def test_cpu_time_before_an_abort_does_not_count_after_it() -> None:
-    standing = HeartbeatProgress()
+    progress = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
-        standing.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
-    standing.restart()
-    standing.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
-    assert (standing.beats, standing.cpu_s) == (1, 0.5)
+        progress.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
+    progress.restart()
+    progress.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
+    assert (progress.beats, progress.cpu_s) == (1, 0.5)

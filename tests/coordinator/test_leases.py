@@ -25,10 +25,10 @@ def test_the_evicted_get_no_answer_but_an_end() -> None:
     assert m.RenewLease("w1", scenario.beats + 1) in scenario.hear("w1")
 
 
-def alone_and_silent(**rules: object) -> Scenario:
+def alone_and_silent(**config: object) -> Scenario:
     """The source was announced, never sent a heartbeat, and is evicted but not dead; another worker
     is ready."""
-    scenario = Scenario(size=1, lease_s=30.0, **rules)
+    scenario = Scenario(size=1, lease_s=30.0, **config)
     scenario.ready("w1")
     scenario.hear("w1", phase="form")
     scenario.wait(9.0)

@@ -7,9 +7,9 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario
 
 
-def bereft(**rules: object) -> Scenario:
+def without_any_state(**config: object) -> Scenario:
     """Three trained up to step 9, two more were about to join; then the three are lost."""
-    scenario = Scenario(size=3, **rules)
+    scenario = Scenario(size=3, **config)
     scenario.running("w1", "w2", "w3")
     scenario.committed = 5
     scenario.hear("w1", "w2", "w3", step=9)
@@ -19,7 +19,7 @@ def bereft(**rules: object) -> Scenario:
 
 
 def test_run_without_survivors_restores_the_newest_checkpoint() -> None:
-    scenario = bereft(min_workers=1)
+    scenario = without_any_state(min_workers=1)
     assert not scenario.ever(m.FailRun)
     scenario.ready("w4", "w5")
     scenario.wait(0.1)
@@ -46,7 +46,7 @@ def test_run_without_survivors_and_checkpoint_fails() -> None:
 
 def test_reader_of_the_checkpoint_that_dies_is_replaced() -> None:
     """Half written or not: a checkpoint writes everything."""
-    scenario = bereft(min_workers=1)
+    scenario = without_any_state(min_workers=1)
     scenario.ready("w4")
     scenario.ready("w5", can_source=False)
     scenario.wait(0.1)
@@ -70,7 +70,7 @@ def test_a_run_that_left_a_checkpoint_begins_with_it() -> None:
 
 
 def test_checkpoint_can_be_continued_on_another_kind_of_machine() -> None:
-    scenario = bereft(min_workers=1)
+    scenario = without_any_state(min_workers=1)
     scenario.ready("w4", kind="another")
     scenario.wait(0.1)
     assert scenario.members == ["w4"]
@@ -92,7 +92,7 @@ def test_slots_of_rejected_workers_are_filled_again_after_a_restore() -> None:
 
 
 def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
-    scenario = bereft(min_workers=1, lease_s=50.0)
+    scenario = without_any_state(min_workers=1, lease_s=50.0)
     assert scenario.coordinator.phase == "gathering"
     held = Scenario(size=1, lease_s=50.0)
     held.running("w1")
@@ -107,6 +107,6 @@ def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
 
 
 def test_a_run_that_is_stopped_while_nobody_holds_its_state_ends_at_its_checkpoint() -> None:
-    scenario = bereft()
+    scenario = without_any_state()
     scenario.tell(m.StopRequested("enough"))
     assert scenario.ever(m.FinishRun) == [m.FinishRun(TrainingPosition(5), "", "enough")]

@@ -56,8 +56,8 @@ def test_worker_that_replaces_the_lost_one_gets_its_share():
 
 
 def test_contiguous_ranges_stay_where_the_step_ends_as_early_with_fewer_sums():
-    """Of 3 virtual workers, one more runs on either worker. 1 and 2 would be two sums of a worker,
-    0 and 1 are one."""
+    """With 3 virtual workers, one more runs on either worker. 1 and 2 would be two sums of a
+    worker, 0 and 1 are one."""
     previous = [((0, 1),), ((1, 2),)]
     assert retain_ranges(equal_ranges(3, 2), previous) == (((0, 2),), ((2, 3),))
     assert len(cover(1, 3, 3)) == 2 and len(cover(0, 2, 3)) == 1

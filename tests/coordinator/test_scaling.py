@@ -51,7 +51,7 @@ def test_departing_worker_that_alone_is_ahead_stays_for_the_hand_over() -> None:
     assert scenario.coordinator.membership.source == "w2"
 
 
-def with_a_leaver(min_workers: int) -> Scenario:
+def with_a_departing_worker(min_workers: int) -> Scenario:
     """w2 drains, w3 has its place, and w2 stays for its state."""
     scenario = Scenario(size=2, min_workers=min_workers)
     scenario.running("w1", "w2")
@@ -64,7 +64,7 @@ def with_a_leaver(min_workers: int) -> Scenario:
 
 
 def test_departing_worker_is_called_back_when_the_newest_state_is_lost() -> None:
-    scenario = with_a_leaver(min_workers=1)
+    scenario = with_a_departing_worker(min_workers=1)
     scenario.lost("w1")
     scenario.stopped("w3", has_state=False)
     assert scenario.members == ["w3", "w2"] or scenario.members == ["w2", "w3"]
@@ -73,7 +73,7 @@ def test_departing_worker_is_called_back_when_the_newest_state_is_lost() -> None
 
 def test_departing_worker_stays_until_the_next_generation_can_go_on_without_it() -> None:
     """The step that covers its state is heard of late, when the others are too few to go on."""
-    scenario = with_a_leaver(min_workers=2)
+    scenario = with_a_departing_worker(min_workers=2)
     scenario.claims = False
     scenario.lost("w3")
     scenario.stopped("w1", step=5)

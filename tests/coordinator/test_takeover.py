@@ -69,10 +69,10 @@ def test_report_for_an_earlier_request_is_ignored() -> None:
 
 @pytest.mark.parametrize("lineage_id", [False, True])
 def test_takeover_with_no_state_left_fails_only_an_established_run(lineage_id: bool) -> None:
-    """Unless a step is known to have been made, the run may begin anew."""
+    """Unless a step is known to have been made, the run may start from initial weights."""
     scenario = Scenario(begin=False, size=1)
     scenario.coordinator, commands = scenario.coordinator.recover(
-        scenario.rules, [], 3, 0.0, lineage_id
+        scenario.config, [], 3, 0.0, lineage_id
     )
     scenario.note(commands)
     assert bool(scenario.ever(m.FailRun)) is lineage_id

@@ -19,7 +19,7 @@ SHARD_GROUPS = 4
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Return the resident memory of this process, now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 

@@ -82,8 +82,8 @@ def test_threads_never_share_one():
 
 
 def test_every_array_begins_where_torchs_own_would():
-    """Else MKL's products of matrices would differ with it, and what is handed out would depend on
-    the fleet."""
+    """Otherwise MKL's matrix products would differ with it, and results would depend on the number
+    of workers."""
     blocks = BlockPool(2)
     for count in (1, 3, 1000, SMALLEST_BYTES // 4 + 1, SMALLEST_BYTES // 4 + 1):
         array = blocks.empty((count,), INT32)

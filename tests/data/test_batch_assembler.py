@@ -120,8 +120,8 @@ def test_micro_batch_that_is_written_to_changes_no_other():
 
 
 def test_rows_that_make_no_array_begin_where_arrays_do():
-    """Of lists that are regular in one row group and not in the other, in either order, and of
-    ragged ones."""
+    """The rows are lists that are regular in one row group and not in the other, in either order,
+    and of ragged ones."""
     regular, ragged = decoded([[1.0] * 5] * 9), decoded([[2.0] * (n % 4 + 1) for n in range(9)])
     groups, rows = [0] * 7 + [1] * 7, [*range(7), *range(7)]
     for columns in ((regular, ragged), (ragged, regular)):

@@ -117,7 +117,7 @@ def duckdb_writes(query: str, path: Path) -> None:
 
 
 def write_all(folder: Path, *tables: pa.Table) -> list[str]:
-    """As Parquet or Arrow by turns, in this order by name."""
+    """Write Parquet and Arrow files by turns, in this order by name."""
     names = []
     for number, table in enumerate(tables):
         folder.mkdir(exist_ok=True)

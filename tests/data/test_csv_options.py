@@ -55,7 +55,7 @@ def converted(source: Path, options: dict[str, Any] | None) -> DataConfig:
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_csv_with_options_has_the_same_rows_for_any_fleet_and_converted(
+def test_csv_with_options_has_the_same_rows_for_any_number_of_workers_and_converted(
     kind, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(text_format, "GROUP_BYTES", 300)
@@ -104,7 +104,8 @@ def test_null_words_are_null_in_numbers_and_text_in_place_and_converted(tmp_path
     )
     wanted = {"x": [1, 9, 3], "s": [None, "b", "NA"], "n": ["NA", "c", "d"]}
     assert in_place(config) == wanted
-    assert in_place(dataclasses.replace(converted(tmp_path / "in", options), fill_nulls={"x": 9}))
+    parts = converted(tmp_path / "in", options)
+    assert in_place(dataclasses.replace(parts, fill_nulls={"x": 9})) == wanted
     plain = dataclasses.replace(config, csv_options=None, fill_nulls=None)
     assert in_place(plain)["x"] == ["1", "-", "3"]
 

@@ -247,7 +247,7 @@ def test_json_row_of_many_lists_is_read(tmp_path):
 
 
 def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_convert(tmp_path):
-    """It wrote files that none of them opens."""
+    """Convert wrote files that none of them opens."""
     (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
     with pytest.raises(DataError, match=r"read again as parquet.*format='arrow'"):
         convert(str(tmp_path), str(tmp_path / "to"))
@@ -354,7 +354,7 @@ def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
     "size", [b"-1", b"-1000", b"\xff" * 11 + b"\0"], ids=["small", "back", "binary"]
 )
 def test_tar_member_of_a_size_below_zero_is_refused(size, tmp_path):
-    """It was an empty value, or was read again for ever."""
+    """The member was an empty value, or was read again forever."""
     member = tarfile.TarInfo("0.txt")
     header = bytearray(member.tobuf())
     header[124:136] = size.ljust(12, b"\0")
@@ -456,3 +456,58 @@ def test_row_group_that_is_larger_than_the_memory_is_no_bad_shard(ending, tmp_pa
     assert ended.stdout.startswith("DataError row group 0 of 0."), ended.stdout
     assert "does not fit into the memory" in ended.stdout
     assert "smaller row groups" in ended.stdout
+
+
+VIEWS_OF_NULLS = """
+import json, sys
+import numpy as np
+import pyarrow as pa
+from elastic_dp.config import DataConfig
+from elastic_dp.dataprep import convert
+from tests.data.values import columns_of, in_place
+import pyarrow.parquet as pq
+
+def spoilt(array):  # its nulls have views of a negative length
+    validity, views, *content = array.buffers()
+    ints = np.frombuffer(views, np.int32).reshape(-1, 4).copy()
+    ints[[i for i, value in enumerate(array.to_pylist()) if value is None]] = -1 << 31
+    return pa.Array.from_buffers(array.type, len(array), [validity, pa.py_buffer(ints), *content])
+
+words = ["a", None, "b" * 30, "c"]
+flat = spoilt(pa.array(words, pa.string_view()))
+twice = pa.concat_arrays([flat, flat])
+two = pa.list_(pa.string_view(), 2)
+table = pa.table({
+    "s": flat,
+    "b": spoilt(pa.array([b"x", None, b"y" * 30, b""], pa.binary_view())),
+    "d": pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 3], pa.int8()), flat),
+    "g": pa.StructArray.from_arrays([flat], names=["s"]),
+    "l": pa.ListArray.from_arrays([0, 1, 3, 3, 4], flat),
+    "f": pa.Array.from_buffers(two, 4, [None], children=[twice]),
+})
+with pa.ipc.new_file(sys.argv[1] + "/a.arrow", table.schema) as writer:
+    writer.write_table(table)
+read = in_place(DataConfig(sys.argv[1] + "/a.arrow", micro_batch_size=1))
+convert(sys.argv[1] + "/a.arrow", sys.argv[1] + "/to")
+written = columns_of(pq.read_table(sys.argv[1] + "/to"))
+for found in (read, written):
+    found["b"] = [None if v is None else v.decode() for v in found["b"]]
+print(json.dumps([read, written]))
+"""
+
+
+def test_arrow_whose_nulls_have_views_of_a_negative_length_is_read(tmp_path):
+    """Arrow leaves open what the view of a null holds. In another process, which pyarrow ended."""
+    command = [sys.executable, "-c", VIEWS_OF_NULLS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = ["a", None, "b" * 30, "c"]
+    for found in json.loads(done.stdout):
+        assert found == {
+            "s": words,
+            "b": ["x", None, "y" * 30, ""],
+            "d": words,
+            "g.s": words,
+            "l": [["a"], [None, "b" * 30], [], ["c"]],
+            "f": [["a", None], ["b" * 30, "c"]] * 2,
+        }

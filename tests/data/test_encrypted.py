@@ -36,8 +36,8 @@ for read in (
 
 
 class InMemoryKms(crypto.KmsClient):
-    """As in Arrow's documentation of encryption: keys are wrapped by putting the master key in
-    front of them."""
+    """A KMS as in Arrow's documentation of encryption: keys are wrapped by putting the master key
+    in front of them."""
 
     def __init__(self, connection):
         super().__init__()

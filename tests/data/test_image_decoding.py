@@ -1,4 +1,5 @@
-"""Images decoded to pixels: the same ones for any fleet, in threads and in processes."""
+"""Images decoded to pixels: the same ones for any number of workers, in threads and in
+processes."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_only_shards_directly_in_a_folder(folder):
 
 
 def marked(folder: str) -> None:
-    """As a conversion to an object store leaves it that is still running."""
+    """Mark a folder as a conversion to an object store does that is still running."""
     system = fsspec.filesystem("memory")
     for name in ("a.parquet", "b.parquet", "_incomplete"):
         system.pipe_file(f"{folder}/{name}", b"whatever")
@@ -376,7 +376,7 @@ print(peak_kib() - before, groups.reading_bytes[0])
 
 
 def test_small_columns_count_all_of_their_buffers(tmp_path):
-    """Whose lengths are powers of two; but for offsets, which are made anew."""
+    """The lengths of buffers are powers of two, except for offsets, which are made again."""
     numbers = np.arange(5 << 18, dtype=np.int32)
     offsets = np.arange(0, len(numbers) + 1, 20, dtype=np.int32)
     offsets[1] += 1  # or else they would be the rows of an array

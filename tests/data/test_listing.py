@@ -48,7 +48,7 @@ def names(index: Index) -> list[str]:
 
 
 def ids(wanted: DataConfig) -> list[int]:
-    """As a worker reads them, which lists nothing."""
+    """Read the ids as a worker does, which lists nothing."""
     index = read_index(wanted)
     groups = ShardRowGroups(wanted, index, [Store(u, wanted.storage_options) for u in wanted.urls])
     found = [groups.read(number)[0]["id"] for number in range(len(index.rows))]
@@ -166,6 +166,38 @@ def test_keys_of_s3_that_are_no_paths_do_not_hide_the_others(more, moto, said):
     (line,) = said(deep)
     assert "2 keys with an empty, '.' or '..' part, which cannot be read (such as /b.par" in line
     assert ids(deep) == [0, 1]
+
+
+def test_pipe_with_the_name_of_a_shard_is_named(tmp_path, said):
+    put(tmp_path / "a.parquet")
+    os.mkfifo(tmp_path / "b.parquet")
+    for url in (tmp_path, tmp_path / "**"):
+        (line,) = said(config(url))
+        assert "1 file: 1 pipes, sockets or devices (such as b.parquet)" in line
+
+
+def test_objects_that_stand_for_folders_are_no_shards(moto, said):
+    bucket = f"keys-{next(_numbers)}-markers"
+    send("PUT", f"{moto}/{bucket}")
+    buffer = pa.BufferOutputStream()
+    pq.write_table(rows(0, 2), buffer)
+    for key in ("set/", "set/x/", "set/x/b.parquet/"):
+        send("PUT", f"{moto}/{bucket}/{key}", b"")
+    send("PUT", f"{moto}/{bucket}/set/x/b.parquet/part-0.parquet", buffer.getvalue().to_pybytes())
+    wanted = config(f"s3://{bucket}/set/**", storage_options=s3_options(moto))
+    assert said(wanted) == [] and ids(wanted) == [0, 1]
+
+
+@pytest.mark.parametrize("url", ["set", "set/**", "set/*.parquet"])
+@pytest.mark.parametrize("folder", ["_temporary", "__magic"])
+def test_folder_of_a_job_that_has_not_finished_is_said(folder, url, tmp_path, said, caplog):
+    put(tmp_path / "set" / "part-0.parquet")
+    put(tmp_path / "set" / folder / "0" / "task_1" / "part-1.parquet", 2)
+    lines = [line for line in said(config(tmp_path / url)) if "has not finished" in line]
+    assert len(lines) == 1 and f"'{folder}/' is there: the Spark or Hadoop job" in lines[0]
+    caplog.clear()
+    convert(str(tmp_path / "set"), str(tmp_path / "out"))
+    assert f"'{folder}/' is there" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["set", "set/**", "set/**/*.parquet"])
@@ -405,10 +437,14 @@ def test_no_shard_directly_in_the_folder_but_below_it(tmp_path):
     assert way_out == f"{tmp_path}/set/**/*.parquet" and ids(config(way_out)) == [0, 1]
 
 
-def test_no_shard_but_partitions_of_hive_names_the_columns_that_are_lost(tmp_path):
+def test_no_shard_but_partitions_of_hive_names_the_columns_that_are_read(tmp_path):
     put(tmp_path / "day=1" / "hour=2" / "a.parquet")
     words = no_shard(tmp_path)
-    assert f"'{tmp_path}/**/*.parquet' reads them, without the columns 'day', 'hour'" in words
+    (way_out,) = [part for part in words.split("'") if "**" in part]
+    assert words.endswith(
+        "reads them, with the columns 'day', 'hour' from the names of the folders"
+    )
+    assert read_index(config(way_out)).schema.names == ["id", "day", "hour"]
 
 
 def test_no_shard_in_many_folders_below_is_said_after_a_few_looks(tmp_path):
@@ -421,11 +457,11 @@ def test_no_shard_in_many_folders_below_is_said_after_a_few_looks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "mended"),
+    ("pattern", "fixed"),
     [("**.parquet", "**/*.parquet"), ("part**", "part*"), ("a**b/*.parquet", "a*b/*.parquet")],
 )
-def test_two_stars_in_a_name_are_refused_with_the_pattern_that_was_meant(pattern, mended, tmp_path):
+def test_two_stars_in_a_name_are_refused_with_the_pattern_that_was_meant(pattern, fixed, tmp_path):
     put(tmp_path / "part.parquet")
     with pytest.raises(DataError, match=r"'\*\*' is part of a name") as error:
         read_index(config(f"{tmp_path}/{pattern}"))
-    assert f"write '{tmp_path}/{mended}'" in str(error.value)
+    assert f"write '{tmp_path}/{fixed}'" in str(error.value)

@@ -44,7 +44,7 @@ def write_file(folder: Path, rows: list[dict]) -> None:
 
 
 def write_jsonl(folder: Path, rows: list[dict]) -> None:
-    """Those of every other row are left out rather than null."""
+    """Write nulls; in every other row the field is left out instead."""
     lines = [{k: v for k, v in row.items() if n % 2 or v is not None} for n, row in enumerate(rows)]
     (folder / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

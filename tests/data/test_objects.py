@@ -229,7 +229,7 @@ def with_draws(batch):
     [(0, {}), (0, {"transform": with_draws}), (1, {"transform": with_draws})],
     ids=["plain", "transform", "process"],
 )
-def test_objects_are_the_same_on_any_fleet(workers, options, tmp_path):
+def test_objects_are_the_same_for_any_number_of_workers(workers, options, tmp_path):
     """One that runs all virtual workers ahead in chunks, and one that is asked for single
     micro-batches."""
     BINARY["parquet"](tmp_path / "a", TABLE)

@@ -1,5 +1,5 @@
 """Packing while training: each token of each document in one packed row of an epoch, with its
-position and document; the same rows for any fleet, under a kill and over a resume."""
+position and document; the same rows for any number of workers, under a kill and over a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic_dp.data.datasets import packed_micro_batches
 from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.errors import DataError, SpecError
+from elastic_dp.errors import BadShard, DataError, SpecError
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
 
@@ -188,6 +188,18 @@ def test_tokens_are_counted_by_footers_as_by_reading(tmp_path, monkeypatch):
     assert by_footer.tokens is not None and by_reading.tokens is not None
     assert by_footer.tokens.tolist() == by_reading.tokens.tolist()
     assert sum(by_footer.tokens) == sum(len(document(i)) for i in range(DOCUMENTS))
+
+
+def test_row_group_that_cannot_be_decoded_is_named_when_its_tokens_are_counted(tmp_path):
+    config = packed(tmp_path / "in", "parquet_by_polars")
+    index = read_index(config)
+    path = tmp_path / "in/1.parquet"
+    content = bytearray(path.read_bytes())
+    start, end = int(index.starts[4]), int(index.ends[4])
+    content[start:end] = b"\xff" * (end - start)
+    path.write_bytes(content)
+    with pytest.raises(BadShard, match=r"row group 1 of 1\.parquet cannot be decoded"):
+        read_index(config)
 
 
 def test_footers_by_arrow_are_all_that_is_read_at_open(tmp_path, monkeypatch):

@@ -46,7 +46,8 @@ def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
 
 
 def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypatch):
-    """Of the first shards, as many as fit; the index of an earlier release has none."""
+    """An index keeps the footers of the first shards, as many as fit. One of an earlier release
+    has none."""
     monkeypatch.setattr("elastic_dp.data.formats.parquet.TOGETHER_BYTES", 0)
     for number in range(3):
         parquet(tmp_path / f"{number}", nested(0, 20))

@@ -14,7 +14,7 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.errors import DataError, SpecError
+from elastic_dp.errors import BadShard, DataError, SpecError
 from tests.data.test_rows_in_rows_out import dealt, evaluated, row, written
 from tests.data.values import in_place
 
@@ -127,3 +127,33 @@ def test_filter_keeps_rows_that_statistics_do_not_count(tmp_path):
     pq.write_table(made, tmp_path / "a.parquet")
     config = DataConfig(str(tmp_path), micro_batch_size=1)
     assert read_index(where(config, ~(pc.field("x") > 3))).num_rows == 1
+
+
+def damage(config: DataConfig, row_group: int) -> None:
+    index = read_index(config)
+    path = Path(str(config.url)) / index.name(index.shard_of(row_group))
+    content = bytearray(path.read_bytes())
+    start, end = int(index.starts[row_group]), int(index.ends[row_group])
+    content[start:end] = b"\xff" * (end - start)
+    path.write_bytes(content)
+
+
+def test_row_group_that_cannot_be_decoded_is_named_when_a_filter_is_applied(tmp_path, caplog):
+    config = ids(tmp_path / "in")
+    damage(config, 13)
+    config = where(config, pc.field("id") > 5)
+    with pytest.raises(BadShard, match=r"row group 3 of 1\.parquet cannot be decoded") as found:
+        read_index(config)
+    assert (found.value.shard, found.value.row_group) == ("1.parquet", 3)
+    index = read_index(dataclasses.replace(config, on_bad_shard="skip"))
+    assert index.rows.tolist() == [4, *[10] * 19]  # all rows of it, which training skips
+    assert "row group 3 of 1.parquet cannot be decoded" in caplog.text
+    beside = where(config, pc.field("id") < 100)  # by the statistics it has no such row
+    assert read_index(beside).num_rows == 100
+
+
+def test_filter_that_fails_on_some_rows_is_no_bad_row_group(tmp_path):
+    config = dataclasses.replace(ids(tmp_path / "in"), on_bad_shard="skip")
+    expression = pc.divide(pc.scalar(6), pc.field("id")) > 1
+    with pytest.raises(DataError, match=r"filter.*row group 0 of 0\.parquet: divide by zero"):
+        read_index(where(config, expression))

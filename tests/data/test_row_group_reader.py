@@ -18,8 +18,7 @@ def opened(groups: FakeRowGroups, memory_bytes: int, **options) -> RowGroupReade
 
 
 def take_all(reader: RowGroupReader, key, groups) -> dict:
-    """As one would take them who needs them all at one time; they are released, and stay alive
-    here."""
+    """Take row groups that are needed at one time; they are released, and stay alive here."""
     found: dict = {}
     while len(found) < len(groups):
         here = reader.take(key, [group for group in groups if group not in found])
@@ -29,7 +28,7 @@ def take_all(reader: RowGroupReader, key, groups) -> dict:
 
 
 def read_all(reader: RowGroupReader, key, groups) -> None:
-    """As one would who copies rows from each and lets go of it: nothing stays alive here."""
+    """Read row groups, copy rows from each and drop it: nothing stays alive here."""
     todo = set(groups)
     while todo:
         numbers = list(reader.take(key, sorted(todo)))
@@ -148,8 +147,8 @@ def test_urgent_row_group_takes_memory_from_those_needed_later():
 
 
 def test_more_is_planned_while_there_is_room_so_that_what_is_needed_again_stays():
-    """And not only when all that is planned is here: until then the first ones are done with, and
-    dropped."""
+    """The reader does not wait until all that is planned is here: until then the first ones are
+    done with, and dropped."""
     planned, done = threading.Event(), threading.Event()
     groups = FakeRowGroups([10] * 3, before=lambda number: number == 0 or done.wait(PATIENCE_S))
 

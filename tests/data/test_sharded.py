@@ -50,7 +50,7 @@ def expected(order, groups: FakeRowGroups, step: int, v: int) -> list[int]:
 
 
 def check(batch, ids: list[int]) -> None:
-    """And then written to, as a loss function may: nobody else is to see that."""
+    """Check rows, then write to them, as a loss function may: nobody else may see that."""
     assert batch["id"].tolist() == ids
     assert torch.equal(batch["tokens"][:, 0].to(torch.int64), batch["id"] * 100)
     assert batch["tokens"].shape == (len(ids), WIDTH)
@@ -125,7 +125,7 @@ def test_few_rows_of_a_row_group_do_not_keep_it():
     data.close()
 
 
-def test_several_epochs_in_one_portion_share_no_memory():
+def test_several_epochs_in_one_chunk_share_no_memory():
     groups = FakeRowGroups([B * V], mapped=False)
     data = opened(groups, shuffle="none", epochs=20)
     data.read_ahead(1, range(V))
@@ -458,7 +458,7 @@ def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
 
 
 @pytest.mark.parametrize("shuffle", ["none", "rows", "full"])
-def test_skipping_leaves_out_the_same_rows_whatever_the_fleet(shuffle):
+def test_skipping_leaves_out_the_same_rows_for_any_workers(shuffle):
     groups = FakeRowGroups([16] * 8, bad=[2, 5])
     order = order_of(groups.rows, shuffle=shuffle)
     data = opened(groups, shuffle=shuffle, on_bad_shard="skip")

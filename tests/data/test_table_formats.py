@@ -11,6 +11,7 @@ import json
 import struct
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +29,7 @@ from pyiceberg.manifest import (
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update.snapshot import _FastAppendFiles
 from pyiceberg.typedef import Record
+from pyiceberg.types import StringType
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
@@ -36,6 +38,7 @@ from elastic_dp.dataprep.convert import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store
+from tests.data.values import in_place
 
 
 def config(url: str | Path | list[str]) -> DataConfig:
@@ -43,7 +46,7 @@ def config(url: str | Path | list[str]) -> DataConfig:
 
 
 def ids(url: str | Path | list[str]) -> list[int]:
-    """Of all rows that a job would read, sorted; and all sources have one weight."""
+    """Return the ids of all rows that a job would read, sorted; and all sources have one weight."""
     wanted = config(url)
     index = read_index(wanted)
     assert index.weights is None
@@ -54,6 +57,11 @@ def ids(url: str | Path | list[str]) -> list[int]:
 
 def numbers(start: int, end: int, **columns: list) -> pa.Table:
     return pa.table({"id": pa.array(range(start, end), pa.int64()), **columns})
+
+
+def by_id(rows: dict[str, list] | pa.Table) -> dict[str, list]:
+    table = rows if isinstance(rows, pa.Table) else pa.table(rows)
+    return table.sort_by("id").select(sorted(table.column_names)).to_pydict()
 
 
 def refused(url: str | Path, *words: str, without: str = "no such word") -> None:
@@ -79,10 +87,19 @@ def delta(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("url", ["{}", "{}/", "{}/*.parquet", "{}/**", "{}/**/*.parquet"])
 def test_delta_table_is_refused_with_the_line_that_reads_its_rows(url, delta):
-    refused(url.format(delta), "Delta table", f"DeltaTable('{delta}').file_uris()", "partition")
+    refused(url.format(delta), "Delta table", f"DeltaTable('{delta}').file_uris()")
     files = DeltaTable(delta).file_uris()
     assert ids(files) == list(range(10))
     assert len(list(delta.glob("*.parquet"))) > len(files)
+
+
+def test_delta_table_of_partitions_is_read_with_their_columns_from_its_list(tmp_path):
+    """A list of files as the refusal offers it is read without a warning."""
+    table = tmp_path / "table"
+    rows = numbers(0, 6, day=[1, 2] * 3, p=["a b", "c"] * 3)
+    write_deltalake(table, rows, partition_by=["day", "p"])
+    refused(table, "are read from the names of their folders, as int64 or text")
+    assert by_id(in_place(config(DeltaTable(table).file_uris()))) == by_id(rows)
 
 
 def test_delta_table_of_partitions_is_known_from_inside_of_them(tmp_path):
@@ -114,8 +131,8 @@ def test_delta_table_in_a_list_of_folders_is_refused(delta):
 
 
 def deletion_vector(rows: list[int]) -> dict:
-    """Of a file: an inline one, as the protocol of Delta lays it out: a 64-bit Roaring bitmap in
-    Z85."""
+    """Return the deletion vector of a file: an inline one, as the protocol of Delta lays it out: a
+    64-bit Roaring bitmap in Z85."""
     bitmap = struct.pack("<iiHHI", 12346, 1, 0, len(rows) - 1, 16)
     bitmap += struct.pack(f"<{len(rows)}H", *rows)
     content = struct.pack("<iqi", 1681511377, 1, 0) + bitmap
@@ -140,22 +157,27 @@ def _z85(four: bytes) -> str:
     return "".join(reversed(digits))
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(checkpoint, tmp_path):
-    table = tmp_path / "table"
-    write_deltalake(table, numbers(0, 10), configuration={"delta.enableDeletionVectors": "true"})
+def mark_deleted(table: Path, rows: list[int]) -> None:
+    """In the one file of a table that has one version."""
     log = table / "_delta_log"
     lines = (log / "00000000000000000000.json").read_text().splitlines()
     (add,) = [json.loads(line)["add"] for line in lines if line.startswith('{"add"')]
     commit = [
         {"remove": {"path": add["path"], "dataChange": True, "deletionTimestamp": 1}},
-        {"add": {**add, "deletionVector": deletion_vector([7, 8, 9])}},
+        {"add": {**add, "deletionVector": deletion_vector(rows)}},
     ]
     (log / "00000000000000000001.json").write_text("\n".join(map(json.dumps, commit)))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(checkpoint, tmp_path):
+    table = tmp_path / "table"
+    write_deltalake(table, numbers(0, 10), configuration={"delta.enableDeletionVectors": "true"})
+    mark_deleted(table, [7, 8, 9])
     refused(table, "write_table(pyarrow.table(DeltaTable(", ").scan())", without="file_uris")
     if checkpoint:
         DeltaTable(table).create_checkpoint()
-        for commit in log.glob("*.json"):
+        for commit in (table / "_delta_log").glob("*.json"):
             commit.unlink()
         refused(table, "write_table(pyarrow.table(DeltaTable(", without="file_uris")
     opened = DeltaTable(table)
@@ -275,14 +297,204 @@ def test_hudi_table_is_refused(tmp_path):
 
 
 def test_table_on_a_store_is_refused(delta):
-    import fsspec
-
     system = fsspec.filesystem("memory")
     for file in delta.rglob("*"):
         if file.is_file():
             system.pipe_file(f"/lake/{file.relative_to(delta)}", file.read_bytes())
     refused("memory://lake", "the Delta table")
     refused("memory://lake/*.parquet", "the Delta table")
+
+
+# ------------------------------------------------------------------------------ after a rename
+
+
+def iceberg(folder: Path, change) -> InMemoryCatalog:
+    """Two rows before a change of the schema, and one after it."""
+    catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
+    catalog.create_namespace("space")
+    schema = pa.schema({"id": pa.int64(), "text": pa.string(), "old": pa.string()})
+    made = catalog.create_table("space.name", schema=schema)
+    made.append(pa.table({"id": [1, 2], "text": ["a", "b"], "old": ["x", "y"]}))
+    with made.update_schema(allow_incompatible_changes=True) as update:
+        change(update)
+    row = {"id": [3], "text": ["c"], "body": ["c"], "old": ["z"], "new": ["n"]}
+    made.append(pa.table({n: v for n, v in row.items() if n in made.schema().column_names}))
+    return catalog
+
+
+def replaced(update) -> None:
+    update.delete_column("old")
+    update.rename_column("text", "old")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_offered"),
+    [
+        (lambda update: update.rename_column("text", "body"), False),
+        (lambda update: update.delete_column("old"), False),
+        (replaced, False),
+        (lambda update: update.add_column("new", StringType()), True),
+    ],
+    ids=["rename", "drop", "replace", "add"],
+)
+def test_iceberg_table_after_a_change_of_its_columns_offers_its_files_only_if_names_hold(
+    change, is_offered, tmp_path, caplog
+):
+    catalog = iceberg(tmp_path, change)
+    folder = tmp_path / "space" / "name"
+    scan = catalog.load_table("space.name").scan()
+    files = [task.file.file_path for task in scan.plan_files()]
+    wanted = scan.to_arrow()
+    if is_offered:
+        refused(folder, "scan().plan_files()")
+        assert by_id(in_place(config(files))) == by_id(wanted)
+        assert not caplog.records
+    else:
+        refused(folder, "renamed or dropped", "scan().to_arrow()", without="plan_files")
+        caplog.clear()
+        read_index(config(files))
+        (record,) = caplog.records
+        assert "2 files (such as file:///" in record.message
+        assert "names that were changed or dropped later" in record.message
+        pq.write_table(wanted, tmp_path / "rows.parquet")
+        assert by_id(in_place(config(tmp_path / "rows.parquet"))) == by_id(wanted)
+
+
+def test_delta_table_with_column_mapping_offers_no_list_of_files(tmp_path, caplog):
+    table = tmp_path / "table"
+    write_deltalake(table, numbers(0, 3))
+    log = table / "_delta_log" / "00000000000000000000.json"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        if "metaData" in line:
+            line["metaData"]["configuration"]["delta.columnMapping.mode"] = "name"
+    log.write_text("\n".join(map(json.dumps, lines)))
+    refused(table, "column mapping", without="file_uris")
+    read_index(config([str(path) for path in table.glob("*.parquet")]))
+    (record,) = caplog.records
+    assert "may have columns under other names" in record.message
+
+
+# -------------------------------------------------------------------------- lists of single files
+
+
+def warned(urls: list[str], caplog) -> list[str]:
+    caplog.clear()
+    read_index(config(urls))
+    return [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize("where", ["folder", "partitions", "memory"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_list_of_a_delta_tables_files_is_warned_of_if_it_is_not_the_newest_version(
+    where, checkpoint, tmp_path, caplog
+):
+    table = tmp_path / "table"
+    by = {"partition_by": ["p"]} if where == "partitions" else {}
+    write_deltalake(table, numbers(0, 6, p=["a b", "c[1]"] * 3), **by)
+    write_deltalake(table, numbers(6, 8, p=["d", "e"]), mode="append", **by)
+    first = DeltaTable(table).file_uris()
+    DeltaTable(table).delete("id < 4")
+    newest = DeltaTable(table)
+    if checkpoint:
+        newest.create_checkpoint()
+    write_deltalake(table, numbers(8, 10, p=["c[1]", "e"]), mode="append", **by)
+    live, listed = DeltaTable(table).file_uris(), sorted(map(str, table.rglob("[0-9a-z]*.parquet")))
+    listed = [path for path in listed if "_delta_log" not in path]
+    assert set(live) < set(listed)
+    if where == "memory":
+        system = fsspec.filesystem("memory")
+        for file in table.rglob("*"):
+            if file.is_file():
+                system.pipe_file(f"{file}", file.read_bytes())
+        first, live, listed = (
+            [f"memory://{one}" for one in some] for some in (first, live, listed)
+        )
+    assert warned(live, caplog) == []
+    assert warned(live[:2], caplog) == []
+    dead = sorted(set(listed) - set(live))
+    (line,) = warned(listed, caplog)
+    count = "1 file" if len(dead) == 1 else f"{len(dead)} files"
+    assert f"{count} (such as {dead[0]}) of the list hold rows that were deleted" in line
+    assert f"DeltaTable('{'memory://' * (where == 'memory')}{table}').file_uris()" in line
+    (line,) = warned(first, caplog)
+    assert "if the list is one of an older version on purpose, nothing is wrong" in line
+
+
+def test_brace_list_and_mixture_of_a_delta_tables_files_are_warned_of(delta, caplog):
+    names = ",".join(sorted(path.name for path in delta.glob("*.parquet")))
+    (line,) = warned([f"{delta}/{{{names}}}"], caplog)
+    assert "hold rows that were deleted" in line
+    live = DeltaTable(delta).file_uris()
+    (dead, *_) = sorted({*map(str, delta.glob("*.parquet"))} - {*live})
+    caplog.clear()
+    read_index(DataConfig({live[0]: 1, dead: 1}, micro_batch_size=1))
+    assert f"1 file (such as {dead}) of the list hold" in caplog.text
+
+
+def test_list_with_rows_marked_as_deleted_is_warned_of(tmp_path, caplog):
+    table = tmp_path / "table"
+    write_deltalake(table, numbers(0, 10))
+    mark_deleted(table, [7, 8, 9])
+    (line,) = warned(DeltaTable(table).file_uris(), caplog)
+    assert "1 file (such as" in line and "marked as deleted (deletion vectors of the" in line
+    assert f"DeltaTable('{table}').scan()" in line
+
+
+def test_list_of_a_table_whose_log_cannot_be_compared_is_warned_of(delta, caplog):
+    (delta / "_delta_log" / "00000000000000000001.json").unlink()
+    (line,) = warned([str(path) for path in delta.glob("*.parquet")], caplog)
+    assert "whose log could not be compared with the list" in line
+
+
+@pytest.mark.parametrize("hashed", ["false", "true"])
+@pytest.mark.parametrize("deletes", [False, True])
+def test_list_of_an_iceberg_tables_files_is_warned_of_if_it_is_not_the_newest_snapshot(
+    deletes, hashed, tmp_path, caplog
+):
+    catalog = InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
+    catalog.create_namespace("space")
+    made = catalog.create_table(
+        "space.name",
+        schema=numbers(0, 1).schema,
+        properties={"write.object-storage.enabled": hashed},
+    )
+    made.append(numbers(0, 10))
+    made.append(numbers(10, 15))
+    if deletes:
+        made.delete("id < 3")
+    live = [task.file.file_path for task in made.scan().plan_files()]
+    listed = sorted(map(str, (tmp_path / "space" / "name" / "data").glob("**/*.parquet")))
+    assert (Path(listed[0]).parent.name != "data") == (hashed == "true")
+    assert warned(live, caplog) == []
+    assert len(listed) == len(live) + deletes
+    lines = warned(listed, caplog)
+    assert len(lines) == deletes
+    if deletes:
+        assert "3 files (such as" in lines[0] and "not exactly the 2 data files" in lines[0]
+    assert len(warned(live[:1], caplog)) == deletes, "a part may be stale"
+
+
+def test_list_of_an_iceberg_tables_files_with_delete_files_is_warned_of(tmp_path, caplog):
+    catalog = iceberg_with(DataFileContent.POSITION_DELETES, tmp_path)
+    (task,) = catalog.load_table("space.name").scan().plan_files()
+    (line, *_) = warned([task.file.file_path], caplog)
+    assert "may hold rows that are marked as deleted" in line and "to_arrow()" in line
+
+
+def test_list_of_a_hudi_tables_files_is_warned_of(tmp_path, caplog):
+    (tmp_path / ".hoodie").mkdir()
+    (tmp_path / ".hoodie" / "hoodie.properties").write_text("hoodie.table.name=t")
+    pq.write_table(numbers(0, 3), tmp_path / "a.parquet")
+    (line,) = warned([str(tmp_path / "a.parquet")], caplog)
+    assert f"of the Hudi table '{tmp_path}', whose log could not be compared" in line
+
+
+def test_list_of_files_of_no_table_is_read_without_a_word(tmp_path, caplog):
+    for day in (1, 2):
+        (tmp_path / f"day={day}").mkdir()
+        pq.write_table(numbers(0, 3), tmp_path / f"day={day}" / f"{day}.parquet")
+    assert warned([str(path) for path in tmp_path.rglob("*.parquet")], caplog) == []
 
 
 def test_folder_of_metadata_that_is_no_tables_is_read(tmp_path):

@@ -144,7 +144,8 @@ def add(tar: tarfile.TarFile, name: str, content: bytes, **more: object) -> None
 
 
 def test_extended_headers_of_the_whole_tar_and_of_members_are_read(tmp_path):
-    """As `git archive` begins, and with a path and a size that only an extended header has."""
+    """The tar begins as one of `git archive`, with a path and a size that only an extended header
+    has."""
     with tarfile.open(
         tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "0" * 40}
     ) as tar:

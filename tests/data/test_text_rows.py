@@ -158,7 +158,7 @@ def test_csv_lines_of_spaces_are_rows_and_blank_lines_are_not(tmp_path, monkeypa
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_blank_lines_in_csv_of_one_column_are_said(end, tmp_path, monkeypatch, caplog):
-    """As Polars writes nulls; those in quotes are text."""
+    """Polars writes nulls so; blank lines in quotes are text."""
     monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
     lines = ["x", "1", "", "3", '"4', "", '5"', "", "", "6", ""]
     (tmp_path / "a.csv").write_text(end.join(lines), newline="")

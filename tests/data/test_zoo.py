@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data import read_index
 from elastic_dp.dataprep import convert
 from tests.data.values import columns_of, in_place, same
 from tests.data.zoo import ZOO, At
@@ -52,8 +53,11 @@ def test_file_of_a_producer_is_refused_by_name(name, tmp_path):
     source, cell = tmp_path / "source", ZOO[name]
     source.mkdir()
     url, _ = made(name, source)
+    config = DataConfig(url, micro_batch_size=4, **cell.options)
+    if cell.at_read:
+        read_index(config)
     with pytest.raises(cell.error) as refused:
-        in_place(DataConfig(url, micro_batch_size=4, **cell.options))
+        (in_place if cell.at_read else read_index)(config)
     assert cell.words in str(refused.value), refused.value
     if cell.converts:
         with pytest.raises(cell.error) as refused:
@@ -64,7 +68,8 @@ def test_file_of_a_producer_is_refused_by_name(name, tmp_path):
 def table():
     rows = ["| producer | what it writes | outcome | |", "|---|---|---|---|"]
     for cell in ZOO.values():
-        outcome = "refused" if cell.error else "read"
+        refused = "refused when read" if cell.at_read else "refused when opened"
+        outcome = refused if cell.error else "read"
         note = f"`{cell.error.__name__}`: “… {cell.words} …”" if cell.error else cell.note
         rows.append(f"| {cell.producer} | {cell.what.replace('|', '¦')} | {outcome} | {note} |")
     return "\n".join(rows)

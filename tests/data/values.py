@@ -34,7 +34,7 @@ def in_place(config: DataConfig) -> Columns:
 
 
 def plain(column: Any) -> list[Any]:
-    """Of one decoded column."""
+    """Return the plain values of one decoded column."""
     if isinstance(column, pa.Array):
         return column.to_pylist()
     if isinstance(column, np.ndarray):

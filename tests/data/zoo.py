@@ -54,7 +54,8 @@ class At:
 
 @dataclass(frozen=True)
 class Cell:
-    """`words`: of the error where it is refused. `converts`: `convert` reads it, too, with the same
+    """`words`: of the error where it is refused. `at_read`: this comes when rows are read, and not
+    yet when the data set is opened. `converts`: `convert` reads it, too, with the same
     outcome."""
 
     producer: str
@@ -62,6 +63,7 @@ class Cell:
     make: Maker
     error: type[Exception] | None = None
     words: str = ""
+    at_read: bool = False
     note: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     converts: bool = True
@@ -82,10 +84,12 @@ def refuses(
     words: str,
     error: type[Exception] = DataError,
     *,
+    at_read: bool = False,
     converts: bool = False,
     **options: Any,
 ) -> Any:
-    return _listed(producer, what, error=error, words=words, options=options, converts=converts)
+    facts = {"error": error, "words": words, "at_read": at_read, "converts": converts}
+    return _listed(producer, what, options=options, **facts)
 
 
 def _listed(producer: str, what: str, **more: Any) -> Any:
@@ -441,7 +445,7 @@ def polars_int128(folder):
     made.write_parquet(folder / "a.parquet")
 
 
-@refuses("Polars", "null lists", "null lists")
+@refuses("Polars", "null lists", "null lists", at_read=True)
 def polars_null_lists(folder):
     pl.DataFrame({"v": [[1, 2], None]}).write_parquet(folder / "a.parquet")
 
@@ -752,7 +756,7 @@ def webdataset_license(folder):
     return rows
 
 
-@refuses("webdataset", "`.cls` that holds words", "'012.cls' of a.tar holds 'cat'")
+@refuses("webdataset", "`.cls` that holds words", "'012.cls' of a.tar holds 'cat'", at_read=True)
 def webdataset_words(folder):
     samples(folder / "a.tar")
     add_member(folder / "a.tar", ("012.cls", b"cat"))
@@ -766,7 +770,7 @@ def webdataset_cut(folder):
 
 
 def gnu_tar(folder: Path, *options: str) -> None:
-    """Of files that hold text, of which one is a link to another."""
+    """Write a tar of files that hold text, of which one is a link to another."""
     source = folder / "files"
     source.mkdir()
     for i in IDS:
@@ -800,7 +804,7 @@ def tar_joined(folder):
 
 
 def spark(folder: Path, parts: list[list[int]]) -> None:
-    """As Spark's committer leaves it; the files by pyarrow."""
+    """Write a folder as Spark's committer leaves it; the files are pyarrow's."""
     for number, ids in enumerate(parts):
         name = f"part-{number:05}-9d4e1e0c-c000.snappy.parquet"
         write(
@@ -1064,7 +1068,7 @@ def parquet_units(folder):
     write(folder, {"t": pa.array(IDS, pa.timestamp("us", "Europe/Berlin"))}, "2.parquet")
 
 
-@refuses("pyarrow", "nulls in lists", "holds 1 null")
+@refuses("pyarrow", "nulls in lists", "holds 1 null", at_read=True)
 def parquet_null_items(folder):
     write(folder, {"v": [[1, None], [2, 3]]})
 

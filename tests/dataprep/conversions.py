@@ -52,7 +52,7 @@ def write_arrow(folder: Path) -> None:
 
 
 def write_saved_dataset(folder: Path) -> None:
-    """As `datasets.save_to_disk`: streams, in an order that is not that of their names."""
+    """Write like `datasets.save_to_disk`: streams, in an order that is not that of their names."""
     table = pa.Table.from_pylist(ROWS)
     for name, part in (("data-b.arrow", table.slice(0, 600)), ("data-a.arrow", table.slice(600))):
         with pa.ipc.new_stream(folder / name, table.schema) as stream:

@@ -1,7 +1,10 @@
 """Errors and findings of `inspect` name the file, and no secret."""
 
+import io
 import json
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -62,15 +65,38 @@ def jsonl_that_is_cut_off(folder: Path) -> None:
     (folder / "b.jsonl").write_text('{"id": 1}\n' * 50_000 + '{"id": ')
 
 
+def tar_with(folder: Path, name: str, **last: bytes) -> None:
+    """Samples of `cls` and `txt`, of which the last one has other contents."""
+    mode: Any = "w:gz" if name.endswith("gz") else "w"
+    with tarfile.open(folder / name, mode) as tar:
+        for i in range(5):
+            for ending, content in {"cls": b"3", "txt": b"a", **(last if i == 4 else {})}.items():
+                member = tarfile.TarInfo(f"{i}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def tar_whose_class_is_a_word(folder: Path) -> None:
+    tar_with(folder, "b.tar", cls=b"cat")
+
+
+def tar_whose_text_is_latin_1(folder: Path) -> None:
+    tar_with(folder, "b.tar.gz", txt=b"caf\xe9")
+
+
 DAMAGES = [
     lambda folder: damaged_parquet(folder, checksum=True),
     parquet_without_a_page_header,
     csv_that_is_ragged_at_its_end,
     jsonl_that_is_cut_off,
+    tar_whose_class_is_a_word,
+    tar_whose_text_is_latin_1,
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=["checksum", "page", "csv", "jsonl"])
+@pytest.mark.parametrize(
+    "damage", DAMAGES, ids=["checksum", "page", "csv", "jsonl", "tar", "tar.gz"]
+)
 def test_deep_inspection_names_the_file_with_a_row_that_cannot_be_decoded(damage, tmp_path):
     damage(tmp_path)
     name = next(tmp_path.iterdir()).name
@@ -83,11 +109,31 @@ def test_deep_inspection_names_the_file_with_a_row_that_cannot_be_decoded(damage
     )
 
 
+def test_deep_inspection_of_a_tar_names_the_member_and_leaves_out_columns_that_are_not_read(
+    tmp_path,
+):
+    tar_with(tmp_path, "b.tar", cls=b"cat", txt=b"\xff")
+    for columns, words in (
+        (["cls"], "'4.cls' of b.tar holds 'cat'"),
+        (["txt"], "'4.txt' of b.tar"),
+    ):
+        found = inspect(str(tmp_path), columns=columns, deep=True).findings
+        said = [finding.message for finding in found if finding.name == "unreadable"]
+        assert len(said) == 1 and words in said[0]
+    found = inspect(str(tmp_path), columns=["__key__"], deep=True).findings
+    assert "unreadable" not in [finding.name for finding in found]
+
+
 def test_deep_inspection_cannot_see_another_value_in_a_page_without_a_checksum(tmp_path):
-    """As docs/guarantees.md says."""
+    """docs/guarantees.md says so."""
     damaged_parquet(tmp_path, checksum=False)
     found = inspect(str(tmp_path), deep=True)
     assert found.rows == 1000 and "unreadable" not in [finding.name for finding in found.findings]
+
+
+def test_deep_inspection_of_a_sound_tar_finds_nothing_more(tmp_path):
+    tar_with(tmp_path, "b.tar")
+    assert inspect(str(tmp_path), deep=True) == inspect(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

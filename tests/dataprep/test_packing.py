@@ -92,7 +92,7 @@ def test_any_object_of_that_shape_is_a_tokenizer(tmp_path):
 
 
 class _Library:
-    """Of the `tokenizers` library, what the adapter uses."""
+    """The part of the `tokenizers` library that the adapter uses."""
 
     def __init__(self):
         self.called = []

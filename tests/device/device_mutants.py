@@ -7,11 +7,14 @@ environment variable DEVICE_MUTANT names, before anything imports it.
 from __future__ import annotations
 
 import ast
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests import patience
 from tests.simulation.mutants import Mutant, replaced
@@ -19,6 +22,11 @@ from tests.simulation.mutants import Mutant, replaced
 TRANSPORT = "elastic_dp.distributed.device_transport"
 CONNECTION = "elastic_dp.distributed.device_connection"
 TRANSPORT_TESTS = "tests/distributed/test_device_transport.py"
+MEMORY_TESTS = "tests/distributed/test_device_memory.py"
+ON_A_DEVICE = "tests/train/test_simulated_device.py"
+WAITS_ONCE = (
+    f"{ON_A_DEVICE}::test_step_waits_once_for_the_device_whatever_its_buckets_leaves_and_buffers"
+)
 CONNECTION_TESTS = "tests/distributed/test_device_connection.py"
 
 
@@ -326,21 +334,220 @@ DEVICE_MUTANTS = [
         caught_by="tests/cluster/test_device.py::"
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
     ),
+    DeviceMutant(
+        "members switch when one of them is connected",
+        "StepHeader.of",
+        'all(text.get("connected") for text in texts)',
+        'any(text.get("connected") for text in texts)',
+        module="elastic_dp.train.step.step_header",
+        caught_by="tests/train/step/test_step_header.py::"
+        "test_members_are_connected_when_each_of_them_says_so",
+    ),
+    DeviceMutant(
+        "a generation is left while the device is busy",
+        "DeviceTransport.come_to_rest",
+        "not event.query()",
+        "False",
+        module=TRANSPORT,
+        caught_by=f"{MEMORY_TESTS}::test_device_has_nothing_of_a_generation_to_do_when_it_is_left",
+    ),
+    DeviceMutant(
+        "a generation is left without an abort",
+        "DeviceTransport.come_to_rest",
+        "self.abort()",
+        "pass",
+        module=TRANSPORT,
+        caught_by=f"{MEMORY_TESTS}::test_device_has_nothing_of_a_generation_to_do_when_it_is_left",
+    ),
+    DeviceMutant(
+        "staging memory is used again while a peer reads it",
+        "DeviceTransport.synchronize",
+        "operation.sent is not None and operation.sent.work.is_completed()",
+        "True",
+        module=TRANSPORT,
+        caught_by=f"{MEMORY_TESTS}::"
+        "test_staging_memory_of_an_operation_in_flight_is_not_used_again",
+    ),
+    DeviceMutant(
+        "operations of the host are kept for a generation",
+        "ProcessGroup.wait",
+        "self._pending.discard(operation)",
+        "pass",
+        module="elastic_dp.distributed.process_group",
+        caught_by=f"{MEMORY_TESTS}::"
+        "test_fifty_generations_leave_no_group_communicator_thread_and_memory",
+    ),
+    DeviceMutant(
+        "the next generation is formed with a broken device",
+        "Session.leave",
+        "isinstance(reason, GroupError) and fault_of(reason) is not None",
+        "False",
+        module="elastic_dp.train.session",
+        caught_by="tests/train/test_device_faults.py::"
+        "test_leaving_a_generation_is_refused_where_the_device_made_the_collective_fail",
+    ),
+    DeviceMutant(
+        "a process goes on after a fault of its device",
+        "exit_if_device_failed",
+        "kind is not None",
+        "False",
+        module="elastic_dp.train.worker_run",
+        caught_by="tests/train/test_worker_run.py::"
+        "test_a_device_that_fails_after_the_loop_ends_the_process",
+    ),
+    DeviceMutant(
+        "a process goes on with a lost context",
+        "exit_if_device_failed",
+        "broken is not None",
+        "False",
+        module="elastic_dp.train.worker_run",
+        caught_by="tests/train/test_worker_run.py::"
+        "test_any_error_on_a_device_whose_context_is_lost_ends_the_process",
+    ),
+    DeviceMutant(
+        "lack of device memory is an error of the code",
+        "_kind_of",
+        "isinstance(error, torch.OutOfMemoryError)",
+        "False",
+        module="elastic_dp.device.faults",
+        caught_by="tests/device/test_faults.py::test_fault_of_lacking_device_memory_is_out_of_memory",
+    ),
+    DeviceMutant(
+        "a worker takes several GPUs and uses one",
+        "ScalingConfig.__post_init__",
+        'name == "GPU" and amount > 1',
+        "False",
+        module="elastic_dp.config.scaling_config",
+        caught_by="tests/bad_input/test_config.py::"
+        "test_scaling_config_out_of_range_names_field_and_value",
+    ),
+    DeviceMutant(
+        "the memory of snapshots is not registered",
+        "Snapshot.register",
+        "self._copies.register(self._memory)",
+        "pass",
+        module="elastic_dp.checkpoint.snapshot",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_the_memory_of_snapshots_is_registered_once_in_the_background",
+    ),
+    DeviceMutant(
+        "a restored state goes to the device twice",
+        "rehome_state",
+        "targets(encoded, metas)",
+        "{}",
+        module="elastic_dp.train.state.state_payload",
+        caught_by="tests/train/state/test_state_payload.py::"
+        "test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_their_own",
+    ),
+    DeviceMutant(
+        "a joiner loads no kernels",
+        "GenerationGroups.load_kernels",
+        "self._connects",
+        "False",
+        module="elastic_dp.train.generations.generation_groups",
+        caught_by=f"{ON_A_DEVICE}::test_joiner_loads_the_kernels_of_the_device_before_it_joins",
+    ),
+    DeviceMutant(
+        "micro-batches are one iteration of a graph",
+        "MicroBatchRunner.forward",
+        "begin_graph_iteration()",
+        "pass",
+        module="elastic_dp.train.step.micro_batch",
+        caught_by="tests/device/test_graph_replay.py::test_each_micro_batch_begins_an_iteration",
+    ),
+    DeviceMutant(
+        "nobody asks whether a device failed while it was connected",
+        "Session.next_step",
+        "self._groups.check_connection()",
+        "pass",
+        module="elastic_dp.train.session",
+        caught_by=f"{ON_A_DEVICE}::test_worker_whose_device_fails_while_it_connects_is_lost",
+    ),
+    DeviceMutant(
+        "the host reads the loss of each micro-batch",
+        "MicroBatchRunner.forward",
+        "accelerator_of(self._device).asynchronous and not self._is_trial",
+        "False",
+        module="elastic_dp.train.step.micro_batch",
+        caught_by=WAITS_ONCE,
+    ),
+    DeviceMutant(
+        "the host compares each buffer",
+        "ModuleBuffers.__init__",
+        "any(accelerator_of(m.content.device).asynchronous for m in self._own)",
+        "False",
+        module="elastic_dp.train.state.module_buffers",
+        caught_by=WAITS_ONCE,
+    ),
+    DeviceMutant(
+        "the host reads the norm of the gradient",
+        "StepRunner._apply",
+        "self._group is not None and self._group.on_device is not None",
+        "False",
+        module="elastic_dp.train.step.step_runner",
+        caught_by=WAITS_ONCE,
+    ),
 ]
 
 
-def take_out(mutant: DeviceMutant) -> None:
-    """Imports the mutant's module without the guard."""
-    spec = importlib.util.find_spec(mutant.module)
-    assert spec is not None and spec.origin is not None and mutant.module not in sys.modules
-    module = importlib.util.module_from_spec(spec)
-    tree = replaced(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), mutant)
-    sys.modules[mutant.module] = module
-    exec(compile(tree, spec.origin, "exec"), vars(module))
-    package, _, name = mutant.module.rpartition(".")
-    setattr(sys.modules[package], name, module)
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads the mutant's module without the guard."""
+
+    def __init__(self, mutant: DeviceMutant, path: str) -> None:
+        super().__init__(mutant.module, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        tree = replaced(ast.parse(self.get_data(self.path)), self._mutant)
+        return compile(tree, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: DeviceMutant) -> None:
+        assert mutant.module not in sys.modules
+        self._mutant = mutant
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._mutant.module:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        assert found is not None and found.origin is not None
+        return importlib.util.spec_from_file_location(
+            name, found.origin, loader=_Loader(self._mutant, found.origin)
+        )
+
+
+# The others take a minute together.
+IN_CI = frozenset(
+    {
+        "an output is read before its event",
+        "an aborted collective is read",
+        "a failure of the communicator is not noticed",
+        "an abort blocks who asks for it",
+        "members switch when one of them is connected",
+        "a generation is left while the device is busy",
+        "a generation is left without an abort",
+        "staging memory is used again while a peer reads it",
+        "the next generation is formed with a broken device",
+        "a process goes on after a fault of its device",
+    }
+)
+_PATIENCE_S, _PATIENCE_WITH_RUNS_S = 5.0, 30.0
+
+
+def mutate(name: str) -> None:
+    """In this process, and in all workers that it starts."""
+    mutant = next(one for one in DEVICE_MUTANTS if one.name == name)
+    starts_workers = mutant.caught_by.startswith("tests/train/")
+    patience.PATIENCE_S = _PATIENCE_WITH_RUNS_S if starts_workers else _PATIENCE_S
+    sys.meta_path.insert(0, _Finder(mutant))
+    if starts_workers:
+        before = ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group"]
+        process_worker_group = importlib.import_module(before[1])
+        process_worker_group._context.set_forkserver_preload([__name__, *before])
 
 
 if "DEVICE_MUTANT" in os.environ:
-    patience.PATIENCE_S = 5.0
-    take_out(next(one for one in DEVICE_MUTANTS if one.name == os.environ["DEVICE_MUTANT"]))
+    mutate(os.environ["DEVICE_MUTANT"])

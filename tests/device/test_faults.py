@@ -105,7 +105,7 @@ def test_describe_leaves_out_advice_and_is_short():
 
 
 class LostEvent:
-    """Of a device whose context is lost."""
+    """An event of a device whose context is lost."""
 
     def record(self):
         raise DEVICE["assert"]

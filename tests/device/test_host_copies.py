@@ -111,7 +111,7 @@ def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_too
 
 
 class LateCopies(HostCopies):
-    """Of a device: what is copied is there when somebody has waited for it."""
+    """Copies of a device: what is copied is there once it was waited for."""
 
     def __init__(self):
         super().__init__()

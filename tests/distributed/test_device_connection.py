@@ -93,7 +93,7 @@ def test_connecting_ends_by_an_abort_while_it_waits_for_others():
 
 
 class Locking(Hanging):
-    """As torch's: connecting holds the lock that an abort needs."""
+    """Like torch's: connecting holds the lock that an abort needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_connecting_that_blocks_an_abort_ends_no_process(monkeypatch):
 
 @pytest.mark.parametrize("error", [RuntimeError("no interface"), dist.DistBackendError("NCCL")])
 def test_connecting_that_fails_ends_no_generation(error):
-    """It makes steps without the communicator."""
+    """The group makes steps without the communicator."""
     accelerator = OfHanging()
     accelerator.made.connect = lambda check: (_ for _ in ()).throw(error)
     one = connection(accelerator, Keys(OTHER))

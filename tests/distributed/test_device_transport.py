@@ -83,7 +83,7 @@ def transport_of(group: ProcessGroup) -> DeviceTransport:
 
 
 def switch(group: ProcessGroup) -> None:
-    """As all members do when a header says that all are connected."""
+    """Switch as all members do when a header says that all are connected."""
     eventually(lambda: transport_of(group).connected)
     group.gather_bytes(b"")
     transport_of(group).switch()
@@ -182,7 +182,7 @@ def test_an_output_is_not_read_on_the_host_before_its_event():
 
 
 def test_an_aborted_collective_is_not_read():
-    """It is one that the peer never enters, as if it had died."""
+    """The peer never enters the collective, as if it had died."""
     entered, aborted = threading.Event(), threading.Event()
 
     def act(group):

@@ -198,7 +198,7 @@ def replaying() -> type[torch.autograd.Function]:
 
 
 def sum_of_replays(leaves: int, exact: bool) -> list[float]:
-    """Of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
+    """Return the sum of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
     weight = torch.nn.Parameter(torch.zeros(3))
     gradients, function = GradientReducer({"weight": weight}), replaying()
     gradients.open(ProcessGroup(None, 0, 1, CPU), [[(0, leaves)]], leaves, exact)

@@ -35,14 +35,14 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def gradient(virtual_worker: int) -> torch.Tensor:
-    """Its sum over virtual workers depends on the order."""
+    """Return a gradient whose sum over virtual workers depends on the order."""
     drawn = torch.Generator().manual_seed(virtual_worker)
     sizes = torch.logspace(-10, 10, NUMEL)[torch.randperm(NUMEL, generator=drawn)]
     return torch.randn(NUMEL, generator=drawn) * sizes
 
 
 def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2) -> list[int]:
-    """Of the sum, after steps that use the buffers again."""
+    """Return the bits of the sum, after steps that use the buffers again."""
     parameter = torch.nn.Parameter(torch.zeros(NUMEL))
     count = max(last for share in shares for _, last in share)
     gradients = GradientReducer(named([parameter]))

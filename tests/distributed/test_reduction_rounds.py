@@ -35,7 +35,7 @@ def shares_of(world_size: int, virtual_workers: int, topology: Topology) -> Shar
 
 
 def shuffled(shares: Shares, seed: int) -> Shares:
-    """As many virtual workers for each rank, but any."""
+    """Return as many virtual workers for each rank, but any."""
     leaves = list(range(max(last for share in shares for _, last in share)))
     random.Random(seed).shuffle(leaves)
     given = iter(leaves)

@@ -40,10 +40,10 @@ class Alone:
         pass
 
 
-def there(parcel, receive):
+def there(payload, receive):
     group = Alone()
     group.sending = True
-    tensor_broadcast.send(group, parcel)
+    tensor_broadcast.send(group, payload)
     group.sending = False
     return receive(group)
 

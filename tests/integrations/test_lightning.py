@@ -156,7 +156,7 @@ class FailsInHook(pl.Callback):
 def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_one(
     schedule, tmp_path
 ):
-    """It goes on in the middle of an epoch, whose means are over all of its steps."""
+    """The run goes on in the middle of an epoch, whose means are over all of its steps."""
     options = {"checkpoint": edp.CheckpointConfig(every_steps=4)}
     undisturbed = fit(
         Classifier(schedule=schedule), tmp_path, name="calm", callbacks=[stops_late()], **options

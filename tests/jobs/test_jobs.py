@@ -90,12 +90,12 @@ def same_everywhere(trainer):
         assert [{k: v for k, v in x.items() if k != "time"} for x in logged] == calm.logged
 
 
-def test_gpt_is_the_same_on_every_fleet(gpt, text, tmp_path):
+def test_gpt_is_the_same_for_any_number_of_workers(gpt, text, tmp_path):
     options = {"storage_path": str(tmp_path), "data": str(text)}
     same_everywhere(gpt.make_trainer(steps=6, config=SMALL, **options))
 
 
-def test_digits_are_the_same_on_every_fleet(tmp_path):
+def test_digits_are_the_same_for_any_number_of_workers(tmp_path):
     """With BatchNorm and dropout, over the short tail of an epoch and its evaluation."""
     digits = importlib.import_module("jobs.digits")
     trainer = digits.make_trainer(storage_path=str(tmp_path), data=str(tmp_path / "d"), epochs=1)

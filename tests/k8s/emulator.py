@@ -1,4 +1,4 @@
-"""As much of Kubernetes and of KubeRay's operator as Ray's autoscaler needs, with real Ray nodes
+"""The part of Kubernetes and of KubeRay's operator that Ray's autoscaler needs, with real Ray nodes
 for pods (`pods.py`).
 
 It serves one RayCluster and its pods over HTTPS to who has a client's certificate, takes the
@@ -58,7 +58,7 @@ class Kubernetes:
         return [pod for pod in self.workers(group) if pod.process is not None]
 
     def preempt(self, pod: Pod) -> None:
-        """Its machine is taken back with notice: the pod is deleted, and has its grace."""
+        """Take its machine back with notice: the pod is deleted, and has its grace."""
         with self._lock:
             pod.deleted_at = time.monotonic()
             pod.terminate()

@@ -29,7 +29,7 @@ TOKEN = "a-token-of-this-test"
 
 
 class Process(Protocol):
-    """As much of `subprocess.Popen` as a pod needs of its first process."""
+    """The part of `subprocess.Popen` that a pod needs for its first process."""
 
     pid: int
 
@@ -65,7 +65,7 @@ class Pod:
         return _environment_of(self.process.pid) if self.process else {}
 
     def user(self) -> int:
-        """Its own number inside of its namespace."""
+        """Return its own number inside of its namespace."""
         assert self.process is not None
         return int(Path(f"/proc/{self.process.pid}/uid_map").read_text().split()[0])
 
@@ -75,7 +75,7 @@ class Pod:
             self.process.terminate()
 
     def lose(self) -> None:
-        """As when the machine is gone: every process of the node, at once."""
+        """Kill every process of the node at once, as when the machine is gone."""
         assert self.process is not None
         _kill_tree(self.process.pid)
 
@@ -133,7 +133,8 @@ class Machine:
     # ------------------------------------------------------------------------------ private
 
     def _arguments(self, group: Mapping[str, Any], is_head: bool) -> list[str]:
-        """Of `ray start`: what KubeRay makes of a group, and what one machine needs."""
+        """Return the arguments of `ray start`: what KubeRay makes of a group, and what one machine
+        needs."""
         resources = group["template"]["spec"]["containers"][0]["resources"]
         amounts = resources["requests"] | resources["limits"]
         given = {

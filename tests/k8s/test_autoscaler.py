@@ -45,7 +45,7 @@ def told(caplog):
 
 
 def log_of(caplog):
-    """As Ray writes it."""
+    """Return the log as Ray writes it."""
     formatter = logging.Formatter(ray_constants.LOGGER_FORMAT)
     return "".join(f"{formatter.format(record)}\n" for record in caplog.records)
 

@@ -187,7 +187,8 @@ def _trains_together(run) -> bool:
 
 
 def _nodes_are_as_the_manifest_says(emulator: Emulator, group: dict) -> None:
-    """As Ray itself sees them: the group's labels and resources, under the pods' names."""
+    """Check the nodes as Ray itself sees them: the group's labels and resources, under the pods'
+    names."""
     assert emulator.machine.run("look", f"python -c {shlex.quote(LOOK)}").wait() == 0, (
         emulator.machine.said("look")
     )

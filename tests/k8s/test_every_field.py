@@ -80,7 +80,7 @@ def _fails(check: Callable[[], Any]) -> bool:
 
 
 def _paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Of everything inside of each object."""
+    """Return the paths of everything inside of each object."""
     inside = (
         value.items()
         if isinstance(value, dict)

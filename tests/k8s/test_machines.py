@@ -33,7 +33,7 @@ TABLE = (
 
 
 def said():
-    """Of each type in the page's table: CPUs, GiB, GPUs, and what to ask for."""
+    """Return, for each type in the page's table: CPUs, GiB, GPUs, and what to ask for."""
     made = {}
     for row in re.findall(r"^\| (.+) \|$", TABLE, re.M)[1:]:
         names, *columns = row.split(" | ")

@@ -73,7 +73,7 @@ def kustomization(folder: str) -> dict[str, Any]:
 
 
 def cloud_of(folder: str) -> str | None:
-    """Whose params.env a kustomization reads."""
+    """Return the cloud whose params.env a kustomization reads."""
     for component in kustomization(folder).get("components", []):
         if found := re.fullmatch(r"\.\./\.\./params/(\w+)", component):
             return found[1]
@@ -229,8 +229,8 @@ def test_params_prepull_pulls_the_image_of_the_run(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", READERS)
 def test_params_no_placeholder_is_left(folder):
-    """Of an image's name that nobody guesses, too: no other image is in a manifest than the one of
-    params.env."""
+    """The name of an image is no placeholder either: no other image is in a manifest than the one
+    of params.env."""
     text = yaml.safe_dump(build(folder))
     assert not re.search(r"\b(NAME|SCRIPT|[A-Z]+_(PATH|URL|WORKERS)|ARGUMENTS)\b", text)
     assert "ConfigMap" not in text

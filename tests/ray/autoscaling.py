@@ -37,7 +37,7 @@ class Cluster:
         self.head, self.address = head, address
 
     def markets(self) -> list[str]:
-        """Of the living nodes but the head, sorted."""
+        """Return the markets of the living nodes but the head, sorted."""
         return sorted(node["Labels"]["ray.io/market-type"] for node in self._nodes())
 
     def preempt(self, market: str) -> str:

@@ -93,7 +93,7 @@ def wait_for(run: edp.Run, condition: Callable[[dict[str, Any]], bool]) -> dict[
 
 
 def members(status: dict[str, Any]) -> list[str]:
-    """Those in the present group: they have built their model and wait for nobody."""
+    """Return the members of the present group: they have built their model and wait for nobody."""
     return sorted(w for w, stage in status["workers"].items() if stage == "member")
 
 
@@ -111,7 +111,7 @@ def pids_of(run: edp.Run, workers: Iterable[str]) -> dict[str, int]:
 
 
 def pid_of_controller(name: str) -> int:
-    """Of the run's controller that is up."""
+    """Return the process id of the run's controller that is up."""
 
     def look() -> int:
         found = ray._private.state.actors().values()

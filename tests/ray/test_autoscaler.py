@@ -59,7 +59,7 @@ def lines(folder, name):
 
 
 def waits(folder, born):
-    """Of each worker that trained."""
+    """Return the wait of each worker that trained."""
     steps = [(x["time"], x["generation"]) for x in lines(folder, "metrics.jsonl")]
     return arrivals(lines(folder, "events.jsonl"), steps, born)
 

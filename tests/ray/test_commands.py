@@ -257,7 +257,7 @@ def test_second_terminal_reaches_the_ray_that_a_script_started(tmp_path):
 
 
 def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
-    """As docs/operations.md says, on a cluster of two CPUs."""
+    """docs/operations.md says so; this is a cluster of two CPUs."""
     part = ("--set", "scaling.resources_per_worker.CPU=0.25")
     page = Path(clusters.ROOT, "docs", "operations.md").read_text()
     assert part[1] in page and 'resources_per_worker={"CPU": 0.25}' in page

@@ -66,7 +66,7 @@ def there():
 
 
 def drain(node, within_s):
-    """As a SIGTERM to its `ray start --block` does."""
+    """Drain a node as a SIGTERM to its `ray start --block` does."""
     from ray.core.generated import autoscaler_pb2
 
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

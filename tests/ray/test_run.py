@@ -140,7 +140,8 @@ def test_a_name_is_one_run(tmp_path):
 def test_a_run_whose_storage_is_reached_by_options_survives_its_controller(
     moto, tmp_path, monkeypatch
 ):
-    """They reach the controller, its successor and the workers; nothing is in the environment."""
+    """The options reach the controller, its successor and the workers; nothing is in the
+    environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     key = s3_options(moto)

@@ -22,7 +22,7 @@ from tests.train.jobs import plain
 
 
 def write(folder, lines):
-    """As a journal does: events to one file, metrics to the other."""
+    """Write as a journal does: events to one file, metrics to the other."""
     folder.mkdir(exist_ok=True)
     for name in ("events", "metrics"):
         with (folder / f"{name}.jsonl").open("a") as file:

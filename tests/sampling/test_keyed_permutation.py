@@ -1,6 +1,6 @@
 """The generator is pinned: a change of any value here changes the order of every run there is.
 
-Permutations were pinned anew with "order 2", whose rounds mix once where they mixed twice.
+Permutations were pinned again with "order 2", whose rounds mix once where they mixed twice.
 """
 
 from collections import Counter

@@ -143,7 +143,7 @@ def test_virtual_workers_of_one_row_do_not_all_take_the_same_source():
 
 
 def test_a_pure_function_of_step_and_virtual_worker():
-    """Asked in any order, by any object: what a fleet does cannot show."""
+    """Asked in any order, by any object: what workers do cannot show."""
     shape = [(0.9, [50] * 20), (0.1, [7, 5])]
     settings = dict(virtual_workers=4, micro_batch_size=8, seed=3)
     forward, other = mixture(*shape, **settings), mixture(*shape, **settings)

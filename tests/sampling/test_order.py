@@ -78,7 +78,7 @@ def located(order: Order, positions: list[tuple[int, int]]) -> list[list[tuple[i
 
 
 def test_golden_order_is_unchanged():
-    """Pinned anew with "order 2": streams by the size of row groups, the turn without cuts, faster
+    """Pinned again with "order 2": streams by the size of row groups, the turn without cuts, faster
     rounds."""
     settings = dict(group_rows=[5, 0, 7, 3, 9], virtual_workers=2, micro_batch_size=3, seed=42)
     order = Order(**settings)
@@ -215,7 +215,7 @@ def test_too_few_rows(tail, way_out):
 
 
 def test_a_pure_function_of_step_and_virtual_worker():
-    """Asked in any order, by any object: what a fleet does cannot show."""
+    """Asked in any order, by any object: what workers do cannot show."""
     settings = dict(virtual_workers=3, micro_batch_size=4, seed=5, tail="short")
     for size in (FEW, SOME, MANY):
         shape = dict(group_rows=[30, 7, 19, 1, 44], group_bytes=[size] * 5)

@@ -1,6 +1,6 @@
 """Run the simulator by hand.
 
-python -m tests.simulation --seed 17          replay one case, with its weather and a trace
+python -m tests.simulation --seed 17          replay one case, with its faults and a trace
 python -m tests.simulation --seeds 0 5000     a range, on all cores
 
 With --record the outcome is kept in benchmarks/results/simulation.json. A range that begins where
@@ -34,9 +34,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "simulation.json"
 
 
 def attempt(seed: int, digest: bool = False) -> tuple[int, str, Counter[str], int]:
-    """(seed, what was objected to, what was seen, a digest of the trace)"""
+    """(seed, the violation if there is one, what was seen, a digest of the trace)"""
     trace = hashlib.sha256()
-    world = World(seed, talk=(lambda line: trace.update(line.encode())) if digest else None)
+    world = World(seed, trace_to=(lambda line: trace.update(line.encode())) if digest else None)
     error, marks = "", Counter[str]()
     try:
         marks = world.run().marks
@@ -48,8 +48,8 @@ def attempt(seed: int, digest: bool = False) -> tuple[int, str, Counter[str], in
 
 
 def replay(seed: int) -> None:
-    world = World(seed, talk=print)
-    print(world.profile, world.rules, sep="\n")
+    world = World(seed, trace_to=print)
+    print(world.profile, world.config, sep="\n")
     world.run()
     print(world.check.finish or world.check.failure)
 
@@ -90,7 +90,7 @@ def sweep(first: int, last: int, processes: int, record: bool, digest: bool) -> 
 
 
 def write(outcome: dict[str, Any], processes: int, commit: str) -> None:
-    """As a record of its own, or added to the one that it goes on from."""
+    """Record the outcome alone, or added to the recorded range that it extends."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if known.get("code") == outcome["code"] and known["seeds"][1] == outcome["seeds"][0]:
         outcome["seeds"][0] = known["seeds"][0]
@@ -109,13 +109,17 @@ def write(outcome: dict[str, Any], processes: int, commit: str) -> None:
     RESULTS.write_text(json.dumps(outcome | about, indent=2) + "\n")
 
 
+def sources() -> list[pathlib.Path]:
+    """The code that a record is about: the coordinator and the simulator."""
+    folders = (ROOT / "elastic_dp" / "coordinator", ROOT / "tests" / "simulation")
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [p for p in paths if not p.name.startswith("test_") and p.name != "mutants.py"]
+
+
 def source_digest() -> str:
-    """Of the protocol and of the simulator: what a record speaks of."""
     digest = hashlib.sha256()
-    for folder in ("elastic_dp/coordinator", "tests/simulation"):
-        for path in sorted((ROOT / folder).glob("*.py")):
-            if not path.name.startswith("test_") and path.name != "mutants.py":
-                digest.update(path.read_bytes())
+    for path in sources():
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -84,15 +84,18 @@ class CoordinatorInvariants:
 
     def no_wait_is_endless(self, now: float) -> None:
         """Who is ready joins, unless the run is about to end."""
-        coordinator, rules = self.coordinator, self.coordinator.config
-        generation, staff = coordinator._generation, coordinator._registry
+        coordinator, config = self.coordinator, self.coordinator.config
+        generation, registry = coordinator._generation, coordinator._registry
         ends = coordinator._run.stop is not None or len(generation.not_finished) < len(
             generation.members
         )
-        if ends or not staff.ready or len(generation.members) >= coordinator.size:
+        if ends or not registry.ready or len(generation.members) >= coordinator.size:
             return
-        until = staff.ready_since + rules.join_window_s + rules.stabilization_s
-        must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free places")
+        until = registry.ready_since + config.join_window_s + config.stabilization_s
+        must(
+            now < until + 1e-6,
+            f"{list(registry.ready)} wait since {registry.ready_since}, free places",
+        )
 
     def stale(self, event: Event) -> bool:
         match event:

@@ -27,7 +27,7 @@ class FaultProfile:
     kill_all: float
     freeze: float
     cut: float
-    cut_founder: float
+    cut_initial_source: float
     kill_ahead: float
     false_failure: float
     drain: float
@@ -85,7 +85,7 @@ FAULTS = (
     "kill_all",
     "freeze",
     "cut",
-    "cut_founder",
+    "cut_initial_source",
     "kill_ahead",
     "false_failure",
     "drain",

@@ -47,7 +47,7 @@ class FaultInjector:
             self.world.kill(worker, "node gone", notice_s=self.world.rng.uniform(5.0, 40.0))
 
     def fault_kill_source(self, alive: list[SimWorker]) -> None:
-        """In the middle of a hand-over."""
+        """Kill a source in the middle of a hand-over."""
         for worker in self.one([w for w in alive if w.phase in HANDING_OVER]):
             assert worker.group is not None
             self.world.kill(
@@ -56,7 +56,7 @@ class FaultInjector:
 
     def fault_kill_joiner(self, alive: list[SimWorker]) -> None:
         for worker in self.one([w for w in alive if not w.has_state]):
-            self.world.kill(worker, "killed before it was whole")
+            self.world.kill(worker, "killed before it had the state")
 
     def fault_kill_all(self, alive: list[SimWorker]) -> None:
         for worker in alive:
@@ -68,8 +68,7 @@ class FaultInjector:
             self.world.at(self.world.rng.choice((1.0, 4.0, 12.0, 40.0)), self.thaw, worker)
 
     def fault_hang(self, alive: list[SimWorker]) -> None:
-        """Its heartbeats go on. For ever, where it can be told from what users may take as long as
-        they like for."""
+        """Hang one worker, whose heartbeats go on. In phases with a time limit it hangs forever."""
         for worker in self.one([w for w in alive if not w.frozen and not w.hung]):
             worker.hung = True
             endless = worker.phase in ENDLESS and self.world.rng.random() < 0.7
@@ -78,7 +77,7 @@ class FaultInjector:
                 self.world.at(self.world.rng.choice((1.0, 10.0, 40.0)), self.thaw, worker)
 
     def fault_flip(self, alive: list[SimWorker]) -> None:
-        """Before the next header, in which it shows, unless the group ends before."""
+        """Flip a bit before the next header, in which it shows, unless the group ends before."""
         able = [w for w in alive if w.phase == "compute" and w.has_state and w.group is not None]
         for worker in self.one([w for w in able if w.group and len(w.group.ids) > 1]):
             self.world.trace(f"== a bit of {worker.id} flips")
@@ -96,8 +95,8 @@ class FaultInjector:
             self.world.trace(f"== {worker.id} cut up={up} down={down}")
             self.world.at(self.world.rng.choice((1.0, 5.0, 20.0)), self.heal, worker)
 
-    def fault_cut_founder(self, alive: list[SimWorker]) -> None:
-        """Out of sight just as it forms: it may train, and nobody knows."""
+    def fault_cut_initial_source(self, alive: list[SimWorker]) -> None:
+        """Cut off an initial source as it forms: it may train, and the controller does not know."""
         forming = [w for w in alive if w.phase == "form" and not w.has_state]
         for worker in self.one(forming):
             worker.up_cut = worker.down_cut = worker.was_cut = True
@@ -105,7 +104,7 @@ class FaultInjector:
             self.world.at(self.world.rng.choice((20.0, 40.0)), self.heal, worker)
 
     def fault_kill_ahead(self, alive: list[SimWorker]) -> None:
-        """One that is a step behind others loses a mate, and needs the step handed over."""
+        """Kill a member that is ahead: one that is a step behind needs the step handed over."""
         steps = [worker.step for worker in alive if worker.has_state]
         behind = [w for w in alive if w.phase == "collective" and steps and w.step < max(steps)]
         for worker in self.one([w for w in alive if behind and w not in behind and w.has_state]):
@@ -132,13 +131,13 @@ class FaultInjector:
             self.fault_drain([worker])
 
     def fault_scale(self, alive: list[SimWorker]) -> None:
-        size = self.world.rng.randint(1, self.world.rules.virtual_workers)
-        if size < self.world.rules.min_workers or self.world.rng.random() < 0.05:
-            size = self.world.rng.choice((self.world.rules.virtual_workers + 1, size))
+        size = self.world.rng.randint(1, self.world.config.virtual_workers)
+        if size < self.world.config.min_workers or self.world.rng.random() < 0.05:
+            size = self.world.rng.choice((self.world.config.virtual_workers + 1, size))
         least = None
-        if self.world.land and not self.world.profile.misfit:
-            least = self.world.land.choice(
-                (None, self.world.land.randint(0, self.world.profile.slots))
+        if self.world.location_rng and not self.world.profile.misfit:
+            least = self.world.location_rng.choice(
+                (None, self.world.location_rng.randint(0, self.world.profile.slots))
             )
         if self.world.may_be_scaled(size, least):
             self.world.size, self.world.least = size, self.world.least if least is None else least

@@ -31,8 +31,8 @@ def must(condition: object, text: str) -> None:
 class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.beginnings: dict[int, dict[int, str]] = {}  # founded in -> step -> the state after it
-        self.beginning = 0  # the one that counts
+        self.lineages: dict[int, dict[int, str]] = {}  # lineage -> step -> the state after it
+        self.lineage = 0  # the one that counts
         self.memberships: dict[int, Membership] = {}
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
@@ -49,13 +49,13 @@ class Invariants:
         self.marks: Counter[str] = Counter()
 
     @property
-    def dismissed(self) -> set[str]:
+    def removed(self) -> set[str]:
         """Evicted or released by whoever leads now."""
-        return self.world.controllers[-1].dismissed
+        return self.world.controllers[-1].removed
 
     @property
     def states(self) -> dict[int, str]:
-        return self.beginnings.setdefault(self.beginning, {})
+        return self.lineages.setdefault(self.lineage, {})
 
     # ------------------------------------------------------------------- the workers
 
@@ -72,7 +72,7 @@ class Invariants:
         if member.has_state or worker.has_state:
             must(
                 member.has_state == worker.has_state,
-                f"{member} but {worker.id} is whole: {worker.has_state}",
+                f"{member} but {worker.id} has state: {worker.has_state}",
             )
             must(
                 member.position == worker.position,
@@ -80,23 +80,23 @@ class Invariants:
             )
 
     def intact(self, worker: SimWorker) -> None:
-        """Whoever is whole holds a whole state, also when a hand-over to it failed."""
+        """A worker that has state holds all of it, also when a hand-over to the worker failed."""
         if worker.has_state and not worker.flipped:
-            truth = self.beginnings.get(worker.lineage_id, {}).get(worker.step, worker.state)
+            truth = self.lineages.get(worker.lineage_id, {}).get(worker.step, worker.state)
             must(worker.state == truth, f"{worker.id} holds {worker.state}, not {truth}")
 
-    def given_up(self, worker: SimWorker) -> set[str]:
-        """Whom the controller that announced `worker`'s generation, or a later one, had given
-        up."""
+    def removed_for(self, worker: SimWorker) -> set[str]:
+        """Who was evicted or released by the controller that announced `worker`'s generation, or
+        by the newest controller."""
         assert worker.group is not None
         announcer = self.claims[worker.group.membership.generation]
-        return self.dismissed | announcer.dismissed
+        return self.removed | announcer.removed
 
     def told_to_form(self, worker: SimWorker, membership: Membership) -> None:
         self.newest_told[worker.id] = max(membership.generation, self.newest_told.get(worker.id, 0))
 
     def told_to_end(self, worker: SimWorker, generation: int, after_step: int) -> None:
-        """From now on it may finish the step it is in, and none beyond `after_step`."""
+        """From now on the worker may finish the step it is in, and none beyond `after_step`."""
         if worker.inside and generation == worker.generation:
             last = max(after_step, worker.step, worker.attempting)
             known, _ = self.last_steps.get((worker.id, generation), (last, 0.0))
@@ -115,28 +115,29 @@ class Invariants:
                 thawed = self.world.now - worker.thawed_at < 1.5
                 must(not late or thawed, f"{name} waits in a step that the others did not enter")
 
-    def lineage_id(self, worker: SimWorker) -> str:
-        """The founder formed its first generation: its initial weights are the state from now
-        on."""
+    def initial_source_formed(self, worker: SimWorker) -> str:
+        """The initial source formed its first generation: its initial weights are the state from
+        now on."""
         must(
-            worker.can_source, f"{worker.id} was told its weights do not count, and founds the run"
+            worker.can_source,
+            f"{worker.id} was told its weights do not count, and is the initial source",
         )
         holders = [
             other.id
             for other in self.world.workers.values()
-            if other.alive and other.has_state and other.id not in self.given_up(worker)
+            if other.alive and other.has_state and other.id not in self.removed_for(worker)
         ]
         must(
-            not holders or worker.id in self.given_up(worker),
-            f"{worker.id} founds the run anew while {holders} hold its state",
+            not holders or worker.id in self.removed_for(worker),
+            f"{worker.id} starts from initial weights while {holders} hold the run's state",
         )
-        if worker.id in self.given_up(worker):
-            return f"init {worker.id}"  # given up; its lease keeps it from any step
-        if self.beginning:
-            self.marks["founded anew"] += 1
+        if worker.id in self.removed_for(worker):
+            return f"init {worker.id}"  # evicted; its lease keeps it from any step
+        if self.lineage:
+            self.marks["initial weights again"] += 1
         assert worker.group is not None
-        self.beginning = worker.group.membership.lineage_id
-        self.beginnings[self.beginning] = {0: f"init {worker.id}"}
+        self.lineage = worker.group.membership.lineage_id
+        self.lineages[self.lineage] = {0: f"init {worker.id}"}
         return f"init {worker.id}"
 
     def agreed(self, worker: SimWorker, group: Group) -> None:
@@ -144,7 +145,7 @@ class Invariants:
         is the run's from now on, and what anybody else holds is not."""
         if worker.flipped:
             self.marks["flip unseen"] += 1
-            self.beginnings[self.beginning] = {worker.step: worker.state}
+            self.lineages[self.lineage] = {worker.step: worker.state}
             members = group.alive()
             for other in self.world.workers.values():
                 other.flipped = other.has_state and other not in members
@@ -152,19 +153,19 @@ class Invariants:
     def restored(self, worker: SimWorker) -> str:
         """Nobody holds the run's state, and it goes on from the newest checkpoint."""
         assert worker.group is not None
-        given_up = self.given_up(worker)
+        removed = self.removed_for(worker)
         holders = [
             w.id
             for w in self.world.workers.values()
-            if w.alive and w.has_state and w.id not in given_up and w.group is not worker.group
+            if w.alive and w.has_state and w.id not in removed and w.group is not worker.group
         ]
         state = self.world.commits[worker.step]
-        if worker.id in given_up:
-            return state  # given up; its lease keeps it from any step
+        if worker.id in removed:
+            return state  # evicted; its lease keeps it from any step
         must(not holders, f"{worker.id} goes back to {worker.step} while {holders} hold the state")
         self.marks["restored"] += 1
-        self.beginning = worker.group.membership.lineage_id
-        self.beginnings[self.beginning] = {worker.step: state}
+        self.lineage = worker.group.membership.lineage_id
+        self.lineages[self.lineage] = {worker.step: state}
         return state
 
     def committed(self, worker: SimWorker, group: Group) -> None:
@@ -186,13 +187,13 @@ class Invariants:
 
     def late_commit(self, worker: SimWorker, group: Group) -> None:
         """A later generation makes steps already. Allowed is the one step that this one had in
-        flight when its others left it, to a worker that was given up, from what those others had
+        flight when its others left it, to a worker that was evicted, from what those others had
         sent before; nobody else ever has it from there."""
         self.marks["late commit"] += 1
         generation, step = group.membership.generation, worker.step
         what = f"{worker.id} makes step {step} of {generation} beside a later generation"
-        gone = self.ever_given_up(generation)
-        must(worker.id in gone, f"{what}, and was not given up")
+        gone = self.ever_removed(generation)
+        must(worker.id in gone, f"{what}, and was not evicted")
         must(worker.id not in self.late, f"{what}, and did so before")
         self.late.add(worker.id)
         later, begun_at = min((g, at) for g, at in self.first_commit.items() if g > generation)
@@ -203,30 +204,31 @@ class Invariants:
         for index in range(COLLECTIVES):
             for other, at in group.entered_at[step, index].items():
                 must(at <= left_at.get(other, at), f"{what}, with {other}, which had left")
-                must(at <= begun_at or other in gone, f"{what}, with {other}, not given up")
+                must(at <= begun_at or other in gone, f"{what}, with {other}, not evicted")
 
-    def ever_given_up(self, generation: int) -> set[str]:
-        """By whoever announced this generation, or led after that."""
+    def ever_removed(self, generation: int) -> set[str]:
+        """Who was evicted or released by the controller that announced this generation, or by a
+        later one."""
         announcer = self.claims[generation]
         leaders = [c for c in self.world.controllers if c.number >= announcer.number]
-        return set().union(*(controller.dismissed for controller in leaders))
+        return set().union(*(controller.removed for controller in leaders))
 
     def holds(self, worker: SimWorker) -> None:
         if worker.flipped:
             return
         if (
-            worker.lineage_id != self.beginning
+            worker.lineage_id != self.lineage
         ):  # all who held the later one are gone: an older one counts
             holders = [
                 w.id
                 for w in self.world.workers.values()
                 if w.alive
                 and w.has_state
-                and w.lineage_id == self.beginning
-                and w.id not in self.given_up(worker)
+                and w.lineage_id == self.lineage
+                and w.id not in self.removed_for(worker)
             ]
-            must(not holders, f"{worker.id} goes on from an older beginning than {holders}")
-            self.beginning = worker.lineage_id
+            must(not holders, f"{worker.id} goes on from an older lineage than {holders}")
+            self.lineage = worker.lineage_id
         truth = self.states.setdefault(worker.step, worker.state)
         must(
             worker.state == truth,
@@ -241,7 +243,7 @@ class Invariants:
 
     def handed_over(self, worker: SimWorker, source: SimWorker) -> None:
         self.marks["hand-over"] += 1
-        must(source.has_state, f"void {source.id} is the source of {worker.id}")
+        must(source.has_state, f"{source.id} without state is the source of {worker.id}")
         must(source.id not in self.late, f"{worker.id} takes what {source.id} made alone")
         must(
             source.position >= worker.position or not worker.has_state, f"{worker.id} would go back"
@@ -252,9 +254,7 @@ class Invariants:
                 f"{worker.id} at {worker.step} is too far behind {source.step}",
             )
         else:
-            must(
-                source.at_head, f"{source.id} is inside a body and gives void {worker.id} its state"
-            )
+            must(source.at_head, f"{source.id} is inside a body and gives {worker.id} its state")
 
     # ------------------------------------------------------------------ the commands
 
@@ -279,9 +279,9 @@ class Invariants:
             case m.ReleaseWorker(worker=worker, reason=reason):
                 if "weights differed" not in reason:  # what it would take along is wrong
                     self.released(worker, by)
-                by.dismissed.add(worker)
+                by.removed.add(worker)
             case m.Explain(text=text) if "a split by speed" in text:
-                self.dealt_anew(by)
+                self.reassigned_by_speed(by)
             case m.Explain(text=text) if text.startswith("a standby replaces "):
                 self.replaced(text.split()[3].rstrip(":"), by)
             case m.FinishRun():
@@ -293,14 +293,14 @@ class Invariants:
         generation, members = membership.generation, membership.members
         must(self.claims.get(generation) is by, f"{generation} announced without its claim")
         ids = frozenset(member.worker for member in members)
-        lost, dismissed = ids & by.buried, ids & by.dismissed
+        lost, removed = ids & by.lost, ids & by.removed
         must(not lost, f"{lost} are known to be lost, and get a place in {generation}")
-        must(not dismissed, f"{dismissed} were dismissed, and get a place in {generation}")
+        must(not removed, f"{removed} were removed, and get a place in {generation}")
         must(generation not in self.memberships, f"{generation} is announced twice")
         self.memberships[generation] = membership
-        dealt = sorted(v for member in members for v in member.virtual_workers)
-        must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
-        self.dealt_by_speed(members, by)
+        assigned = sorted(v for member in members for v in member.virtual_workers)
+        must(assigned == list(range(self.world.config.virtual_workers)), f"assigned {assigned}")
+        self.assigned_by_speed(members, by)
         has_state = [member for member in members if member.has_state]
         if has_state:
             top = max(member.position for member in has_state)
@@ -311,7 +311,7 @@ class Invariants:
             must(self.world.workers[source.worker].has_state, f"{source} holds no state")
             must(
                 top.step - min(s.position.step for s in has_state) <= 1,
-                f"places too far apart: {has_state}",
+                f"positions too far apart: {has_state}",
             )
             known = (
                 {member.worker for member in self.members(by.generations[-1])}
@@ -326,8 +326,8 @@ class Invariants:
                 and w.has_state
                 and w.position > top
                 and w.phase in ("wait", "keep")
-                and w.id in by.spoken
-                and w.id not in by.dismissed
+                and w.id in by.reported_stopped
+                and w.id not in by.removed
             ]
             must(not ahead, f"{ahead} are ahead of {top} and have no place")
         at_head = self.world.workers[membership.source].at_head
@@ -344,14 +344,13 @@ class Invariants:
             ]
             must([w for w in ranks if w in old] == old, f"ranks changed order: {old} -> {ranks}")
         if by.generations:
-            self.floor_is_kept(ranks, by)
+            self.min_on_demand_holds(ranks, by)
         by.generations.append(generation)
         if by.failed_sets[-2:] == [ids, ids] and len(ids) > 1:
             must(False, f"{sorted(ids)} failed to form twice and is tried again")
 
-    def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
-        """Of the on-demand workers none loses its place below the floor while one of the others
-        keeps its own."""
+    def min_on_demand_holds(self, ranks: list[str], by: SimController) -> None:
+        """No on-demand worker leaves the group below `min_on_demand` while another worker stays."""
         workers = by.coordinator._registry.workers
         before = [workers.get(member.worker) for member in self.members(by.generations[-1])]
         kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
@@ -362,15 +361,15 @@ class Invariants:
         stable = [w for w in (workers[name] for name in ranks) if w.location.stable]
         loser = any(w.location.stable and w.stage == "retained" and not w.draining for w in left)
         if loser and len(stable) < by.coordinator.config.min_on_demand:
-            self.marks["below the floor"] += 1
+            self.marks["below min_on_demand"] += 1
             must(
                 all(w.location.stable for w in kept),
                 f"{left} lose their places, {kept} keep theirs",
             )
 
-    def dealt_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
-        """Who is known to be slower runs at most one more, and all as many where nobody is known to
-        be."""
+    def assigned_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
+        """A slower worker runs at most one virtual worker more than a faster one. Without measured
+        speeds all run as many."""
         sizes = [member.num_virtual_workers for member in members]
         must(min(sizes) >= 1, f"nothing to do: {sizes}")
         known = [by.coordinator._registry.workers[member.worker].virtual_s for member in members]
@@ -381,14 +380,17 @@ class Invariants:
         for (fast, more), (slow, fewer) in itertools.pairwise(fast_first):
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
 
-    def dealt_anew(self, by: SimController) -> None:
+    def reassigned_by_speed(self, by: SimController) -> None:
         """A running generation ends for another split: not soon after the last time, and on what
         was measured in it."""
         if by is not self.world.controllers[-1]:
             return  # its members may be in a later generation by now
-        self.marks["dealt anew"] += 1
-        must(self.world.now >= by.dealt_at + 60.0, "dealt anew again and again")
-        by.dealt_at = self.world.now
+        self.marks["reassigned by speed"] += 1
+        must(
+            self.world.now >= by.reassigned_at + 60.0,
+            "virtual workers are reassigned again and again",
+        )
+        by.reassigned_at = self.world.now
         generation = by.coordinator.generation
         for member in self.members(generation):
             worker = self.world.workers[member.worker]
@@ -396,10 +398,10 @@ class Invariants:
             must(told, f"{worker.id} is not measured in {generation}")
 
     def replaced(self, name: str, by: SimController) -> None:
-        """Only one that runs the least and is still the slowest by far, and has been for long;
-        another takes its place."""
+        """A standby replaces only a worker that runs the fewest virtual workers, and is still the
+        slowest by far, and has been for long."""
         self.marks["too slow"] += 1
-        slow_s, now = self.world.rules.slow_s, self.world.now
+        slow_s, now = self.world.config.slow_s, self.world.now
         must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
         must(now >= by.replaced_at + 2 * slow_s, "one slow worker after the other is replaced")
         by.replaced_at = now
@@ -408,34 +410,34 @@ class Invariants:
         must("ready" in by.coordinator.workers.values(), f"nobody is there to replace {name}")
 
     def released(self, name: str, by: SimController) -> None:
-        """Whoever must go takes nothing along: others hold its state, or the storage does."""
+        """The state of a drained worker that is released is held by others, or by the storage."""
         worker = self.world.workers.get(name)
         over = self.finish is not None or self.failure is not None
         if worker is None or not worker.has_state or over or by is not self.world.controllers[-1]:
             return
-        if name not in by.drained or not self.world.rules.checkpointing:
+        if name not in by.drained or not self.world.config.checkpointing:
             return
         self.marks["drained"] += 1
         believed = by.coordinator.workers  # of a silent death nobody can know yet
         others = [w for w in self.world.workers.values() if w.has_state and w is not worker]
-        others = [w for w in others if w.id in believed and w.id not in by.dismissed]
+        others = [w for w in others if w.id in believed and w.id not in by.removed]
         held = any(w.position >= worker.position for w in others)
         must(
             held or worker.step <= max(self.world.commits, default=0),
-            f"{name} is released, and takes step {worker.step} along",
+            f"{name} is released, and step {worker.step} is lost with it",
         )
 
     def kept(self, worker: SimWorker) -> None:
-        must(worker.has_state and worker.at_head, f"{worker.id} has nothing to keep")
-        self.marks["kept"] += 1
+        must(worker.has_state and worker.at_head, f"{worker.id} has no state to checkpoint")
+        self.marks["checkpointed for a drain"] += 1
 
     def eviction(self, worker: str, reason: str, by: SimController) -> None:
-        by.dismissed.add(worker)
+        by.removed.add(worker)
         if reason.startswith("stuck"):
             self.stuck(self.world.workers[worker])
         if not reason.startswith("silent"):
             return
-        now, timeout = self.world.now, self.world.rules.heartbeat_timeout_s
+        now, timeout = self.world.now, self.world.config.heartbeat_timeout_s
         must(
             now - by.heard.get(worker, by.born) >= timeout - 1e-6,
             f"{worker} was heard, and evicted",
@@ -444,17 +446,19 @@ class Invariants:
         must(not waiting, f"{worker} evicted while its heartbeats wait to be read")
         generation = by.coordinator.generation
         if worker in {s.worker for s in self.members(generation)}:
-            spoken = (
-                worker in by.spoken
+            reported_stopped = (
+                worker in by.reported_stopped
             )  # it is out already, and who makes steps does so without it
-            stepped = spoken or now - by.stepped_at.get(generation, -1e9) >= timeout - 1e-6
+            stepped = (
+                reported_stopped or now - by.stepped_at.get(generation, -1e9) >= timeout - 1e-6
+            )
             must(stepped, f"{worker} evicted though its generation makes steps")
 
     def stuck(self, worker: SimWorker) -> None:
-        """Only who hangs, or hears nobody; and not before the time."""
+        """A worker is evicted as stuck only if it hangs or is cut off, and not before the limit."""
         self.marks["stuck"] += 1
         stood_s = self.world.now - worker.where_since
-        limit_s = self.world.rules.hang_timeout_s
+        limit_s = self.world.config.hang_timeout_s
         must(stood_s >= (limit_s or 0.0) - 1e-6, f"{worker.id} evicted, went on {stood_s} s ago")
         thawed = self.world.now - worker.thawed_at < 1.5  # its word may be on its way
         must(
@@ -477,10 +481,11 @@ class Invariants:
         self.finish, self.finished_by = command, by
         if command.digest == "":
             must(
-                command.position.step in (0, *self.world.commits), f"{command.position} is not kept"
+                command.position.step in (0, *self.world.commits),
+                f"{command.position} has no checkpoint",
             )
             holders = [w.id for w in self.world.workers.values() if w.alive and w.has_state]
-            holders = [w for w in holders if w not in self.dismissed | by.dismissed]
+            holders = [w for w in holders if w not in self.removed | by.removed]
             must(not holders, f"finished at step 0, but {holders} hold a state")
             return
         must(command.position.ended == 1, f"finished at {command.position}")
@@ -488,15 +493,15 @@ class Invariants:
             command.digest == self.states.get(command.position.step), "finished with other weights"
         )
         must(not command.digests_differ, "weights differ")
-        further = [  # who made a step that nobody living holds made it in vain
+        further = [  # a step that no living worker holds does not count
             w.id
             for w in self.world.workers.values()
             if w.alive
             and w.has_state
-            and w.lineage_id == self.beginning
+            and w.lineage_id == self.lineage
             and w.position > command.position
         ]
-        further = [w for w in further if w not in self.dismissed | by.dismissed]
+        further = [w for w in further if w not in self.removed | by.removed]
         must(not further, f"finished at {command.position}, but {further} are further")
 
     def run_failed(self, command: m.FailRun, by: SimController) -> None:
@@ -508,23 +513,23 @@ class Invariants:
             must(by.at_most is not None, f"{command} though none differ")
             must(not by.restorable or "is time" in command.error, f"there is {by.restorable}")
         if "is lost" in command.error or command.worker:  # its error took everyone
-            must(not by.restorable, f"given up, with a checkpoint of {by.restorable}")
+            must(not by.restorable, f"failed, with a checkpoint of {by.restorable}")
             holders = [
                 w.id
                 for w in self.world.workers.values()
                 if w.alive
                 and w.has_state
-                and w.id not in by.dismissed
-                and w.id not in by.buried
+                and w.id not in by.removed
+                and w.id not in by.lost
                 and w.id not in by.drained
             ]
-            must(not holders, f"given up, but {holders} hold the state")
+            must(not holders, f"failed, but {holders} hold the state")
 
     def end(self) -> None:
         """The run is over: nobody who finished ended elsewhere."""
         if self.finish is not None:
             for worker in self.world.workers.values():
-                if worker.alive and worker.finished and worker.id not in self.dismissed:
+                if worker.alive and worker.finished and worker.id not in self.removed:
                     must(
                         worker.position == self.finish.position,
                         f"{worker.id} ended at {worker.position}",

@@ -59,12 +59,12 @@ class Mutant:
     where: str  # "Class.method", "function", or "CONSTANT" of a module
     code: str  # an expression, or statements
     instead: str
-    faults: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
+    faults: dict[str, float] = field(default_factory=dict)  # faults under which the guard matters
     first: int = 0  # seed from which on it is soon noticed
 
 
 LEASES = {
-    "cut_founder": 3.0,
+    "cut_initial_source": 3.0,
     "slots": 7,
     "steps": 120,
     "compute_s": 0.5,
@@ -185,13 +185,13 @@ self._form(self._assign(source, now), now)""",
         "self.not_finished)))",
     ),
     Mutant(
-        "void workers can be the source",
+        "workers without state can be the source",
         "assign_members",
         "[worker for worker in stopped if worker.has_state]",
         "stopped",
     ),
     Mutant(
-        "any whole worker can be the source",
+        "any worker with state can be the source",
         "assign_members",
         "(worker for worker in taken if worker.has_state and worker.position == top)",
         "(worker for worker in taken if worker.has_state)",
@@ -209,19 +209,19 @@ self._form(self._assign(source, now), now)""",
         "True",
     ),
     Mutant(
-        "a half-written worker founds the run",
+        "a half-written worker is the initial source",
         "StateLineage.drop_receiving_candidates",
         "self.source_candidates.pop(worker)",
         "pass",
     ),
     Mutant(
-        "whoever was told no founds the run",
+        "a worker that was told no is the initial source",
         "StateLineage.add_candidate",
         "worker.can_source and (not self.established)",
         "not self.established",
     ),
     Mutant(
-        "the run is never founded by a report",
+        "a report never establishes the lineage",
         "Generation.stopped",
         "self._lineage.observed(event.lineage_id)",
         "pass",
@@ -233,7 +233,7 @@ self._form(self._assign(source, now), now)""",
         "self._lineage.observed(0)",
     ),
     Mutant(
-        "no room is made for a initial_source",
+        "no room is made for an initial source",
         "Admission.find_initial_source",
         "self._make_room_for_initial_source(now)",
         "pass",
@@ -245,19 +245,19 @@ self._form(self._assign(source, now), now)""",
         "self.run.set_reason('?')",
     ),
     Mutant(
-        "leavers are forgotten at once",
+        "departing workers are released at once",
         "MembershipPlanner._leave_out",
         "registry.retain(worker, reason, now)",
         "registry.release(worker, reason, now)",
     ),
     Mutant(
-        "leavers never go",
+        "departing workers are never released",
         "WorkerRegistry.progressed",
         "self.release(worker, worker.leave_reason, now)",
         "pass",
     ),
     Mutant(
-        "leavers are not called back",
+        "departing workers are not recalled",
         "MembershipPlanner._assign",
         "recalled = [*registry.retained.values()]",
         "recalled: list[WorkerState] = []",
@@ -326,7 +326,7 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant("claims skip numbers", "Leadership.confirm", "self.claiming", "False"),
     Mutant(
-        "earlier beginnings come back",
+        "earlier lineages come back",
         "MembershipPlanner._replace_stragglers",
         "0 < worker.lineage_id < lineage_id",
         "False",
@@ -452,7 +452,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "pass",
     ),
     Mutant(
-        "the dismissed are assigned",
+        "evicted workers are assigned",
         "WorkerRegistry._remove",
         "self.ready.pop(worker.id, None)",
         "pass",
@@ -529,7 +529,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "self._leadership.claimed <= generation.number",
     ),
     Mutant(
-        "leavers go before the next generation forms",
+        "departing workers are released before the next generation forms",
         "WorkerRegistry.progressed",
         "[*self.retained.values()] if self.run.in_flight else []",
         "[*self.retained.values()]",
@@ -589,7 +589,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "pass",
     ),
     Mutant(
-        "the initial_source is no more than others when scaling down",
+        "the initial source is no more than others when scaling down",
         "WorkerRegistry.resized",
         "w.stage in EXPENDABLE_STAGES and w.id != source",
         "w.stage in EXPENDABLE_STAGES",
@@ -601,7 +601,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "len(registry.ready) < self.run.size",
     ),
     Mutant(
-        "nobody founds the run after a take-over",
+        "no initial source after a take-over",
         "Takeover.end",
         "lineage.only_candidates((w for w in members if w.can_source and w.entered == 0))",
         "pass",
@@ -684,7 +684,7 @@ self.failed('hand-over failed', (source.id,))""",
         HAND_OVERS,
     ),
     Mutant(
-        "whole before the copy is complete",
+        "has state before the copy is complete",
         "SimWorker.received",
         "self.state = GARBAGE",
         "self.state, self.has_state = (GARBAGE, True)",
@@ -752,7 +752,7 @@ self.failed('hand-over failed', (source.id,))""",
         "True",
     ),
     Mutant(
-        "a leaver keeps nothing",
+        "a departing worker takes no checkpoint",
         "DrainCheckpointer.due",
         "draining += self._registry.retained.values()",
         "pass",
@@ -860,7 +860,7 @@ self.failed('hand-over failed', (source.id,))""",
         "top.ended or not writers or (not self.in_time(due, now))",
     ),
     Mutant(
-        "nobody keeps anything",
+        "no checkpoint is taken for a drain",
         "DrainCheckpointer.decide",
         "top.ended or not top.step or (not writers) or (not self.in_time(due, now))",
         "top.ended or not top.step or (not self.in_time(due, now))",
@@ -884,7 +884,7 @@ self.failed('hand-over failed', (source.id,))""",
         "write != self._last_write",
     ),
     Mutant(
-        "those who write are not told anew",
+        "workers that write are not told again",
         "DrainCheckpointer._tell_writers",
         "write != self._last_write or now >= self._repeat_at",
         "now >= self._repeat_at",
@@ -939,13 +939,13 @@ self.failed('hand-over failed', (source.id,))""",
         "worker.stage is not Stage.UNREPORTED",
     ),
     Mutant(
-        "leavers wait for joiners",
+        "departing workers wait for joiners",
         "MembershipPlanner._earliest_start",
         "self._generation.members or registry.retained",
         "self._generation.members",
     ),
     Mutant(
-        "places of those who did not fit a lost initial_source stay empty",
+        "places of those who did not fit a lost initial source stay empty",
         "Admission.find_initial_source",
         "self._reset_rejections()",
         "pass",
@@ -976,7 +976,7 @@ self.failed('hand-over failed', (source.id,))""",
         "False",
     ),
     Mutant(
-        "want of memory is a loss as any other",
+        "lack of memory is a loss as any other",
         "FailurePolicy.lost",
         "self.budgets.memory if short else None",
         "None",
@@ -1061,19 +1061,19 @@ self.failed('hand-over failed', (source.id,))""",
         "pass",
     ),
     Mutant(
-        "the floor of on-demand workers is not kept",
+        "min_on_demand is ignored",
         "choose_departing",
         "floor - sum((worker.location.stable for worker in others))",
         "0 * sum((worker.location.stable for worker in others))",
     ),
     Mutant(
-        "the floor is kept before all others go",
+        "min_on_demand holds before all others go",
         "choose_departing",
         "min(missing, len(workers) - count)",
         "missing",
     ),
     Mutant(
-        "for the floor any node is kept",
+        "for min_on_demand any node is kept",
         "_held",
         "(w.location.node in emptying, -on[w.location.node], w.location.node)",
         "(w.location.node in emptying, 0)",
@@ -1103,19 +1103,19 @@ self.failed('hand-over failed', (source.id,))""",
         "worker.location.node is None",
     ),
     Mutant(
-        "a node that somebody leaves is emptied like others",
+        "a node that is being left is emptied like others",
         "_to_empty",
         "(location.node not in emptying, not location.spot, -len(group))",
         "(not location.spot, -len(group))",
     ),
     Mutant(
-        "a node that somebody leaves is thinned like others",
+        "a node that is being left is thinned like others",
         "_to_thin",
         "(location.node not in emptying, not location.spot, len(group))",
         "(not location.spot, len(group))",
     ),
     Mutant(
-        "for the floor workers of a node that somebody leaves are kept",
+        "for min_on_demand workers of a node that is being left are kept",
         "_held",
         "(w.location.node in emptying, -on[w.location.node], w.location.node)",
         "(-on[w.location.node], w.location.node)",
@@ -1155,14 +1155,14 @@ self.failed('hand-over failed', (source.id,))""",
         FLIPS | {"kill_all": 3.0},
     ),
     Mutant(
-        "a disagreement of an earlier generation counts",
+        "a mismatch of an earlier generation counts",
         "Generation.assign",
         "self.unreachable_pairs, self.mismatch = (set(), None)",
         "self.unreachable_pairs = set()",
         FLIPS,
     ),
     Mutant(
-        "only who is odd is replaced",
+        "only the worker that differs is replaced",
         "reject",
         """if worker.has_state:
     registry.release(worker, f'trained with {names}, whose weights differed', now)""",
@@ -1171,14 +1171,14 @@ self.failed('hand-over failed', (source.id,))""",
         FLIPS,
     ),
     Mutant(
-        "leavers keep wrong weights",
+        "departing workers keep wrong weights",
         "reject",
         "[*generation.members.values(), *registry.retained.values()]",
         "[*generation.members.values()]",
         FLIPS | {"scale": 3.0, "drain": 3.0},
     ),
     Mutant(
-        "void workers are replaced, too",
+        "workers without state are replaced, too",
         "reject",
         "worker.has_state and worker.id in mismatch.odd",
         "worker.id in mismatch.odd or not worker.has_state",
@@ -1283,7 +1283,7 @@ self.failed('hand-over failed', (source.id,))""",
         SPEEDS,
     ),
     Mutant(
-        "virtual workers are dealt anew again and again",
+        "virtual workers are reassigned again and again",
         "Balance.reason_to_rebalance",
         "self._look_at = now + MIN_INTERVAL_S",
         "pass",
@@ -1292,13 +1292,13 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant("any gain is worth a pause", "_is_worth_a_pause", "(1.0 - MIN_GAIN) * now_s", "now_s"),
     Mutant("who is not measured takes no time", "assign_ranges", "usual", "1e-09"),
     Mutant(
-        "who has finished and is gone is dealt to",
+        "a finished worker that is gone is assigned virtual workers",
         "Balance.reason_to_rebalance",
         "len(members) < len(membership.members)",
         "False",
     ),
     Mutant(
-        "dealt anew, though somebody joins soon",
+        "reassigned by speed, though a worker joins soon",
         "GenerationChangePolicy.plan_end_if_needed",
         """if joins_at == math.inf:
     self._balance_speeds(present, waiting, now)""",
@@ -1406,7 +1406,7 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
 
 @cache
 def places() -> dict[str, list[tuple[str, Path]]]:
-    """Of each function and constant: the modules that have one of this name."""
+    """For each name of a function or constant, the modules that define it."""
     package = elastic_dp.coordinator
     names = [found.name for found in walk_packages(package.__path__, f"{package.__name__}.")]
     found: dict[str, list[tuple[str, Path]]] = {}
@@ -1466,31 +1466,31 @@ def replaced(tree: ast.Module, mutant: Mutant) -> ast.Module:
 
 
 def reloaded() -> list[str]:
-    """The modules that are imported anew for each mutant; packages stay, since they hold none of
+    """The modules that are imported again for each mutant; packages stay, since they hold none of
     the names that a mutant changes."""
     found = [name for name in sys.modules if name.startswith(RELOADED)]
     return [name for name in found if not hasattr(sys.modules[name], "__path__")]
 
 
 def forget(name: str) -> types.ModuleType:
-    """So that whoever imports it next gets a new one, also by `from package import it`."""
+    """Unload a module, so that the next import loads it again, also `from package import it`."""
     package, _, stem = name.rpartition(".")
     vars(sys.modules[package]).pop(stem, None)
     return sys.modules.pop(name)
 
 
 def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
-    """The first seed in which some checker objects, and only to the mutant; and its words."""
+    """The first seed in which an invariant is violated, by the mutant only; and the violation."""
     first = seeds.start
-    while (found := objection(mutant, range(first, seeds.stop))) is not None:
+    while (found := violation(mutant, range(first, seeds.stop))) is not None:
         unbroken = replace(mutant, instead=mutant.code)
-        if objection(unbroken, range(found[0], found[0] + 1)) is None:
+        if violation(unbroken, range(found[0], found[0] + 1)) is None:
             return found
         first = found[0] + 1
     return None
 
 
-def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
+def violation(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     with broken(mutant) as world:
         for seed in seeds:
             try:
@@ -1501,7 +1501,7 @@ def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
 
 
 def caught_in_a_scenario(mutant: Mutant) -> str | None:
-    """The first scripted scene that fails."""
+    """The first scripted scenario that fails."""
     with broken(mutant):
         scenarios = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENARIOS]
         for name, function in [item for module in scenarios for item in vars(module).items()]:

@@ -25,16 +25,16 @@ class SimController:
         self.stepped_at: dict[int, float] = {}
         self.steps: dict[int, int] = {}
         self.last_step: dict[str, int] = {}
-        self.buried: set[str] = set()
-        self.dismissed: set[str] = set()
+        self.lost: set[str] = set()
+        self.removed: set[str] = set()
         self.drained: set[str] = set()
         self.failed_sets: list[frozenset[str]] = []  # since the last step of anybody
         self.at_most: int | None = None  # it was told that nothing after this step counts
-        self.spoken: set[str] = set()  # said that they stopped, in the newest generation
+        self.reported_stopped: set[str] = set()  # said that they stopped, in the newest generation
         self.generations: list[int] = []
         self.restorable: int | None = None  # what it was told last
         self.stopping = False
-        self.dealt_at = -1e9  # when it last ended a generation for a better split
+        self.reassigned_at = -1e9  # when it last ended a generation for a better split
         self.replaced_at = -1e9  # when it last asked one to leave that was too slow
         self.measured_at: dict[str, float] = {}  # worker -> when it first told how fast it is
         self.size, self.least = world.size, min(world.least, world.size)
@@ -46,11 +46,11 @@ class SimController:
         world, now = self.world, self.world.now
         if recovering:
             known = [w.id for w in world.workers.values() if w.alive]
-            rules = world.rules_of(size=world.size, min_workers=world.least)
+            config = world.config_of(size=world.size, min_workers=world.least)
             highest = max(world.check.claims, default=0)
-            self.coordinator, commands = world.make.recover(rules, known, highest, now)
+            self.coordinator, commands = world.make.recover(config, known, highest, now)
         else:
-            self.coordinator = world.make(world.rules_of(size=world.size, min_workers=world.least))
+            self.coordinator = world.make(world.config_of(size=world.size, min_workers=world.least))
             commands = self.coordinator.start(now)
         if world.seed % 3 == 0:
             self.coordinator._leadership.at_once = 3  # a process has thousands, and we have few
@@ -67,7 +67,7 @@ class SimController:
 
     def process(self, event: m.Event) -> None:
         self.note(event)
-        if self.world.talk is not None:  # the longest_s part of many an event
+        if self.world.trace_to is not None:  # the longest_s part of many an event
             self.world.trace(f"c{self.number} <- {event}")
         before, phase = self.coordinator.generation, self.coordinator.phase
         commands = self.watched.handle(event, self.world.now)
@@ -79,7 +79,7 @@ class SimController:
         if self.coordinator._generation.formed and phase == "forming":
             self.failed_sets.clear()
         if followed:
-            self.spoken.clear()
+            self.reported_stopped.clear()
         self.execute(commands)
 
     def note(self, event: m.Event) -> None:
@@ -95,7 +95,7 @@ class SimController:
                 if generation not in self.steps:
                     ours = generation in self.generations
                     self.steps[generation] = begun if ours else max(begun, step)
-                gone = self.dismissed | self.buried
+                gone = self.removed | self.lost
                 if step > self.steps[generation] and worker not in gone:
                     if (
                         self.last_step.get(worker, step) < step
@@ -104,7 +104,7 @@ class SimController:
                     self.steps[generation] = step
                 self.last_step[worker] = step
             case m.WorkerLost(worker=worker):
-                self.buried.add(worker)
+                self.lost.add(worker)
             case m.DrainNoticed(worker=worker):
                 self.drained.add(worker)
             case m.StopRequested():
@@ -116,7 +116,7 @@ class SimController:
                     self.size, self.least = size, self.least if least is None else least
             case m.WorkerStopped(worker=worker, generation=generation, mismatch=said):
                 if generation >= self.coordinator.generation:
-                    self.spoken.add(worker)
+                    self.reported_stopped.add(worker)
                     known = worker in self.coordinator._generation.inside
                     if said is not None and known and self.at_most is None:
                         self.at_most = said.agreed
@@ -125,7 +125,7 @@ class SimController:
 
     def execute(self, commands: list[m.Command]) -> None:
         for command in commands:
-            if self.world.talk is not None:
+            if self.world.trace_to is not None:
                 self.world.trace(f"c{self.number} -> {command}")
             if not self.alive:
                 raise Violation(f"a controller that stood down says {command}")

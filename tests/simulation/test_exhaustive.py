@@ -22,7 +22,7 @@ from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
 from elastic_dp.coordinator.messages import Signature, TrainingPosition
 
 SIGNATURE = Signature("layout", "data", "kind")
-RULES = CoordinatorConfig(
+CONFIG = CoordinatorConfig(
     min_workers=1,
     size=2,
     standby=1,
@@ -34,7 +34,7 @@ RULES = CoordinatorConfig(
     gather_timeout_s=3.0,
     join_window_s=0.0,
 )
-ALL_TRAIN = replace(RULES, size=3, standby=0, virtual_workers=3)
+ALL_TRAIN = replace(CONFIG, size=3, standby=0, virtual_workers=3)
 UNDISTURBED = ("ready", "claimed", "enter", "stop", "step", "time")
 
 
@@ -57,8 +57,8 @@ class Scenario:
     puppets: dict[str, Puppet] = field(default_factory=dict)
     claims: list[int] = field(default_factory=list)
     granted: set[int] = field(default_factory=set)
-    buried: set[str] = field(default_factory=set)
-    dismissed: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    removed: set[str] = field(default_factory=set)
     announced: int = 0
     over: bool = False
     checkpoints: bool = False  # after every step
@@ -78,7 +78,7 @@ class Scenario:
         assert not self.over or isinstance(command, m.EvictWorker | m.ReleaseWorker | m.Explain)
         match command:
             case m.StartWorker(worker=worker):
-                assert worker not in self.puppets and worker not in self.buried
+                assert worker not in self.puppets and worker not in self.lost
                 self.puppets[worker] = Puppet()
             case m.ClaimGeneration(generation=generation):
                 assert generation not in self.claims and generation not in self.granted
@@ -95,7 +95,7 @@ class Scenario:
                 if worker in self.puppets:  # else it died meanwhile
                     self.puppets[worker].told = command
             case m.ReleaseWorker(worker=worker) | m.EvictWorker(worker=worker):
-                self.dismissed.add(worker)
+                self.removed.add(worker)
                 if isinstance(command, m.ReleaseWorker) and not self.over:
                     self.let_go(worker)
             case m.FailRun(error=error):
@@ -108,7 +108,7 @@ class Scenario:
         """What it holds is not lost with it."""
         puppet = self.puppets.get(worker)
         if puppet is not None and puppet.has_state:
-            others = [p for w, p in self.puppets.items() if w not in self.dismissed]
+            others = [p for w, p in self.puppets.items() if w not in self.removed]
             kept = [p.step for p in others if p.has_state]
             assert max([*kept, self.committed or 0]) >= puppet.step, f"{worker} takes it along"
 
@@ -116,7 +116,7 @@ class Scenario:
         assert membership.generation in self.granted
         assert membership.generation >= self.announced
         self.announced = membership.generation
-        assert worker not in self.buried and worker not in self.dismissed
+        assert worker not in self.lost and worker not in self.removed
         members = membership.members
         every = range(self.coordinator.config.virtual_workers)
         assert sorted(v for member in members for v in member.virtual_workers) == [*every]
@@ -131,7 +131,7 @@ class Scenario:
                 member.position for member in has_state
             )
         else:
-            assert not any(p.has_state for w, p in self.puppets.items() if w not in self.dismissed)
+            assert not any(p.has_state for w, p in self.puppets.items() if w not in self.removed)
             assert membership.restore is (self.committed is not None)
 
     def moves(self) -> list[tuple[str, str]]:
@@ -225,7 +225,7 @@ class Scenario:
                 )
             case "die":
                 del self.puppets[name]
-                self.buried.add(name)
+                self.lost.add(name)
                 self.handle(m.WorkerLost(name, "died"))
 
     def hear(self, puppet: Puppet, word: m.Event) -> None:
@@ -254,7 +254,7 @@ class Scenario:
             sorted(w.id for w in registry.workers.values() if w.draining),
         )
         facts += self.disturbances, [p.word for p in self.puppets.values() if self.disturbances]
-        return pickle.dumps((told, workers, facts, self.claims, sorted(self.dismissed)))
+        return pickle.dumps((told, workers, facts, self.claims, sorted(self.removed)))
 
 
 def begun(scenario: Scenario, trains: bool) -> Scenario:
@@ -275,13 +275,13 @@ def begun(scenario: Scenario, trains: bool) -> Scenario:
 def explore(
     depth: int,
     *,
-    rules: CoordinatorConfig = RULES,
+    config: CoordinatorConfig = CONFIG,
     trains: bool = False,
     checkpoints: bool = False,
     disturbances: int = 0,
 ) -> tuple[int, int]:
     """(states, transitions) to `depth` facts after the beginning."""
-    scenario = Scenario(Coordinator(rules), checkpoints=checkpoints, disturbances=disturbances)
+    scenario = Scenario(Coordinator(config), checkpoints=checkpoints, disturbances=disturbances)
     first = begun(scenario, trains)
     seen, transitions, frontier = {first.key()}, 0, [first]
     for _ in range(depth):
@@ -289,7 +289,7 @@ def explore(
         for scenario in frontier:
             kept = pickle.dumps(scenario, pickle.HIGHEST_PROTOCOL)  # copied ten times as fast
             for move in scenario.moves():
-                if move[0] == "die" and len(scenario.buried) >= 2:
+                if move[0] == "die" and len(scenario.lost) >= 2:
                     continue
                 child: Scenario = pickle.loads(kept)
                 child.play(*move)
@@ -310,18 +310,18 @@ SLOW = pytest.mark.slow
     [
         ({}, 8, 5_000),
         ({"checkpoints": True}, 7, 3_000),
-        ({"trains": True, "rules": ALL_TRAIN}, 6, 1_500),
+        ({"trains": True, "config": ALL_TRAIN}, 6, 1_500),
         ({"trains": True, "disturbances": 1}, 5, 5_000),
-        ({"trains": True, "disturbances": 2, "rules": ALL_TRAIN, "checkpoints": True}, 4, 4_000),
+        ({"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True}, 4, 4_000),
         pytest.param({}, 9, 12_000, marks=SLOW),
         pytest.param({"checkpoints": True}, 8, 7_000, marks=SLOW),
         pytest.param({"trains": True, "disturbances": 1}, 7, 25_000, marks=SLOW),
         pytest.param(
-            {"trains": True, "disturbances": 2, "rules": ALL_TRAIN}, 6, 60_000, marks=SLOW
+            {"trains": True, "disturbances": 2, "config": ALL_TRAIN}, 6, 60_000, marks=SLOW
         ),
     ],
 )
-def test_every_short_history_keeps_the_promises(
+def test_every_short_history_violates_no_invariant(
     world: dict[str, Any], depth: int, floor: int
 ) -> None:
     states, transitions = explore(depth, **world)

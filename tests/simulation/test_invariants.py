@@ -1,4 +1,4 @@
-"""The checkers themselves: what is allowed to a worker that was given up, and what is not."""
+"""The invariants themselves: what an evicted worker may do, and what not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class Beside:
     """w1 froze in generation 1, step 1; w2 and w3 left it, and have made that step in generation
     2."""
 
-    def __init__(self, given_up: str = "w1", left: str = "w2 w3") -> None:
+    def __init__(self, removed: str = "w1", left: str = "w2 w3") -> None:
         self.world = world = World(0)
         world.new_controller(recovering=False)
         self.workers = {name: SimWorker(world, name) for name in ("w1", "w2", "w3")}
@@ -38,7 +38,7 @@ class Beside:
         world.now = 2.0
         for name in left.split():
             world.check.left(self.workers[name])
-        world.controllers[0].dismissed.update(given_up.split())
+        world.controllers[0].removed.update(removed.split())
         world.now = 3.0
         self.commit("w2", 2)
         world.now = 4.0
@@ -55,7 +55,7 @@ class Beside:
 
 
 @contextmanager
-def objects(words: str) -> Iterator[None]:
+def violates(words: str) -> Iterator[None]:
     with pytest.raises(Violation, match=words):
         yield
 
@@ -76,7 +76,7 @@ def test_late_commit_a_second_time_violates() -> None:
     beside.groups[1].entered_at[1, 1].update(w2=1.0, w3=1.0)
     beside.groups[1].entered_at[1, 0]["w3"] = 1.0
     beside.commit("w1", 1)
-    with objects("did so before"):
+    with violates("did so before"):
         beside.commit("w1", 1)
 
 
@@ -85,22 +85,22 @@ def test_late_commit_with_other_weights_violates() -> None:
     beside.enter("w1", 1)
     worker = beside.workers["w1"]
     worker.step, worker.state = 1, "another"
-    with objects("holds another after step 1"):
+    with violates("holds another after step 1"):
         beside.world.check.committed(worker, beside.groups[1])
 
 
 def test_late_commit_of_a_worker_that_was_not_evicted_violates() -> None:
-    beside = Beside(given_up="")
+    beside = Beside(removed="")
     beside.enter("w1", 1)
-    with objects("was not given up"):
+    with violates("was not evicted"):
         beside.commit("w1", 1)
 
 
 def test_late_commit_before_any_member_left_violates() -> None:
-    """Only the lease keeps such a worker from going on for ever."""
-    beside = Beside(given_up="w1 w2 w3", left="")
+    """Only its lease then stops such a worker."""
+    beside = Beside(removed="w1 w2 w3", left="")
     beside.enter("w1", 1)
-    with objects("nobody had left it"):
+    with violates("nobody had left it"):
         beside.commit("w1", 1)
 
 
@@ -108,7 +108,7 @@ def test_late_commit_together_with_a_member_that_had_left_violates() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.enter("w3", 1)
-    with objects("with w3, which had left"):
+    with violates("with w3, which had left"):
         beside.commit("w1", 1)
 
 
@@ -116,7 +116,7 @@ def test_late_commit_together_with_a_member_that_was_not_evicted_violates() -> N
     beside = Beside(left="w2")
     beside.enter("w1", 1)
     beside.enter("w3", 1)
-    with objects("with w3, not given up"):
+    with violates("with w3, not evicted"):
         beside.commit("w1", 1)
 
 
@@ -125,7 +125,7 @@ def test_late_commit_beyond_the_step_in_flight_violates() -> None:
     beside.enter("w1", 1)
     beside.workers["w1"].step = 1
     beside.world.check.states[2] = "after 2"
-    with objects("which goes on from 0"):
+    with violates("which goes on from 0"):
         beside.commit("w1", 1)
 
 
@@ -134,5 +134,5 @@ def test_hand_over_of_a_late_commit_violates() -> None:
     beside.enter("w1", 1)
     beside.commit("w1", 1)
     beside.workers["w1"].has_state = True
-    with objects("takes what w1 made alone"):
+    with violates("takes what w1 made alone"):
         beside.world.check.handed_over(beside.workers["w3"], beside.workers["w1"])

@@ -1,5 +1,5 @@
-"""Every guard is needed: without it, a scene of tests/coordinator fails or a seed of the simulator
-objects."""
+"""Every guard is needed: without it, a scenario of tests/coordinator fails, or a seed of the
+simulator violates an invariant."""
 
 import ast
 from pathlib import Path
@@ -26,8 +26,8 @@ CONTROLS = [
 
 
 def words(mutant: Mutant) -> object:
-    in_a_scene = None if home(mutant)[0] == WORKERS else caught_in_a_scenario(mutant)
-    return in_a_scene or caught(mutant, range(mutant.first, mutant.first + SEEDS))
+    in_a_scenario = None if home(mutant)[0] == WORKERS else caught_in_a_scenario(mutant)
+    return in_a_scenario or caught(mutant, range(mutant.first, mutant.first + SEEDS))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -37,7 +37,7 @@ def test_a_missing_guard_is_noticed(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda mutant: mutant.name)
 def test_unbroken_control_passes(control: Mutant) -> None:
-    """Else a mutant may be caught by the way it is made, and not for what it lacks."""
+    """A mutant must be caught for the guard that it lacks, and not for the way it is made."""
     assert caught_in_a_scenario(control) is None
     assert caught(control, range(60)) is None
 

@@ -68,9 +68,9 @@ class SimWorker:
         self.released: str | None = None
         self.beat = 0
         self.beats: dict[int, float] = {}
-        self.lease_until = world.now + world.rules.lease_s
+        self.lease_until = world.now + world.config.lease_s
         self.node_deadline = math.inf
-        self.location = world.position()
+        self.location = world.new_location()
 
     @property
     def position(self) -> TrainingPosition:
@@ -124,7 +124,7 @@ class SimWorker:
                 self.id, self.generation, told, self.phase, self.beat, virtual_s=self.virtual_s
             )
         )
-        self.later(self.world.rules.heartbeat_interval_s, self.heartbeat)
+        self.later(self.world.config.heartbeat_interval_s, self.heartbeat)
 
     @property
     def virtual_s(self) -> float:
@@ -140,7 +140,7 @@ class SimWorker:
                     self.later(self.world.build_time(), self.built)
             case m.RenewLease(beat=beat):
                 sent = self.beats.get(beat, -math.inf)
-                self.lease_until = max(self.lease_until, sent + self.world.rules.lease_s)
+                self.lease_until = max(self.lease_until, sent + self.world.config.lease_s)
             case m.FormGeneration(membership=membership):
                 self.world.check.told_to_form(self, membership)
                 self.form(membership)
@@ -357,7 +357,7 @@ class SimWorker:
             self.later(self.world.transfer_time(), self.share, self.token)
         elif source is self:
             if not self.has_state:
-                self.has_state, self.state = True, self.world.check.lineage_id(self)
+                self.has_state, self.state = True, self.world.check.initial_source_formed(self)
                 self.lineage_id = group.membership.lineage_id
             self.give()
         elif not self.has_state or self.position < group.members[source.id].position:
@@ -367,7 +367,7 @@ class SimWorker:
             self.resume()
 
     def share(self, token: int) -> None:
-        """Its share is read; the rest comes from the others when they have theirs."""
+        """The worker has read its share; the rest comes from the others when they have theirs."""
         if token == self.token:
             assert self.group is not None
             self.phase = "receive"

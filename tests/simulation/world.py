@@ -36,17 +36,17 @@ class World:
         seed: int,
         make: type[Coordinator] = Coordinator,
         worker_class: type[SimWorker] = SimWorker,
-        talk: Callable[[str], None] | None = None,
+        trace_to: Callable[[str], None] | None = None,
         faults: dict[str, float] | None = None,
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
-        # Where workers run, and whether joiners wait for others: in every second world.
-        self.land = random.Random(f"land of {seed}") if seed % 2 else None
-        self.make, self.worker_class, self.talk = make, worker_class, talk
+        # Draws where workers run, and whether joiners wait for others, in every second world.
+        self.location_rng = random.Random(f"land of {seed}") if seed % 2 else None
+        self.make, self.worker_class, self.trace_to = make, worker_class, trace_to
         self.profile = replace(FaultProfile.drawn(self.rng).with_more(seed), **(faults or {}))
         virtual = self.rng.choice((1, 2, 4, 5, 8))
         size = self.rng.randint(1, min(virtual, 5))
-        self.rules = CoordinatorConfig(
+        self.config = CoordinatorConfig(
             min_workers=1
             if self.profile.misfit  # who does not fit may leave too few
             else self.rng.randint(1, min(size, self.profile.slots)),
@@ -69,11 +69,11 @@ class World:
                 max_out_of_memory=1000,
                 max_user_errors=1000,
             ),
-            stabilization_s=self.land.choice((0.0, 2.0, 5.0)) if self.land else 0.0,
-            min_on_demand=self.land.choice((0, 0, 1, 2)) if self.land else 0,
+            stabilization_s=self.location_rng.choice((0.0, 2.0, 5.0)) if self.location_rng else 0.0,
+            min_on_demand=self.location_rng.choice((0, 0, 1, 2)) if self.location_rng else 0,
             checkpointing=self.profile.commit_steps > 0,
         )
-        self.size, self.least, self.steps = size, self.rules.min_workers, self.profile.steps
+        self.size, self.least, self.steps = size, self.config.min_workers, self.profile.steps
         self.now, self.counter = 0.0, 0
         self.queue: list[tuple[float, int, Any, tuple[Any, ...]]] = []
         self.workers: dict[str, SimWorker] = {}
@@ -118,16 +118,16 @@ class World:
         self.counter += 1
         heapq.heappush(self.queue, (self.now + delay, self.counter, function, args))
 
-    def position(self) -> m.WorkerLocation:
-        """Of a new worker: nodes have room for several, and some are of the spot market."""
-        if self.land is None:
+    def new_location(self) -> m.WorkerLocation:
+        """The location of a new worker. Nodes have room for several, and some are spot nodes."""
+        if self.location_rng is None:
             return m.UNKNOWN_LOCATION
-        number = self.land.randrange(4)
+        number = self.location_rng.randrange(4)
         return m.WorkerLocation(f"n{number}", spot=number % 2 == 1)
 
     def trace(self, line: str) -> None:
-        if self.talk is not None:
-            self.talk(f"{self.now:9.3f} {line}")
+        if self.trace_to is not None:
+            self.trace_to(f"{self.now:9.3f} {line}")
 
     def picture(self) -> str:
         lines = []
@@ -141,7 +141,7 @@ class World:
         lines += [
             f"  {w.id} {w.phase} generation={w.generation} inside={w.inside} "
             f"place={tuple(w.position)} "
-            f"whole={w.has_state} ended={w.ended}"
+            f"has_state={w.has_state} ended={w.ended}"
             for w in self.workers.values()
             if w.alive
         ]
@@ -163,7 +163,7 @@ class World:
                 self.at(self.delay(), self.post, event)
 
     def post(self, event: m.Event) -> None:
-        """To whoever has the controller's name now."""
+        """Send `event` to the controller that leads now."""
         self.controllers[-1].deliver(event)
 
     def to_worker(self, worker_id: str, command: m.Command) -> None:
@@ -281,9 +281,9 @@ class World:
         members = set(members)
         return any(pair <= members for pair in self.bad_pairs)
 
-    def rules_of(self, **changes: Any) -> CoordinatorConfig:
+    def config_of(self, **changes: Any) -> CoordinatorConfig:
         values = {
-            field.name: getattr(self.rules, field.name) for field in fields(CoordinatorConfig)
+            field.name: getattr(self.config, field.name) for field in fields(CoordinatorConfig)
         } | changes
         values["min_workers"] = min(values["min_workers"], values["size"])
         return CoordinatorConfig(**values)
@@ -307,7 +307,7 @@ class World:
     def virtual_time(self, worker: str) -> float:
         """Relative: of one virtual worker on this one, now."""
         rng = random.Random(f"speed of {worker} in {self.seed} at {self.now // SPEEDS_S}")
-        return rng.choice((1.0, 1.0, 1.5, 2.0, 4.0)) / self.rules.virtual_workers
+        return rng.choice((1.0, 1.0, 1.5, 2.0, 4.0)) / self.config.virtual_workers
 
     def body_time(self) -> float:
         return self.rng.uniform(0.0, 1.0) * self.profile.body_s
@@ -330,7 +330,7 @@ class World:
             self.new_controller(recovering=True)
 
     def may_be_scaled(self, size: int, least: int | None) -> bool:
-        return 1 <= size <= self.rules.virtual_workers and (least is None or 1 <= least <= size)
+        return 1 <= size <= self.config.virtual_workers and (least is None or 1 <= least <= size)
 
     def calm_down(self) -> None:
         self.trace("== the faults stop")

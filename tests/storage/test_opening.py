@@ -114,7 +114,7 @@ def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
     "endpoint", ["", "minio:9000", "localhost:9000", "http//x", "ftp://x", "http:// bad", 7]
 )
 def test_an_endpoint_that_is_no_url(endpoint):
-    """Else obstore panics, in whatever thread reads first."""
+    """Otherwise obstore panics, in whatever thread reads first."""
     options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": endpoint}}
     with pytest.raises(StorageError, match=r"endpoint_url is .*as 'http://minio:9000'"):
         Store("s3://bucket/x", options)

@@ -33,7 +33,7 @@ def options(url="", **more):
 
 
 def everything_said(error):
-    """Of an exception and all that hangs on it."""
+    """Return all texts of an exception and of what hangs on it."""
     said, seen = [], error
     while seen is not None:
         said += [str(seen), repr(seen), repr(seen.args)]

@@ -89,7 +89,7 @@ def test_follower_of_a_journal_reads_each_line_once(url):
 
 
 class Away:
-    """Of a store: each file operation fails so often."""
+    """A store whose file operations fail so often."""
 
     def __init__(self, monkeypatch, times, says="503"):
         self.left, self.says = times, says

@@ -283,7 +283,7 @@ def leveldb_log(content):
 
 
 class FakeWandbRun:
-    """As a run of `wandb` that is resumed: `step` is the one after the last row."""
+    """A fake of a run of `wandb` that is resumed: `step` is the one after the last row."""
 
     def __init__(self, server):
         self.server, self.summary = server, server["summary"]

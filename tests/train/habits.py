@@ -322,7 +322,7 @@ def manual_seed(ctx: Any) -> None:
     run(ctx, loss_fn)
 
 
-@exact("a generator made anew in each call of the loss, with a seed from the rows")
+@exact("a generator made in each call of the loss, with a seed from the rows")
 def generator_of_the_rows(ctx: Any) -> None:
     def loss_fn(m: Any, b: Any) -> Any:
         rng = np.random.default_rng(int(b["i"].sum()))
@@ -742,7 +742,7 @@ def autocast_loss(m: Any, b: Any) -> Any:
         return F.cross_entropy(m(b["x"]).float(), b["y"])
 
 
-@exact("the whole loop under `torch.autocast`", "each step casts the weights anew")
+@exact("the whole loop under `torch.autocast`", "each step casts the weights again")
 def autocast_around_the_loop(ctx: Any) -> None:
     model = classifier()
 

@@ -1,5 +1,5 @@
-"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way by every
-fleet."""
+"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way for any
+number of workers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -57,7 +58,7 @@ def train(ctx: Any) -> None:
     ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
 
 
-def test_every_fleet_leaves_out_the_same_rows(tmp_path):
+def test_any_number_of_workers_leaves_out_the_same_rows(tmp_path):
     config = points(tmp_path)
     evaluation = dataclasses.replace(config, micro_batch_size=10)
     calm = local(job(config, config={"eval": evaluation}), train)
@@ -112,7 +113,7 @@ def first_step_with(config: DataConfig, row_group: int, virtual_workers: int) ->
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_more_bad_rows_than_the_limit_end_every_fleet_at_the_same_step(workers, tmp_path):
+def test_more_bad_rows_than_the_limit_end_any_group_at_the_same_step(workers, tmp_path):
     config = dataclasses.replace(points(tmp_path), max_bad_fraction=0.01)
     spec = job(config, workers=workers, min_workers=workers, config={"eval": config})
     step = first_step_with(config, 5, spec.scaling.num_virtual_workers)
@@ -120,6 +121,28 @@ def test_more_bad_rows_than_the_limit_end_every_fleet_at_the_same_step(workers, 
     assert outcome.error is not None and "but 16 of the 192 rows of the data set" in outcome.error
     assert "row group 2 of part-1.parquet" in outcome.error and "raise max_bad_fr" in outcome.error
     assert run.controller.status()["step"] == step - 1
+
+
+def test_rows_are_left_out_up_to_a_hundredth_where_no_limit_is_named(tmp_path):
+    points(tmp_path)  # 1 of 12 row groups is bad
+    config = DataConfig(str(tmp_path), micro_batch_size=4, on_bad_shard="skip")
+    with pytest.raises(DataError, match=r"max_bad_fraction is 0\.01, but 16 of the 192 rows"):
+        local(job(config, config={"eval": config}), train)
+
+
+def test_bad_row_group_that_a_filter_cannot_read_counts_with_all_its_rows(tmp_path):
+    config = dataclasses.replace(points(tmp_path), filter=pc.field("y") < 2)
+    good = read_index(dataclasses.replace(points(tmp_path, bad=()), filter=config.filter)).rows
+    points(tmp_path)  # damaged again
+    assert 0 < good[5] < ROWS
+    assert [*read_index(config).rows] == [*good[:5], ROWS, *good[6:]]
+    calm = local(job(config, config={"eval": config}), train)
+    steps = (sum(good) - good[5] + ROWS) // 32
+    trained = sum(line["weight"] for line in calm.logged[:steps])
+    assert sum(good) - good[5] - 32 < trained <= sum(good) - good[5]  # the last batch is dropped
+    config = dataclasses.replace(config, max_bad_fraction=0.1)
+    with pytest.raises(DataError, match=f"but 16 of the {sum(good) - good[5] + ROWS} rows"):
+        local(job(config, config={"eval": config}), train)
 
 
 def test_data_set_of_which_nothing_can_be_decoded_fails_whatever_the_limit(tmp_path):

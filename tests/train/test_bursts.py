@@ -29,8 +29,8 @@ def train(ctx):
 
 
 def pauses_ms(steps):
-    """Of each change of the group: from the last step before to the first one after, beyond a
-    median step of that."""
+    """Return the pause of each change of the group: from the last step before to the first one
+    after, beyond a median step of that."""
     gaps = [
         (a["generation"], b["generation"], 1e3 * (b["time"] - a["time"]))
         for a, b in itertools.pairwise(steps)

@@ -27,7 +27,7 @@ def generations(run):
 
 
 def test_devices_that_connect_later_than_a_group_must_form_end_no_generation(tmp_path):
-    """It trains meanwhile, and uses them once they are connected."""
+    """The group trains meanwhile, and uses them once they are connected."""
     spec = job(tmp_path, workers=2, steps=12)
     failure = FailureConfig(heartbeat_timeout_s=30.0, forming_timeout_s=0.5)
     spec = dataclasses.replace(spec, failure=failure)

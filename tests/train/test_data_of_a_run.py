@@ -1,5 +1,5 @@
-"""What a run makes of its data: the same bits from processes in any fleet, and no other data set on
-its second start."""
+"""What a run makes of its data: the same bits from processes for any number of workers, and no
+other data set on its second start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(ctx: Any) -> None:
         hold(ctx, step)
 
 
-def test_a_transform_in_processes_gives_the_same_bits_in_any_fleet(folder):
+def test_a_transform_in_processes_gives_the_same_bits_for_any_number_of_workers(folder):
     def job(workers: int, **options: Any) -> Any:
         spec = spec_of(steps=16, workers=2, min_workers=2, virtual=4, **options)
         data = DataConfig(str(folder), micro_batch_size=4, transform=jitter, workers=workers)

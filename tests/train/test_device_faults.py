@@ -157,7 +157,7 @@ def collective_fails_on_the_device(ctx):
 
 
 def test_a_collective_that_finds_a_broken_device_ends_the_process(tmp_path):
-    """To form the next generation with it would fail again and again."""
+    """The next generation would fail to form with it, again and again."""
     spec = dataclasses.replace(job(), config={"file": str(tmp_path / "failed")})
     outcome, run = group(spec, collective_fails_on_the_device)
     assert outcome.error is None, outcome.traceback

@@ -1,5 +1,5 @@
-"""One digest for every fleet: fixed sizes, a zoo of models through changing sizes, and random
-histories."""
+"""One digest for any group of workers: fixed sizes, a zoo of models through changing sizes, and
+random histories."""
 
 import random
 import time
@@ -126,8 +126,8 @@ def test_a_short_tail(rows, train):
     ids=["none", "rows", "transform", "process", "collate_fn"],
 )
 def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
-    """Where a micro-batch lies in its chunk depends on the fleet, and a matrix product on the
-    address of its input."""
+    """Where a micro-batch lies in its chunk depends on the number of workers, and a matrix product
+    on the address of its input."""
     random = np.random.default_rng(0)
     for shard in range(4):
         x = pa.FixedSizeListArray.from_arrays(random.random(17 * 150, dtype=np.float32), 17)

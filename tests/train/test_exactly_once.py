@@ -1,4 +1,4 @@
-"""Every row exactly once an epoch, in the same micro-batches, whatever happens to the fleet (I1,
+"""Every row exactly once an epoch, in the same micro-batches, whatever happens to the workers (I1,
 I10).
 
 Ragged shards of unique ids, on an S3 server and on the disk; three epochs with thirty kills, joins,
@@ -44,8 +44,8 @@ forkserver = multiprocessing.get_context("forkserver")
 
 
 def shards(put: Callable[[str, bytes], None]) -> int:
-    """Of 1 to 6 rows in row groups of up to 4; each worker asks for each of them once. Returns the
-    number of rows."""
+    """Write shards of 1 to 6 rows in row groups of up to 4; each worker asks for each of them once.
+    Returns the number of rows."""
     rng, first = random.Random(0), 0
     for number in range(SHARDS):
         rows = rng.randint(1, 6)
@@ -126,7 +126,7 @@ def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("where", ["disk", "s3"])
-def test_rows_are_trained_on_exactly_once_on_every_fleet(where, tmp_path, request):
+def test_rows_are_trained_on_exactly_once_by_any_number_of_workers(where, tmp_path, request):
     if where == "s3":
         endpoint = request.getfixturevalue("moto")
         send(endpoint, "exactly-once", b"")

@@ -85,8 +85,8 @@ def diary(path):
 
 
 def nobody_reaches_who_is_frozen(run, spared):
-    """As if its host had no network: no signal arrives there, and what its sidecar should be told
-    does not either."""
+    """Act as if its host had no network: no signal arrives there, and what its sidecar should be
+    told does not either."""
     kill = run.worker_group.kill
 
     def kill_others(worker):

@@ -65,7 +65,7 @@ def of(outcome):
 
 
 @pytest.mark.parametrize("name", of("exact"))
-def test_exact_habit_gives_one_digest_on_every_fleet_without_a_word(name, tmp_path):
+def test_exact_habit_gives_one_digest_for_any_number_of_workers_without_a_warning(name, tmp_path):
     habit = HABITS[name]
     local, session, heard = alone(habit)
     outcome, run = disturbed(habit, tmp_path)
@@ -88,7 +88,7 @@ def test_autocast_around_the_loop_is_as_good_as_in_the_loss():
 
 
 @pytest.mark.parametrize("name", of("said"))
-def test_said_habit_is_named_on_every_fleet(name, tmp_path):
+def test_said_habit_is_named_for_any_number_of_workers(name, tmp_path):
     habit = HABITS[name]
     _, _, heard = alone(habit)
     _, run = disturbed(habit, tmp_path)
@@ -97,7 +97,7 @@ def test_said_habit_is_named_on_every_fleet(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", of("refused"))
-def test_refused_habit_is_one_typed_error_on_every_fleet(name):
+def test_refused_habit_is_one_typed_error_for_any_number_of_workers(name):
     habit = HABITS[name]
     with pytest.raises(habit.error) as alone_:
         alone(habit)

@@ -36,6 +36,7 @@ WITH_CHECKPOINTS = (
     "sharing",
     "keeping",
 )  # see test_worker_checkpointer, test_collective_read
+IN_A_STEP = tuple(p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS))
 ENDS = ("WorkerLost", "WorkerFailed")  # of a process
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
@@ -78,7 +79,7 @@ def calm(steps, train):
     return local(job(steps), train)
 
 
-def with_faults(spec, train, faults):
+def with_faults(spec, train, faults, **options):
     """A run that is stopped when all of them have happened, and the group makes steps again."""
 
     def all_happened(run):
@@ -89,7 +90,11 @@ def with_faults(spec, train, faults):
         eventually(lambda: status()["step"] > at + 1 or ended(), status)
 
     return group(
-        spec, train, faults=faults, script=[(1, all_happened), (1, StopRequested("enough"))]
+        spec,
+        train,
+        faults=faults,
+        script=[(1, all_happened), (1, StopRequested("enough"))],
+        **options,
     )
 
 
@@ -111,9 +116,7 @@ def check(outcome, run, train, kills):
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
 
 
-@pytest.mark.parametrize(
-    "point", [p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS)]
-)
+@pytest.mark.parametrize("point", IN_A_STEP)
 def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
     """Each of VICTIMS in turn, the group back at full size in between."""
     train = batch_norm if point == "buffers" else average_and_plateau
@@ -259,8 +262,8 @@ def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(lat
 
 @pytest.mark.parametrize(("point", "step"), [("sending_state", 22), ("receiving_state", 21)])
 def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path):
-    """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank
-    0 makes step 22 itself."""
+    """The setting is that of the test above; then rank 1, at 22, gives rank 0 what step 22 has
+    changed. If it dies in that, rank 0 makes step 22 itself."""
     dead = tmp_path / "dead"
     faults = (
         WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "first")),

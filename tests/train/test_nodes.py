@@ -25,7 +25,7 @@ def on_nodes(count: int, zones: int = 1) -> Any:
 
 
 def topologies(run: Any) -> list[Any]:
-    """Of each generation."""
+    """Return the topology of each generation."""
     formed = [line for line in lines_of(run) if line.get("command") == "FormGeneration"]
     return [[list(sizes) for sizes in line.get("topology", ())] for line in formed]
 

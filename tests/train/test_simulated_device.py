@@ -3,21 +3,36 @@ the gradients take, and one wait for the device in a step."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
+import sys
+import threading
+from functools import partial
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from elastic_dp.config import MapStyleData
+from elastic_dp.coordinator.messages import Cause, SizeRequested, StopRequested
+from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed import abort_limit, process_group
 from elastic_dp.distributed.device_transport import DeviceTransport
-from elastic_dp.testing.simulated_device import SimulatedDevice
-from elastic_dp.train.fault_injection import POINTS as POINTS_OF_FAULTS
-from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.testing.simulated_device import SimulatedCommunicator, SimulatedDevice
+from elastic_dp.train.fault_injection import HANDING_OVER, WorkerFault
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.local_run import LocalRun
+from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import Points, group, lines_of, local, spec_of
+from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, spec_of
 from tests.train import test_kills, test_notice
-from tests.train.checkpointing import test_collective_read
+from tests.train.checkpointing import test_collective_read, test_worker_checkpointer
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
+
+SLOW = pytest.mark.slow
+JOINS_IN_CI = (("receiving_state", 3),)
 
 
 def transport(ctx) -> DeviceTransport | None:
@@ -27,7 +42,8 @@ def transport(ctx) -> DeviceTransport | None:
 
 def told_when_switched(train):
     """Writes the file ctx.config["switched"] in the first body after a step whose gradients the
-    device's communicator has carried. Bodies wait until it stands."""
+    device's communicator has carried, with as many members as ctx.config["size"]. Bodies wait until
+    it stands."""
 
     def tells(ctx):
         session = ctx._session
@@ -36,11 +52,11 @@ def told_when_switched(train):
 
             def body_begins(record):
                 of_device = transport(ctx)
-                if of_device is not None and session.world_size == ctx.config["size"]:
+                if of_device is not None and session.world_size > 1:
                     over = session.control._over
                     tried = of_device.connecting_failure
                     eventually(lambda: of_device.connected or tried() or over())
-                    if of_device.switched:
+                    if of_device.switched and session.world_size == ctx.config.get("size"):
                         with open(ctx.config["switched"], "w", encoding="utf-8") as file:
                             file.write("0")  # a fault may happen after it in any generation
                 return begins(record)
@@ -49,6 +65,30 @@ def told_when_switched(train):
         train(ctx)
 
     return tells
+
+
+def faults_while_switched(train):
+    """Faults of a step happen only in one that uses the device's communicator from its beginning
+    on. So if they have happened, it was in use."""
+
+    def switched(ctx):
+        session, used = ctx._session, [None]  # in which generation the present step does
+        point, may_attempt = session.faults.point, session.control.may_attempt
+
+        def passes(name, step, rank, world_size, generation):
+            if name in HANDING_OVER or used[0] == generation:
+                point(name, step, rank, world_size, generation)
+
+        def begins(step):
+            of_device = transport(ctx)
+            switched = of_device is not None and of_device.switched
+            used[0] = session.generation if switched else None
+            return may_attempt(step)
+
+        session.faults.point, session.control.may_attempt = passes, begins
+        told_when_switched(train)(ctx)
+
+    return switched
 
 
 def job(tmp_path, *, workers=3, steps=40, virtual=4, **options):
@@ -73,66 +113,85 @@ def test_run_on_a_device_has_the_local_digest_over_both_transports(train, worker
     assert (tmp_path / "switched").exists()
 
 
+# Who reads what is on the host also where a GPU computes; and torch's optimizers, whose counts are.
+ON_THE_HOST = {
+    "DeviceTransport.read",  # counted as a wait
+    "GradientReducer.finish",
+    "ModuleBuffers.payload",
+    "ModuleBuffers.take",
+    "RecordGather._make_room",
+    "RecordGather.collect",
+    "StepRunner._read_device",
+    "_sampled_view",  # nothing of a device's
+    "digest_of",
+    "squares_of_units",  # to the device of the gradients themselves
+    "_clip_grads_with_norm_",
+}
+OPTIMIZERS = os.path.dirname(torch.optim.__file__)
+
+
+class Reads(TorchFunctionMode):
+    """Notes where a thread reads a tensor in a way for which the host waits for its device."""
+
+    NAMES = frozenset(
+        """item __float__ __bool__ __int__ __index__ __complex__ cpu numpy __array__ tolist equal
+        allclose is_nonzero nonzero argwhere masked_select unique unique_consecutive
+        repeat_interleave bincount""".split()  # noqa: SIM905
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        to_host = name == "to" and any(
+            str(one) == "cpu" for one in (*args[1:], (kwargs or {}).get("device"))
+        )
+        by_mask = name in ("__getitem__", "__setitem__") and any(
+            isinstance(one, torch.Tensor) and one.dtype == torch.bool
+            for one in tree_leaves(args[1:])
+        )
+        if name in self.NAMES or to_host or by_mask:
+            reader = sys._getframe(1)
+            callers = [reader.f_code.co_qualname, reader.f_back.f_code.co_qualname]
+            named = {one.partition(".<locals>")[0] for one in callers}
+            if not named & ON_THE_HOST and OPTIMIZERS not in reader.f_code.co_filename:
+                self.found.append(" in ".join([name, *callers]))
+        return func(*args, **(kwargs or {}))
+
+
 def waits_once(train):
-    """Fails in a step that reads the device more than once before it is committed."""
+    """Fails if the host waits for the device more than once from the beginning of a step to that of
+    the next one."""
 
     def counted(ctx):
-        polls, reads, before = [0], [], [False]
-        poll = DeviceTransport._poll
+        session, reads, polls = ctx._session, Reads(), [0]
+        began, steps = [None], [0]  # in which generation, if the communicator was used
+        poll, may_attempt = DeviceTransport._poll, session.control.may_attempt
 
         def counting(self, event):
             polls[0] += 1
             poll(self, event)
-            before[0] = False
+
+        def begins(step):
+            of_device = transport(ctx)
+            if began[0] == session.generation:
+                assert (polls[0], reads.found) == (1, []), (polls, reads.found)
+                steps[0] += 1
+            used = of_device is not None and of_device.switched
+            began[0] = session.generation if used else None
+            polls[0] = 0
+            reads.found.clear()
+            return may_attempt(step)
 
         DeviceTransport._poll = counting
-        for name in ("item", "__float__", "__bool__", "__int__"):
-            setattr(
-                torch.Tensor, name, told(getattr(torch.Tensor, name), name, reads, lambda: True)
-            )
-        torch.equal = told(torch.equal, "equal", reads, lambda: before[0])
-        session = ctx._session
-        commit = session.control.commit
-
-        def at_commit():
-            of_device = transport(ctx)
-            if of_device is not None and of_device.switched and of_device.began_switched:
-                assert (polls[0], reads) == (1, []), (polls, reads)
-                ctx.config["counted"] += 1
-            commit()
-
-        opened = type(session).open
-
-        def opens(self, *arguments):
-            opened(self, *arguments)
-            attempt = self.step_runner.attempt
-
-            def attempts(step):
-                polls[0], before[0] = 0, True
-                reads.clear()
-                of_device = transport(ctx)
-                if of_device is not None:
-                    of_device.began_switched = of_device.switched
-                return attempt(step)
-
-            self.step_runner.attempt = attempts
-
-        type(session).open = opens
-        session.control.commit = at_commit
-        ctx.config["counted"] = 0
-        train(ctx)
-        assert ctx.config["counted"] >= 3
+        session.control.may_attempt = begins
+        with reads:
+            train(ctx)
+        assert steps[0] >= 3
 
     return counted
-
-
-def told(act, name, reads, when):
-    def tell(*arguments, **options):
-        if when():
-            reads.append(name)
-        return act(*arguments, **options)
-
-    return tell
 
 
 @pytest.mark.parametrize(
@@ -152,24 +211,30 @@ def test_step_waits_once_for_the_device_whatever_its_buckets_leaves_and_buffers(
     assert outcome.error is None, outcome.traceback
 
 
-POINTS = ("forward", "sent", "exchange", "gather", "header", "before_commit", "after_commit")
+# Where the communicator is in use, or its results are not applied yet.
+AT_RISK = ("forward", "sent", "exchange", "gather", "header", "before_commit", "after_commit")
+# But "buffers", which not all jobs have.
+OTHERS = tuple(p for p in test_kills.IN_A_STEP if p not in (*AT_RISK, "buffers"))
 
 
 @pytest.mark.parametrize(
-    "point", ["gather", *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS if p != "gather")]
+    "points", [pytest.param(AT_RISK, id="at risk"), pytest.param(OTHERS, id="others", marks=SLOW)]
 )
-def test_kill_while_the_communicator_is_used_has_the_local_digest(point, tmp_path):
-    """The survivors' device spins until their communicator is aborted. Then they go on."""
-    spec = job(tmp_path, steps=30)
-    before = (str(tmp_path / "switched"),)
-    fault = WorkerFault(point, rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
-    trained = told_when_switched(in_small_buckets(average_and_plateau))
+def test_kill_in_a_step_that_uses_the_communicator_has_the_local_digest(points, tmp_path):
+    """One rank after another, the group back at full size in between. The survivors' device spins
+    until their communicator is aborted. Then they go on."""
+    files = [str(tmp_path / point) for point in points]
+    faults = tuple(
+        WorkerFault(
+            point, rank=i % 3, world_size=3, once=files[i], after=(*files[:i],), settled=True
+        )
+        for i, point in enumerate(points)
+    )
+    trained = faults_while_switched(in_small_buckets(average_and_plateau))
     # The abort blocks after it has freed the device; nobody waits for that.
-    outcome, _ = group(spec, trained, faults=(fault,), device=SimulatedDevice(abort_s=1.0))
-    assert outcome.error is None, outcome.traceback
-    assert (tmp_path / "dead").exists()
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, average_and_plateau).digest
+    device = SimulatedDevice(abort_s=1.0)
+    outcome, run = test_kills.with_faults(test_kills.job(), trained, faults, device=device)
+    test_kills.check(outcome, run, average_and_plateau, kills=len(faults))
 
 
 def loads_kernels(train):
@@ -204,7 +269,7 @@ def test_joiner_loads_the_kernels_of_the_device_before_it_joins(tmp_path):
 
 @pytest.mark.slow
 def test_worker_whose_communicator_reports_a_lost_peer_goes_on(tmp_path):
-    """It leaves the generation by itself, before it is told to."""
+    """The worker leaves the generation by itself, before it is told to."""
     spec = job(tmp_path, steps=30)
     before = (str(tmp_path / "switched"),)
     fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
@@ -227,50 +292,196 @@ def test_run_does_not_wait_for_devices_that_never_connect(tmp_path):
     assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 1)
 
 
+def device_fails_while_it_connects():
+    def connect(self, check):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    SimulatedCommunicator.connect = connect
+
+
+def test_worker_whose_device_fails_while_it_connects_is_lost(tmp_path):
+    """The generation goes on without the communicator, and would never look at that worker's
+    device."""
+    spec, fails = job(tmp_path, workers=2, steps=40), str(tmp_path / "fails")
+    spec.config["body_s"] = 0.02
+    trained = in_one_worker(plain, fails, device_fails_while_it_connects)
+    outcome, run = group(spec, trained, device=SimulatedDevice())
+    assert outcome.error is None, outcome.traceback
+    lost = [line for line in lines_of(run) if line.get("event") == "WorkerLost"]
+    assert Cause.DEVICE_FAULT in [line["cause"] for line in lost]
+    assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 1)
+
+
+# ------------------------------------------------------------ aborting and destroying that block
+
+
+def in_one_worker(train, file, act):
+    """`act()` in the first worker that comes to its train function, but for the source."""
+
+    def acts(ctx):
+        if not ctx.is_source and is_first(file):
+            act()
+        train(ctx)
+
+    return acts
+
+
+def abort_never_ends(frees):
+    abort_limit.ABORT_LIMIT_S = 0.3
+    accelerator = accelerator_of(torch.device("cpu"))
+    settings = dataclasses.replace(accelerator.settings, abort_s=math.inf, abort_frees=frees)
+    accelerator.settings = settings
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_worker_whose_abort_never_ends_is_lost_and_the_others_go_on(frees, tmp_path):
+    """Whether or not its device was freed before."""
+    hangs = str(tmp_path / "hangs")
+    fault = WorkerFault("gather", rank=0, world_size=3, once=str(tmp_path / "dead"), settled=True)
+    trained = in_one_worker(plain, hangs, partial(abort_never_ends, frees))
+    spec, device = test_kills.job(), SimulatedDevice()
+    outcome, _ = test_kills.with_faults(
+        spec, faults_while_switched(trained), (fault,), device=device
+    )
+    assert outcome.error is None, outcome.traceback
+    assert os.path.exists(hangs)
+    assert outcome.workers_lost == 2
+    assert outcome.digest == test_kills.calm(outcome.step, plain).digest
+
+
+def destroyed_at_once(train, file):
+    """Groups that were left are dropped when the next one forms; `file` has a line for each
+    communicator that is destroyed then, with its thread."""
+
+    def drops(ctx):
+        destroy = SimulatedCommunicator.__del__
+
+        def noted(self):
+            with open(file, "a", encoding="utf-8") as told:
+                told.write(f"{threading.current_thread().name}\n")
+            destroy(self)
+
+        SimulatedCommunicator.__del__ = noted
+        process_group._REST_S = 0.0
+        train(ctx)
+
+    return drops
+
+
+def test_run_whose_communicators_are_never_destroyed_to_the_end_has_the_local_digest(tmp_path):
+    """To destroy one blocks for ever. So no thread of the training does it."""
+    file = tmp_path / "destroyed"
+    fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), settled=True)
+    trained = faults_while_switched(destroyed_at_once(plain, str(file)))
+
+    def ended(run):
+        status = run.controller.status
+        eventually(lambda: os.path.exists(fault.once))
+        for size in (2, 3):  # by planned ends, too
+            run.controller.post(SizeRequested(size))
+            eventually(lambda n=size: (status()["world_size"], status()["phase"]) == (n, "running"))
+            goes_on(run)
+        eventually(lambda: file.exists() and len(file.read_text().split()) >= 4)
+
+    spec = spec_of(steps=ENDLESS, standby=1, config={"body_s": 0.02})
+    outcome, _ = group(
+        spec,
+        trained,
+        faults=(fault,),
+        script=[(1, ended), (1, StopRequested("enough"))],
+        device=SimulatedDevice(destroy_s=math.inf),
+    )
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec_of(steps=outcome.step), plain).digest
+    threads = set(file.read_text(encoding="utf-8").split())
+    assert not threads & {"MainThread", "control"}, threads
+
+
 # ------------------------------------------------- other files' tests, on the simulated device
 
 
 @pytest.fixture
 def _simulated(monkeypatch):
+    """Faults of a step happen while the communicator is in use."""
     monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
+    with_faults = test_kills.with_faults
+
+    def switched(spec, train, faults):
+        return with_faults(spec, faults_while_switched(train), faults)
+
+    monkeypatch.setattr(test_kills, "with_faults", switched)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize(
-    "point",
-    [
-        p
-        for p in POINTS_OF_FAULTS
-        if p not in (*test_kills.WHILE_FORMING, *test_kills.WITH_CHECKPOINTS)
-    ],
-)
+@pytest.mark.parametrize("point", test_kills.IN_A_STEP)
 def test_kill_matrix_on_a_device_has_the_local_digest(point, tmp_path):
+    """Each rank, and each two of them."""
     test_kills.test_kill_at_each_point_has_the_local_digest(point, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize("seconds", test_kills.SECONDS[-5:], ids=str)
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(one, id=str(one), marks=() if one == JOINS_IN_CI else pytest.mark.slow)
+        for one in test_kills.SECONDS
+    ],
+)
 def test_join_on_a_device_with_kills_has_the_local_digest(seconds, tmp_path):
     test_kills.test_killed_while_a_generation_forms(seconds, tmp_path)
 
 
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize(
+    ("point", "rank"), [("sending_state", 0), pytest.param("receiving_state", 3, marks=SLOW)]
+)
+def test_hand_over_on_a_device_torn_half_way_has_the_local_digest(point, rank, tmp_path):
+    test_kills.test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize(("point", "step"), [("sending_state", 22), ("receiving_state", 21)])
+def test_hand_over_on_a_device_to_one_behind_has_the_local_digest(point, step, tmp_path):
+    test_kills.test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path)
+
+
 @pytest.mark.usefixtures("_simulated")
 def test_drain_on_a_device_makes_no_step_again(tmp_path):
     test_notice.test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
 
 
+@pytest.fixture
+def calm():
+    return local(test_collective_read.spec_for(3), test_collective_read.wide)
+
+
+@pytest.fixture
+def there(tmp_path):
+    """Checkpoints of two workers."""
+    spec, folder = test_collective_read.spec_for(2, steps=10), tmp_path / "run"
+    written, _ = group(spec, test_collective_read.wide, url=str(folder), device=SimulatedDevice())
+    assert written.error is None, written.traceback
+    return folder
+
+
+@pytest.mark.usefixtures("_simulated")
+def test_restore_on_a_device_has_the_local_digest(calm, there):
+    test_collective_read.test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
-def test_restore_on_a_device_has_the_local_digest(tmp_path):
-    calm = local(test_collective_read.spec_for(3), test_collective_read.wide)
-    written, _ = group(
-        test_collective_read.spec_for(2, steps=10),
-        test_collective_read.wide,
-        url=str(tmp_path / "run"),
+@pytest.mark.parametrize("point", ["restoring", "sharing"])
+def test_kill_in_a_restore_on_a_device_has_the_local_digest(point, calm, there, tmp_path):
+    test_collective_read.test_killed_as_it_begins_and_when_its_share_is_read(
+        point, calm, there, tmp_path
     )
-    assert written.error is None, written.traceback
-    there = tmp_path / "run"
-    test_collective_read.test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+def test_kill_as_a_checkpoint_is_taken_on_a_device_has_the_local_digest(tmp_path):
+    test_worker_checkpointer.test_killed_as_the_state_is_copied(tmp_path)

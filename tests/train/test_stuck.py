@@ -23,7 +23,7 @@ FAILURE = dataclasses.replace(PATIENT, hang_timeout_s=HANG_TIMEOUT_S)
 
 @pytest.fixture(autouse=True)
 def _sidecars_have_time(monkeypatch):
-    """To take stacks: nobody kills the worker before."""
+    """Give sidecars time to take stacks: nobody kills the worker before."""
     monkeypatch.setattr(controller, "STACKS_S", PATIENCE_S)
 
 
@@ -105,7 +105,7 @@ def test_worker_that_holds_the_interpreter_lock_is_replaced_with_its_stacks(tmp_
 
 
 def test_stacks_are_whole_also_where_they_are_written_with_pauses(tmp_path, monkeypatch):
-    """As on a busy machine."""
+    """A busy machine writes them with pauses."""
     now, late = [0.0], {0.1: b"of one thread\n", 0.25: b"of another\n"}
     with open(tmp_path / "stacks", "w+b", buffering=0) as file:
 

@@ -15,7 +15,8 @@ from tests.runs import spec_of
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
-    """Its generator is not there before the device is in use, and is seeded nevertheless."""
+    """The generator of a device is not there before the device is in use, and is seeded
+    nevertheless."""
     opened, seeds = [], []
     monkeypatch.setattr(torch.cuda, "init", lambda: opened.append(True))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(opened))

@@ -19,7 +19,7 @@ values = st.recursive(
 
 
 def applied(found, value):
-    """As live.js does."""
+    """Apply changes as live.js does."""
     root = {"": copy.deepcopy(value)}
     for kind, path, new in found:
         *way, last = ["", *path]

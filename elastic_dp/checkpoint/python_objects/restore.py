@@ -34,16 +34,16 @@ class Restore:
     of."""
 
     def __init__(
-        self, references: References, shared: Iterable[int] = (), untouched: Iterable[Any] = ()
+        self, references: References, shared: Iterable[int] = (), unwritten: Iterable[Any] = ()
     ) -> None:
-        """`untouched`: objects and tensors that no value is written into."""
+        """`unwritten`: objects and tensors that no value is written into."""
         self._references, self._shared = references, set(shared)
         self._found: dict[str, Any] = {}
         self._used: set[int] = (
             set()
         )  # identities of objects, and addresses of memory, that hold a restored value
         self._kept: list[Any] = []
-        for one in untouched:
+        for one in unwritten:
             self._take(
                 one.untyped_storage().data_ptr() if isinstance(one, torch.Tensor) else id(one), one
             )

@@ -47,7 +47,7 @@ class WorkerExits:
         return worker in self._released
 
     def evict(self, worker: WorkerId) -> None:
-        """Record that a worker was given up: a loss, even if the run ends before the worker."""
+        """Record that a worker was evicted: a loss, even if the run ends before the worker."""
         self._evicted.add(worker)
 
     def is_evicted(self, worker: WorkerId) -> bool:

@@ -79,7 +79,7 @@ def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
 
 
 def read_fault(page: mmap.mmap) -> tuple[str, str] | None:
-    """Its kind and its text."""
+    """Return the kind and the text of the fault."""
     kind, text = (part.rstrip(b"\0") for part in FAULT.unpack_from(page, PAGE.size))
     return (kind.decode(), text.decode(errors="ignore")) if kind else None
 

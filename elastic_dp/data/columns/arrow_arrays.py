@@ -165,7 +165,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
 
 
 def _view(array: pa.Array) -> Array:
-    """As `to_numpy`, but writable where Arrow's memory is."""
+    """Like `to_numpy`, but writable where Arrow's memory is."""
     dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
     if not len(array):
         return np.empty(0, dtype)

@@ -106,7 +106,7 @@ class Columns:
         return found
 
     def wanted_leaves(self) -> list[pa.Field]:
-        """As `leaves`, with those that have no tensor."""
+        """Like `leaves`, with those that have no tensor."""
         return leaves(self.schema(), self._wanted)
 
     def refuse_missing(self) -> None:
@@ -187,7 +187,7 @@ class Columns:
 
 
 def names_missing(wanted: Iterable[str], schema: pa.Schema) -> list[str]:
-    """Those of `wanted` that `schema` lacks. A column of nulls may have any field."""
+    """Return those of `wanted` that `schema` lacks. A column of nulls may have any field."""
     there = {name for name, _ in _columns_and_structs(schema)}
     nulls = tuple(f"{field.name}." for field in schema if pa.types.is_null(field.type))
     return [name for name in wanted if name not in there and not name.startswith(nulls)]

@@ -109,7 +109,7 @@ class EvaluationData(BadRowGroups, Protocol):
         """Raises DataError if an evaluation of all rows must not leave out so many `rows`."""
 
     def batch(self, index: int) -> Any:
-        """As `Dataset.batch`. None if all rows are masked."""
+        """Like `Dataset.batch`. None if all rows are masked."""
 
     def describe(self, index: int) -> str: ...
 

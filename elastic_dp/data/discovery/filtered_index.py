@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -19,14 +20,22 @@ from elastic_dp.data.discovery.opened_source import (
 )
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.discovery.shard_scans import SCANS_IN_FLIGHT
+from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
 from elastic_dp.data.formats.format import Ints, RowGroupLocation, read_table
 from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.errors import DataError
+from elastic_dp.errors import BadShard, DataError
+
+_log = logging.getLogger(__name__)
 
 
 def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
     """The index with the numbers of rows that the filter keeps. Reads the columns of the filter,
-    of the row groups that may have such rows by their statistics."""
+    of the row groups that may have such rows by their statistics.
+
+    Raises BadShard if they cannot be decoded. With `on_bad_shard="skip"` all rows of such a row
+    group are kept, since nobody knows which fit: training then skips them as bad ones, and counts
+    them for `max_bad_fraction`.
+    """
     rows_of = RowFilter(config.filter, index.schema)
     read = [leaf.name for leaf in leaves(rows_of.fields)]
     selection = Selection()
@@ -38,15 +47,32 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
         first, end = index.group_bounds[number : number + 2].tolist()
         here = frozenset(range(end - first))
         if isinstance(source.format, Parquet) and not shard.partition:
-            may_match = source.format.may_match(shard, config.filter, rows_of.fields)
+            with reading_footer(shard):
+                may_match = source.format.may_match(shard, config.filter, rows_of.fields)
             here = here if may_match is None else may_match
         found = [np.empty(0, np.int64)] * (end - first)
         for group in sorted(here):
             at = RowGroupLocation(
                 group, int(index.starts[first + group]), int(index.ends[first + group])
             )
-            table = read_table(source.format, shard, at, index.schema, read)
-            found[group] = rows_of.rows(table)
+            rows = int(index.rows[first + group])
+            try:
+                with decoding(shard, at):
+                    table = read_table(source.format, shard, at, index.schema, read)
+                    refuse_other_count(table.num_rows, rows)
+            except BadShard as error:
+                if config.on_bad_shard == "fail":
+                    raise
+                _log.warning("DataConfig.filter: %s", _kept_whole(error))
+                found[group] = np.arange(rows)
+                continue
+            try:
+                found[group] = rows_of.rows(table)
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"DataConfig.filter: {config.filter} cannot be applied to row group {group} of "
+                    f"{shard.name}: {error}"
+                ) from error
         return found
 
     with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
@@ -59,3 +85,10 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
     counts = pa.array(selection.counts, pa.int64())
     groups = index.groups.set_column(at, index.groups.schema.field("rows"), counts)
     return replace(index, groups=groups, selection=selection.digest)
+
+
+def _kept_whole(bad: BadShard) -> str:
+    return (
+        f"row group {bad.row_group} of {bad.shard} cannot be decoded ({bad.reason}), so nobody "
+        "knows which of its rows fit; all of them count as rows that are skipped"
+    )

@@ -21,8 +21,10 @@ from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.filtered_index import filtered
+from elastic_dp.data.discovery.listed_files import ListedFile, list_warnings
 from elastic_dp.data.discovery.listing import (
     duplicate_files_warning,
+    is_list,
     list_shards,
     prefix_of,
 )
@@ -73,6 +75,10 @@ def read_index(
         announce(source, say or _log.info)
     if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
+    if is_list(config):
+        of_list = [s for s in sources if s.listed.is_file]
+        for warning in list_warnings(ListedFile(s.store, s.listed.entries[0]) for s in of_list):
+            _log.warning("%s", warning)
     in_folders = folder_columns(config, sources)
     types, wanted = dict(in_folders.types), config.columns
     if (source_column := config.source_column) is not None:

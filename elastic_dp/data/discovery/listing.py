@@ -10,18 +10,18 @@ where the URL says "json" or the format is given.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
+from elastic_dp.data.discovery.duplicate_files import ListedFiles, duplicate_files, local_place
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message, unfinished_job
 from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
+from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
 from elastic_dp.data.discovery.table_formats import (
     Table,
@@ -110,7 +110,9 @@ def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
         kept = [entry for entry in seen if found.format_of(found.name(entry)) == chosen]
     _refuse_incomplete(url, found, kept)
     _refuse_table(config, url, store, found, kept)
-    skipped = _skipped(found, seen, kept)
+    cached = _cached(url, store, found, kept) if chosen == "arrow" else set()
+    kept = [entry for entry in kept if entry.path not in cached] if cached else kept
+    skipped = _skipped(found, seen, kept, cached)
     if not kept:
         raise DataError(_nothing(config, url, store, found, skipped))
     remarks = tuple(_remarks(url, store, found, kept, skipped))
@@ -141,31 +143,16 @@ def glob_mark(path: str) -> int | None:
 
 
 def duplicate_files_warning(sources: Iterable[tuple[Store, ShardListing, str]]) -> str:
-    """A warning about files that are listed under several names, also through links, and so are
-    read several times; "" if there are none. `sources`: (store, listing, prefix of names)."""
-    sources = list(sources)
-    count = sum(len(listed.entries) for _, listed, _ in sources)
-    each = (_facts(entry) for _, listed, _ in sources for entry in listed.entries)
-    values, counts = np.unique(np.fromiter(each, np.int64, count), return_counts=True)
-    several = set(values[counts > 1].tolist())
-    places: dict[object, list[str]] = {}
-    for store, listed, prefix in sources if several else ():
-        for number, entry in enumerate(listed.entries):
-            if _facts(entry) in several:
-                places.setdefault(_place(store, entry.path), []).append(
-                    prefix + listed.name(number)
-                )
-    twice = [names for names in places.values() if len(names) > 1]
-    if not twice:
-        return ""
-    some = "; ".join(" and ".join(dict.fromkeys(names)) for names in twice[:_NAMED])
-    more = "; …" if len(twice) > _NAMED else ""
-    files = "1 file is" if len(twice) == 1 else f"{len(twice):,} files are"
-    return (
-        f"DataConfig.url: {files} read several times, and the rows count as often: "
-        f"{some}{more}. Name each file once, and "
-        "no link beside what it leads to"
-    )
+    """A warning about files that are listed under several names, and so are read several times; ""
+    if there are none. `sources`: (store, listing, prefix of names)."""
+
+    def files(store: Store, listed: ShardListing, prefix: str) -> ListedFiles:
+        return ListedFiles(
+            listed.entries, lambda n: prefix + listed.name(n), partial(_place, store)
+        )
+
+    words = duplicate_files(files(*source) for source in sources)
+    return words and f"DataConfig.url: {words}"
 
 
 # ------------------------------------------------------------------------------- what a URL means
@@ -273,13 +260,15 @@ def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
         raise DataError(f"DataConfig.url: {incomplete_message(url)}")
 
 
+def is_list(config: DataConfig) -> bool:
+    return not isinstance(config.url, str) or len(config.urls) > 1
+
+
 def _refuse_table(
     config: DataConfig, url: str, store: Store, found: _Found, kept: list[Entry]
 ) -> None:
-    """Raises DataError for a table. Not for a file in a list of URLs: such lists come from the
-    table's own library."""
-    is_list = not isinstance(config.url, str) or len(config.urls) > 1
-    if not store.lists or (found.is_file and is_list):
+    """Raises DataError for a table. Not for a file in a list of URLs: see listed_files.py."""
+    if not store.lists or (found.is_file and is_list(config)):
         return
 
     def names_in(folder: str) -> list[str]:
@@ -327,14 +316,33 @@ def _only_format(url: str, source: _Found, entries: list[Entry]) -> str:
     return next(iter(counts), "")
 
 
-def _skipped(found: _Found, seen: list[Entry], kept: list[Entry]) -> tuple[Skipped, ...]:
+def _cached(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str]:
+    """The cached results of Hugging Face `datasets` among the shards of a folder or glob."""
+    if found.is_file:
+        return set()
+    notes = {entry.path for entry in found.look.entries if entry.path.endswith((STATE, INFO))}
+    matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else lambda path: True
+    try:
+        return cached_results(
+            (entry.path for entry in kept),
+            has=notes.__contains__,
+            read=lambda path: bytes(store.read_all(path)),
+            is_wanted=matches,
+        )
+    except DataError as error:
+        raise DataError(f"DataConfig.url: {error}") from None
+
+
+def _skipped(
+    found: _Found, seen: list[Entry], kept: list[Entry], cached: Collection[str]
+) -> tuple[Skipped, ...]:
     reasons = {
         reason: [path[len(found.root) :] for path in paths]
-        for reason, paths in found.look.unreadable.items()
+        for reason, paths in {**found.look.unreadable, CACHED: sorted(cached)}.items()
     }
-    if len(found.entries) == len(kept) and not reasons:
+    if len(found.entries) == len(kept) and not found.look.unreadable:
         return ()
-    read, shown = {entry.path for entry in kept}, {entry.path for entry in seen}
+    read, shown = {*cached, *(e.path for e in kept)}, {entry.path for entry in seen}
     others = (found.name(entry) for entry in seen if entry.path not in read)
     hidden = [found.name(entry) for entry in found.entries if entry.path not in shown]
     return count_skipped(others, hidden, reasons)
@@ -369,12 +377,16 @@ def _remarks(
     url: str, store: Store, found: _Found, kept: list[Entry], skipped: tuple[Skipped, ...]
 ) -> Iterable[str]:
     # `_SUCCESS`, `_metadata` and the like need no warning; a hidden shard does.
-    hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
+    are_some = any(one.ending == HIDDEN for one in skipped)  # there may be a million files
+    hidden = [found.name(e) for e in found.entries if not found.is_shown(e)] if are_some else []
     if any(one.ending != HIDDEN for one in skipped) or (
         skipped and any(map(found.format_of, hidden))
     ):
         files = skipped_message(skipped)
         yield f"DataConfig.url: not read at {store.url}, since these are no shards: {files}"
+    folders = (path[len(found.root) :].lstrip("/") for path in found.look.folders)
+    if words := unfinished_job([*hidden, *folders]):
+        yield f"DataConfig.url: at {store.url} {words}"
     yield from _folders(url, store, found)
     yield from _splits(url, store, found, kept)
 
@@ -432,18 +444,6 @@ def splits_message(names: Iterable[str], base: str) -> str:
     )
 
 
-def _facts(entry: Entry) -> int:
-    """Equal for one file under several names, and seldom for two files. A number takes little
-    memory for a million files."""
-    return hash((entry.size, entry.version))
-
-
 def _place(store: Store, path: str) -> object:
     local = store.local_path(path)
-    if local is None:
-        return urlsplit(store.url).netloc, path
-    try:
-        found = os.stat(local)
-    except OSError:  # removed meanwhile; reading it reports that
-        return local
-    return found.st_dev, found.st_ino
+    return (urlsplit(store.url).netloc, path) if local is None else local_place(local)

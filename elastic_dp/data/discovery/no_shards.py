@@ -114,16 +114,15 @@ def _subfolders(base: str, folder: str, below: Entry) -> str:
     ending = name.rpartition("/")[2]
     ending = ending[ending.find(".") :] if "." in ending else ""
     keys = [part.partition("=")[0] for part in name.split("/")[:-1] if _PARTITION.fullmatch(part)]
-    lost = ""
+    columns = ""
     if keys:
-        lost = (
-            f", without the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))}, "
-            "which only the names of the "
-            "folders hold (`elastic-dp data convert` writes them as columns)"
+        columns = (
+            f", with the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))} from the names "
+            "of the folders"
         )
     return (
         f"the shards lie in its subfolders, such as {name}. '{base}**/*{_last(ending)}' reads "
-        f"them{lost}"
+        f"them{columns}"
     )
 
 

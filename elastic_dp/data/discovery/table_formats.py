@@ -11,26 +11,27 @@ is in the folder that is read, or above it if that is a partition (`date=2026-01
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from elastic_dp.data.discovery.table_logs import (
+    DELTA_LOG,
+    ICEBERG_LOG,
+    IS_ICEBERG_LOG,
+    LOG_ERRORS,
+    NamesIn,
+    Read,
+    delta_version,
+    iceberg_snapshot,
+    join,
+)
+from elastic_dp.errors import DataError, StorageError
 
-from elastic_dp.errors import DataError, ElasticError, StorageError
-
-_FOLDERS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
-_ICEBERG = "metadata"
-_ICEBERG_LOG = re.compile(r"\.metadata\.json(\.gz)?$")
+_FOLDERS = {DELTA_LOG: "Delta", ".hoodie": "Hudi"}
 _MAY_BE_LOG = re.compile(r"_delta_log/|\.hoodie/|\.metadata\.json")
-_COMMIT = re.compile(r"\d{20}\.json")
-_CHECKPOINT = re.compile(r"\d{20}\.checkpoint\.parquet")
-_COMMITS = 100  # limit of commits after the last checkpoint that are read, for Delta
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
+_HASHED = re.compile(r"[01]{4}|[01]{8}|[0-9a-f]{8}")  # folders of Iceberg's object store layout
 
 
 class Table(NamedTuple):
@@ -44,8 +45,8 @@ def refuse_table(
     table: Table | None,
     url: str,
     root_url: str,
-    names_in: Callable[[str], list[str]],
-    read: Callable[[str], bytes],
+    names_in: NamesIn,
+    read: Read,
     field: str = "",
 ) -> None:
     """Raises DataError unless `table` is None.
@@ -74,30 +75,35 @@ def tables_among(paths: Iterable[str]) -> set[Table]:
             if mark:
                 found.add(Table(kind, root[1:]))
         folder, _, name = path.rpartition("/")
-        if _ICEBERG_LOG.search(name) and f"/{folder}".endswith(f"/{_ICEBERG}"):
-            found.add(Table("Iceberg", folder[: -len(_ICEBERG) - 1]))
+        if IS_ICEBERG_LOG.search(name) and f"/{folder}".endswith(f"/{ICEBERG_LOG}"):
+            found.add(Table("Iceberg", folder[: -len(ICEBERG_LOG) - 1]))
     return found
 
 
-def table_in(
-    folder: str, folders: Iterable[str], names_in: Callable[[str], list[str]]
-) -> Table | None:
+def table_in(folder: str, folders: Iterable[str], names_in: NamesIn) -> Table | None:
     """The table whose log is one of `folders`, which are names directly in `folder`."""
     there = set(folders)
     for name, kind in _FOLDERS.items():
-        if name in there and names_in(_join(folder, name)):
+        if name in there and names_in(join(folder, name)):
             return Table(kind, folder)
-    if _ICEBERG in there and any(map(_ICEBERG_LOG.search, names_in(_join(folder, _ICEBERG)))):
+    if ICEBERG_LOG in there and any(
+        map(IS_ICEBERG_LOG.search, names_in(join(folder, ICEBERG_LOG)))
+    ):
         return Table("Iceberg", folder)
     return None
 
 
-def table_above(folder: str, names_in: Callable[[str], list[str]], *, itself: bool) -> Table | None:
+def table_at(folder: str, names_in: NamesIn) -> Table | None:
+    """The table whose own folder is `folder`."""
+    return table_in(folder, (*_FOLDERS, ICEBERG_LOG), names_in)
+
+
+def table_above(folder: str, names_in: NamesIn, *, itself: bool) -> Table | None:
     """The table to which `folder` belongs as a partition or data folder. `itself`: also if it is
     the table's own folder."""
-    for above in [*([folder] if itself else []), *_above(folder)]:
+    for above in [*([folder] if itself else []), *folders_above(folder)]:
         try:
-            found = table_in(above, (*_FOLDERS, _ICEBERG), names_in)
+            found = table_at(above, names_in)
         except StorageError:
             continue  # permission to read a folder does not include listing the one above it
         if found:
@@ -105,75 +111,37 @@ def table_above(folder: str, names_in: Callable[[str], list[str]], *, itself: bo
     return None
 
 
-def _above(folder: str) -> Iterator[str]:
+def folders_above(folder: str) -> Iterator[str]:
+    """The folders that may be the root of a table of which `folder` is a part."""
     while folder:
         folder, _, name = folder.rpartition("/")
-        if not _PARTITION.fullmatch(name) and name != "data":
+        if name != "data" and not (_PARTITION.fullmatch(name) or _HASHED.fullmatch(name)):
             return
         yield folder
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
 
 
 # ----------------------------------------------------------------------- rows marked as deleted
 
 
-def _has_only_live_rows(
-    table: Table, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
-) -> bool:
-    """Whether the log says that no file of the table's newest version has deleted rows. False if it
-    cannot be read."""
-    says = {"Delta": _no_deletion_vectors, "Iceberg": _no_delete_files}.get(table.kind)
+def _has_only_live_rows(table: Table, names_in: NamesIn, read: Read) -> bool:
+    """Whether the files of the table's newest version hold its rows under the names of its columns,
+    and no deleted rows. False if the log cannot be read."""
     try:
-        return says is not None and says(table.root, names_in, read)
-    except (ElasticError, OSError, ValueError, LookupError, TypeError, EOFError, zlib.error):
-        return False
+        if table.kind == "Delta":
+            version = delta_version(table.root, names_in, read)
+            return not version.maps_columns and not any(version.files.values())
+        if table.kind == "Iceberg":
+            snapshot = iceberg_snapshot(table.root, names_in, read)
+            return not snapshot.renames and snapshot.delete_files == 0
+    except LOG_ERRORS:
+        pass
+    return False
 
 
-def _no_deletion_vectors(
-    root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
-) -> bool:
-    """Whether the table has no deletion vectors. If it has, its protocol names the feature, in the
-    last checkpoint or in a commit after it."""
-    log = _join(root, "_delta_log")
-    names = names_in(log)
-    checkpoints = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
-    if len(checkpoints) < sum(
-        ".checkpoint." in name and name.endswith(".parquet") for name in names
-    ):
-        return False
-    start = int(checkpoints[-1][:20]) + 1 if checkpoints else 0
-    commits = sorted(name for name in names if _COMMIT.fullmatch(name) and int(name[:20]) >= start)
-    if len(commits) > _COMMITS or (not checkpoints and int(commits[0][:20]) > 0):
-        return False
-    if checkpoints:
-        content = pa.BufferReader(read(_join(log, checkpoints[-1])))
-        protocols = pq.read_table(content, columns=["protocol"]).column("protocol").drop_null()
-        if not len(protocols) or "deletionVectors" in str(protocols.to_pylist()):
-            return False
-    return not any(b"deletionvector" in read(_join(log, name)).lower() for name in commits)
-
-
-def _no_delete_files(
-    root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
-) -> bool:
-    """Whether the summary of the newest snapshot counts no delete files."""
-    folder = _join(root, _ICEBERG)
-    logs = [name for name in names_in(folder) if _ICEBERG_LOG.search(name)]
-    newest = max(logs, key=lambda name: int(re.sub(r"^v|\D.*", "", name)))
-    content = read(_join(folder, newest))
-    facts = json.loads(gzip.decompress(content) if newest.endswith(".gz") else content)
-    current = facts["current-snapshot-id"]
-    (snapshot,) = (one for one in facts["snapshots"] if one["snapshot-id"] == current)
-    return bool(snapshot["summary"]["total-delete-files"] == "0")
-
-
-_WRITE_DELTA = (
+WRITE_DELTA = (
     "pyarrow.parquet.write_table(pyarrow.table(DeltaTable({root}).scan()), 'rows.parquet')"
 )
-_WRITE_ICEBERG = (
+WRITE_ICEBERG = (
     "pyarrow.parquet.write_table(catalog.load_table('namespace.name').scan().to_arrow(), "
     "'rows.parquet')"
 )
@@ -181,9 +149,9 @@ _LIVE_WAYS_OUT = {
     "Delta": (
         "Name the files of its newest version, a list that is one data set: "
         "DataConfig(DeltaTable({root}).file_uris()), "
-        "of the package deltalake. Columns that partition the table are in none of them; to "
-        "read these, write the rows "
-        f"out, and name that file: {_WRITE_DELTA}"
+        "of the package deltalake. Columns that partition the table are read from the names of "
+        "their folders, as int64 or text, unless all files have one value; otherwise write the "
+        f"rows out, and name that file: {WRITE_DELTA}"
     ),
     "Iceberg": (
         "Name the files of its newest snapshot, a list that is one data set: "
@@ -194,14 +162,15 @@ _LIVE_WAYS_OUT = {
 }
 _WAYS_OUT = {
     "Delta": (
-        "Its newest files may also hold deleted rows (deletion vectors). Write the rows out, "
-        "and name that file: "
-        f"{_WRITE_DELTA}, of the package deltalake"
+        "Its newest files may also hold deleted rows (deletion vectors), or columns under other "
+        "names (column mapping). Write the rows out, and name that file: "
+        f"{WRITE_DELTA}, of the package deltalake"
     ),
     "Iceberg": (
-        "Its newest files may also hold deleted rows (delete files). Write the rows out, and "
-        "name that file: "
-        f"{_WRITE_ICEBERG}, with a catalog of the package pyiceberg. Where that says that it "
+        "Its newest files may also hold deleted rows (delete files), or columns under the names "
+        "that they had before they were renamed or dropped. Write the rows out, and name that "
+        "file: "
+        f"{WRITE_ICEBERG}, with a catalog of the package pyiceberg. Where that says that it "
         "does not read equality "
         "deletes, Spark does: spark.table('namespace.name').write.parquet('rows')"
     ),

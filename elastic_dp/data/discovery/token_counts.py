@@ -21,6 +21,7 @@ from elastic_dp.data.discovery.listing import path_of
 from elastic_dp.data.discovery.opened_source import OpenedSource
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.discovery.shard_scans import SCANS_IN_FLIGHT
+from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
 from elastic_dp.data.formats.format import Ints, RowGroupLocation, read_table
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import DataError
@@ -31,7 +32,8 @@ _MADE = ("position_ids", "document_ids")
 
 def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
     """The index with the number of tokens of each row group, without the rows that the filter
-    leaves out. Raises DataError if a column has no value for each token."""
+    leaves out. Raises DataError if a column has no value for each token, and BadShard if a row
+    group cannot be decoded."""
     column = _column_of_tokens(index.schema)
     rows_of = None if config.filter is None else RowFilter(config.filter, index.schema)
     used = [] if rows_of is None else rows_of.fields
@@ -43,7 +45,8 @@ def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -
         shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
         first, end = index.group_bounds[number : number + 2].tolist()
         if isinstance(source.format, Parquet) and rows_of is None:
-            known = source.format.list_values(shard, column)
+            with reading_footer(shard):
+                known = source.format.list_values(shard, column)
             if known is not None:
                 return known
         found = np.zeros(end - first, np.int64)
@@ -51,12 +54,14 @@ def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -
             at = RowGroupLocation(
                 group, int(index.starts[first + group]), int(index.ends[first + group])
             )
-            table = read_table(source.format, shard, at, index.schema, read)
-            if rows_of is not None:
-                table = table.take(rows_of.rows(table))
-            if column in table.column_names:  # a shard without it is refused when it is read
-                lengths = pc.list_value_length(table.column(column))
-                found[group] = pc.sum(lengths).as_py() or 0
+            with decoding(shard, at):
+                table = read_table(source.format, shard, at, index.schema, read)
+                if rows_of is not None:
+                    table = table.take(rows_of.rows(table))
+                refuse_other_count(table.num_rows, int(index.rows[first + group]))
+                if column in table.column_names:  # a shard without it is refused when it is read
+                    lengths = pc.list_value_length(table.column(column))
+                    found[group] = pc.sum(lengths).as_py() or 0
         return found
 
     with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:

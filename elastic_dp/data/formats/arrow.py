@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.data.formats.arrow_messages import (
@@ -200,7 +201,7 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
             batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
     table.validate(full=True)  # Arrow itself does not check offsets
-    return table
+    return clear_null_views(table)
 
 
 def _has_dictionaries(schema: pa.Schema) -> bool:

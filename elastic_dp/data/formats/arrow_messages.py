@@ -254,7 +254,7 @@ def too_large(message: Message, read: Callable[[int], bytes]) -> str:
 
 
 def has_too_many_values(message: Message, kinds: Sequence[pa.DataType]) -> str:
-    """As `_too_large`, by the numbers of values alone, which the metadata holds. `kinds`: of the
+    """Like `_too_large`, by the numbers of values alone, which the metadata holds. `kinds`: of the
     field nodes."""
     if not message.is_compressed:
         return ""

@@ -32,7 +32,7 @@ class Dialect:
 
     @classmethod
     def of(cls, name: str, options: CsvOptions) -> Dialect:
-        """Of the file `name`."""
+        """Return the dialect of the file `name`."""
         by_name = "\t" if name.lower().endswith(_TABS) else ","
         given = options.delimiter
         return cls(given or by_name, given is not None, options.encoding, options.null_values)

@@ -52,8 +52,8 @@ class RowEnds:
         return not self._quoted and self._tail[:1] in self._before_field
 
     def last(self, content: bytes) -> int:
-        """As TextRows.last_row_end. A "\\r" at the end of `content` may be half of a line end, and
-        ends no row yet."""
+        """Like TextRows.last_row_end. A "\\r" at the end of `content` may be half of a line end,
+        and ends no row yet."""
         if len(self._tail) == 1 and b'"' not in content:
             self._tail = content[-1:] or self._tail
             if self._quoted:

@@ -107,7 +107,7 @@ def read_table(
     schema: pa.Schema,
     leaves: list[str],
 ) -> pa.Table:
-    """As `Format.read`, with the columns that only the name of the shard's folder holds."""
+    """Like `Format.read`, with the columns that only the name of the shard's folder holds."""
     table = chosen.read(shard, location, schema, leaves)
     for name, value in shard.partition.items():
         column = pa.repeat(pa.scalar(value, schema.field(name).type), table.num_rows)

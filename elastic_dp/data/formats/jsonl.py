@@ -330,7 +330,7 @@ def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
 
 
 def _refuse_deep_rows_of(content: bytes, at: int, upto: int) -> None:
-    """As `_refuse_deep_rows`, row by row. `at` and `upto` lie between rows."""
+    """Like `_refuse_deep_rows`, row by row. `at` and `upto` lie between rows."""
     while upto - at > _OPEN_BRACKETS:
         end = _row_end_before(content, at, min(at + _OPEN_BRACKETS, upto))
         brackets = content.count(b"[", at, end) + content.count(b"{", at, end)

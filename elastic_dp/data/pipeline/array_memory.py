@@ -35,7 +35,7 @@ class BlockPool:
         self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)  # drops the oldest
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """As `np.empty`, aligned."""
+        """Like `np.empty`, aligned."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
             return empty_bytes(nbytes).view(dtype).reshape(shape)

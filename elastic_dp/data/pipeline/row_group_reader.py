@@ -160,7 +160,7 @@ class RowGroupReader:
             self._work.notify()
 
     def _wait_for(self, key: Key, needed: list[ResidentRowGroup]) -> list[ResidentRowGroup]:
-        """Those of `needed` that are in memory, at least one."""
+        """Return those of `needed` that are in memory, at least one."""
         moves = self._moves
         self._resident.begin_waiting(key)
         try:

@@ -1,14 +1,12 @@
 """The row groups of a data set, in any format: the interface `RowGroups`, and its implementation
 for the shards of an index.
 
-`read` runs in many threads at the same time. It turns the errors of decoders into typed ones: a
-shard that is not the one of the index is a DataError, and bytes that cannot be decoded are a
-BadShard. Errors of the store stay as they are.
+`read` runs in many threads at the same time. Errors of decoders become typed ones (see
+decode_errors.py).
 """
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import Protocol
 
@@ -22,16 +20,15 @@ from elastic_dp.data.columns.row_filter import RowFilter
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
 from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt, read_table
 from elastic_dp.data.formats.format_registry import FORMATS, open_format
-from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
-from elastic_dp.storage import ObjectRewritten, Store
+from elastic_dp.storage import Store
 
 # After a row group of this size is decoded, Arrow's free memory is returned at once. Its allocator
 # would keep it for a second, while the next row groups arrive: with 64 MiB each, a worker grew by
 # up to 1.14 of its budget; it grows by 0.97 now. Smaller row groups fit into the memory of others.
 GIVEN_BACK_BYTES = 64 << 20
-_NO_MACHINE_HAS = 1 << 44  # bytes; a damaged number is mostly larger
 SHARDS_KNOWN = 1024  # shards whose facts from the index are cached
 
 
@@ -82,28 +79,15 @@ class ShardRowGroups:
         number = self._index.shard_of(row_group)
         shard = self._shard(number)
         location = self._location(number, row_group)
-        try:
+        with decoding(shard, location):
             table = self._read_table(number, shard, location)
-            if table.num_rows != self.rows[row_group]:
-                raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
+            refuse_other_count(table.num_rows, int(self.rows[row_group]))
             where = f"row group {location.group} of {shard.name}"
             columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1
             return columns, sum(_held_bytes(c) if grew else c.nbytes for c in columns.values())
-        except ObjectRewritten as error:
-            raise _rewritten(shard) from error
-        except ElasticError:
-            raise
-        except OSError as error:
-            if error.errno is None:  # raised by a decoder; the operating system sets a number
-                raise _bad(shard, location, error) from error
-            raise StorageError(f"cannot read {shard.name}: {error}") from error
-        except MemoryError as error:
-            raise _too_large(shard, location, error) from error
-        except Exception as error:  # a decoder may raise anything for damaged content
-            raise _bad(shard, location, error) from error
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         shard = self._index.shard_of(row_group)
@@ -152,28 +136,3 @@ def _held_bytes(column: Column) -> int:
 
 def _capacity(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if 0 < nbytes < GIVEN_BACK_BYTES else nbytes
-
-
-def _bad(shard: ShardAt, location: RowGroupLocation, error: Exception) -> BadShard:
-    return BadShard(shard.name, location.group, f"{type(error).__name__}: {error}")
-
-
-def _too_large(shard: ShardAt, location: RowGroupLocation, error: MemoryError) -> DataError:
-    """Not a BadShard, unless no machine has so much memory: whether a row is skipped must not
-    depend on the machine that reads it."""
-    asked = re.search(r"size (\d+)", str(error))
-    if asked and int(asked[1]) >= _NO_MACHINE_HAS:
-        return _bad(shard, location, error)
-    return DataError(
-        f"row group {location.group} of {shard.name} does not fit into the memory of this machine "
-        f"({error}): text that repeats is small in a file and not in memory. Write the data set "
-        "with smaller row groups, or leave the column out by DataConfig.columns"
-    )
-
-
-def _rewritten(shard: ShardAt) -> DataError:
-    return DataError(
-        f"{shard.name} was rewritten while the run used it, or is not what the index was "
-        "made of; a data set "
-        "must not change under a run"
-    )

@@ -85,8 +85,9 @@ def inspect(
     """Reads the footers of Parquet, the record batches of Arrow files, the first rows of text.
     Raises DataError if there is no data set.
 
-    `deep`: also decode every row of Parquet, Arrow, CSV and JSON Lines, which finds damaged pages.
-    A page whose damage decodes to other values is found only if it has a checksum.
+    `deep`: also decode every row of Parquet, Arrow, CSV, JSON and tar, which finds damaged pages,
+    and members of a tar that are not what their endings say. A page whose damage decodes to other
+    values is found only if it has a checksum.
 
     `columns`: those that the job needs; None: all. With `virtual_workers` and `micro_batch_size`,
     the result has a plan. `storage_options`, `csv_options`: as in `DataConfig`.

@@ -18,10 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.config import DataConfig
 from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import lossless, plain_schema
 from elastic_dp.data.columns.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import Columns, top_level
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
@@ -35,6 +37,7 @@ from elastic_dp.data.formats.parquet import (
     open_footer,
 )
 from elastic_dp.data.formats.text import flat_columns
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.dataprep.sources.detect_format import InputSource, find_format, open_rows
 from elastic_dp.dataprep.sources.source_files import Files, list_files, reading
 from elastic_dp.dataprep.sources.text_lines import (
@@ -44,11 +47,11 @@ from elastic_dp.dataprep.sources.text_lines import (
     json_reader,
 )
 from elastic_dp.errors import DataError
-from elastic_dp.storage import redact_url
+from elastic_dp.storage import Store, redact_url
 
 FOOTER_THREADS = 16
 FIRST_ROWS_BYTES = 256 << 10
-_DECODED = ("parquet", "arrow", "csv", "jsonl")  # by `deep`
+_CONVERTED = ("parquet", "arrow", "csv", "jsonl")  # `deep` decodes these as `convert` does
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]
@@ -115,7 +118,7 @@ def survey(
     deep: bool = False,
     csv: CsvOptions | None = None,
 ) -> Survey:
-    """`deep`: decode every row of Parquet, Arrow, CSV and JSON Lines. `csv`: how CSV files are
+    """`deep`: decode every row, but of images and plain text. `csv`: how CSV files are
     written. Raises DataError if there is no data set, or it lacks one of `columns`."""
     there = list_files(url, storage_options=storage_options)
     kind, files = find_format(url, there)
@@ -131,7 +134,7 @@ def survey(
         _survey_arrow(found, files, wanted)
     elif kind in ("csv", "jsonl") and not deep:
         _survey_text(found, files, csv_reader(wanted, csv) if kind == "csv" else json_reader())
-    if deep and kind in _DECODED:
+    if deep and kind in (*_CONVERTED, "tar"):
         _decode_all(found, InputSource(url, kind, files, csv=csv), wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
@@ -140,12 +143,27 @@ def survey(
 
 
 def _decode_all(found: Survey, source: InputSource, wanted: list[str] | None) -> None:
-    """Decodes all rows as `convert` does, up to the first error."""
+    """Decodes all rows as `convert` does, and tar as training does, up to the first error."""
     try:
-        for _ in open_rows(source, wanted).batches():
-            pass
+        if source.kind == "tar":
+            _read_in_place(source, wanted)
+        else:
+            for _ in open_rows(source, wanted).batches():
+                pass
     except DataError as error:
         found.unreadable.append(str(error))
+
+
+def _read_in_place(source: InputSource, wanted: list[str] | None) -> None:
+    options = source.files.options
+    config = DataConfig(source.url, micro_batch_size=1, columns=wanted, storage_options=options)
+    index = read_index(config)
+    row_groups = ShardRowGroups(config, index, [Store(source.url, options)])
+    try:
+        for number in range(len(index.rows)):
+            row_groups.read(number)
+    finally:
+        row_groups.close()
 
 
 def _survey_text(found: Survey, files: Files, reader: TextReader) -> None:
@@ -208,7 +226,7 @@ def _take_footer(
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:
-    """As training counts them. A damaged footer may hold another number for the whole file."""
+    """Count the rows as training does: a damaged footer may hold another number for the file."""
     return sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
 
 

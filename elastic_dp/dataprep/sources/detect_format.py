@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow as pa
 
 from elastic_dp.config.csv_options import CsvOptions
+from elastic_dp.data.discovery.incomplete import unfinished_job
 from elastic_dp.data.discovery.listing import splits_message
 from elastic_dp.data.discovery.partitions import Partitions
+from elastic_dp.data.discovery.saved_datasets import INFO, STATE
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
 from elastic_dp.dataprep.sources.images import open_images
@@ -33,6 +35,7 @@ _FORMATS = {
     "txt": "text",
     "tar": "tar",
 }
+_NOTES = (STATE, INFO, "dataset_dict.json")  # of Hugging Face `datasets`
 _OPENERS = {
     "parquet": open_parquet,
     "arrow": open_arrow,
@@ -70,6 +73,7 @@ def find_source(
                 f"{' or '.join(map(repr, text_globs))} (text_glob); it has "
                 f"{skipped_message(files.beside(read))}"
             )
+        warn_of_rows(url, read)
         return InputSource(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
         splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
@@ -78,8 +82,12 @@ def find_source(
             "them, e.g. "
             f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
         )
-    if {"state.json", "dataset_info.json"} <= set(files.names):
-        return InputSource(url, "saved", files)
+    if {STATE, INFO} <= set(files.names):
+        read = files.only(
+            lambda name: name in _NOTES or ("/" not in name and kind_of(name) == "arrow")
+        )
+        warn_of_rows(url, read)
+        return InputSource(url, "saved", read, files.beside(read))
     kind, read = find_format(url, files)
     return InputSource(url, kind, read, files.beside(read))
 
@@ -128,8 +136,12 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
 
 
 def find_format(url: str, files: Files) -> tuple[str, Files]:
-    """(format, files of that format). Text files next to another format are taken for a README."""
-    kinds = Counter(_FORMATS[k] for name in files.names if (k := kind_of(name)) in _FORMATS)
+    """(format, files of that format). Text files next to another format are taken for a README, and
+    JSON files of Hugging Face `datasets` next to Arrow files for a description."""
+    names = files.names
+    if any(kind_of(name) == "arrow" for name in names):
+        names = tuple(name for name in names if name.rpartition("/")[2] not in _NOTES)
+    kinds = Counter(_FORMATS[k] for name in names if (k := kind_of(name)) in _FORMATS)
     if len(kinds) > 1:
         kinds.pop("text", None)
     if len(kinds) != 1:
@@ -148,4 +160,12 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
     read = files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
     if words := splits_message(read.names, f"{files.root}/"):
         _log.warning("%r %s", redact_url(url), words)
+    warn_of_rows(url, read)
     return kind, read
+
+
+def warn_of_rows(url: str, read: Files) -> None:
+    """Warns of rows that count twice or may be missing."""
+    for words in (read.duplicates(), unfinished_job(read.hidden)):
+        if words:
+            _log.warning("%r: %s", redact_url(url), words)

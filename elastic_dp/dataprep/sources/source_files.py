@@ -7,10 +7,9 @@ exception itself is dropped from the chain, since its text may have secrets.
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -19,8 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from elastic_dp.data.discovery.duplicate_files import ListedFiles, duplicate_files, local_place
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
 from elastic_dp.data.discovery.listing import glob_mark
+from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
 from elastic_dp.errors import DataError, ElasticError, StorageError
@@ -30,14 +31,13 @@ from elastic_dp.storage import (
     entry_of,
     glob_translate,
     is_local,
+    list_folder,
     look_up,
     open_file_system,
     redact,
     redact_url,
 )
-from elastic_dp.storage.local_backend import LINKS, LocalBackend
 
-_GLOB_MARKS = "*?["
 _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
@@ -45,7 +45,7 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 class Files:
     """`names` are relative to `root`, sorted; `sizes` in bytes; `versions` as `Entry` has them.
     `query`: of an http URL, which may be a signature. `hidden`: names that are there, too, and
-    begin with "." or "_"; `dead`: dangling links.
+    begin with "." or "_"; `unread`: other names that are not read, by the reason.
 
     Files must not change while they are read, once or several times: DataError.
     """
@@ -57,25 +57,36 @@ class Files:
     versions: tuple[str, ...]
     query: str = ""
     hidden: tuple[str, ...] = ()
-    dead: tuple[str, ...] = ()
+    unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def path(self, name: str) -> str:
         return (f"{self.root}/{name}" if self.root else name) + self.query
 
     def ending_in(self, *endings: str) -> Files:
-        return self._only([kind_of(name) in endings for name in self.names])
+        return self.only(lambda name: kind_of(name) in endings)
 
     def matching(self, globs: Sequence[str]) -> Files:
-        return self._only([_matches(name, globs) for name in self.names])
+        return self.only(lambda name: _matches(name, globs))
 
     def beside(self, read: Files) -> tuple[Skipped, ...]:
         """The files that are not in `read`, which is a part of these."""
         chosen = set(read.names)
         others = (name for name in self.names if name not in chosen)
-        return count_skipped(others, self.hidden, {LINKS: self.dead})
+        return count_skipped(others, self.hidden, self.unread)
 
-    def _only(self, kept: Sequence[bool]) -> Files:
+    def duplicates(self) -> str:
+        """What is said of files with several names; "" if there are none."""
+        if not self.is_local:  # an object has one name
+            return ""
+        entries = [Entry(*e) for e in zip(self.names, self.sizes, self.versions, strict=True)]
+        listed = ListedFiles(
+            entries, self.names.__getitem__, lambda name: local_place(self.path(name))
+        )
+        return duplicate_files([listed])
+
+    def only(self, is_kept: Callable[[str], bool]) -> Files:
+        kept = [is_kept(name) for name in self.names]
         return replace(
             self,
             names=tuple(compress(self.names, kept)),
@@ -105,8 +116,8 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """As `open`; a local file is memory mapped, so that a large record batch takes no
-        memory."""
+        """Opens a file as `open` does. A local file is memory mapped, so a large record batch takes
+        no memory."""
         if not self.is_local:
             with self.open(name) as raw:
                 yield raw
@@ -159,22 +170,20 @@ def list_files(
         system, path = open_file_system(url, storage_options)
         system.invalidate_cache()  # a cached listing may be out of date
         path, query = _split(system, str(path).rstrip("/"))
-        dead: list[str] = []
-        if is_local(system):
-            root, found, dead = _find_local(url, path)
-        else:
-            root, found = _find(system, path, query)
+        is_http = "http" in _protocols(system)
+        found = _find_unlisted(system, path, query) if is_http else _find(url, system, path)
+        if not is_http:
+            _refuse_table(url, system, found)
+        found = _without_cached_results(system, found)
     except ElasticError:
         raise
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise DataError(_said(f"cannot list {url!r}", error, storage_options)) from None
     except Exception as error:  # a foreign file system may raise anything
         raise StorageError(_said(f"cannot list {url!r}", error, storage_options)) from None
-    entries = {str(name).removeprefix(root).lstrip("/"): entry for name, entry in found.items()}
+    entries = {found.name(entry.path): entry for entry in found.entries}
     if any(name.rpartition("/")[2] == INCOMPLETE for name in entries):
         raise DataError(incomplete_message(url))
-    if "http" not in _protocols(system):
-        _refuse_table(url, system, path, root, entries)
     hidden = [name for name in sorted(entries) if _is_hidden(name, text_globs)]
     names = sorted(entries.keys() - set(hidden))
     if not names:
@@ -182,18 +191,15 @@ def list_files(
             f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as "
             "'dir/**/*.csv'"
         )
-    sizes = tuple(entries[name].size for name in names)
-    versions = tuple(entries[name].version for name in names)
-    links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
     return Files(
         system,
-        root,
+        found.root,
         tuple(names),
-        sizes,
-        versions,
+        tuple(entries[name].size for name in names),
+        tuple(entries[name].version for name in names),
         query,
         tuple(hidden),
-        links,
+        {reason: sorted(map(found.name, paths)) for reason, paths in found.unread.items()},
         storage_options or {},
     )
 
@@ -230,7 +236,81 @@ def _protocols(system: Any) -> Sequence[str]:
     return (protocol,) if isinstance(protocol, str) else protocol
 
 
-def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[str]) -> None:
+@dataclass
+class _SourceListing:
+    """What a URL means. `entries`: its files, and the `_incomplete` objects next to them. `root`:
+    the path that names are relative to. `listed`: all paths that were listed. `unread`: paths that
+    cannot be read, or are not part of the data, by the reason. `matches`: whether the URL names a
+    path."""
+
+    root: str
+    entries: list[Entry]
+    listed: Sequence[str] = ()
+    unread: dict[str, list[str]] = field(default_factory=dict)
+    matches: Callable[[str], object] = lambda path: True
+    is_file: bool = False
+
+    def name(self, path: str) -> str:
+        return path.removeprefix(self.root).lstrip("/")
+
+
+def _find(url: str, system: Any, path: str) -> _SourceListing:
+    """A name with marks of a pattern may be the name of a file or folder. Links to folders are
+    followed. Keys with an empty part are no paths, and are not read."""
+    mark = glob_mark(path)
+    if mark is None:
+        file = look_up(system, path) if system.isfile(path) else None
+        if file is not None and (file.size or not _has_anything(system, path)):
+            return _SourceListing(path.rpartition("/")[0], [file], is_file=True)
+        return _folder(path, list_folder(system, path, deep=True))
+    root = path[:mark].rpartition("/")[0]
+    look = list_folder(system, root, deep="/" in path[mark:] or "**" in path)
+    pattern = re.compile(glob_translate(path)).match
+    beside = re.compile(glob_translate(f"{path.rpartition('/')[0]}/{INCOMPLETE}")).match
+    matched = [entry for entry in look.entries if pattern(entry.path) or beside(entry.path)]
+    inside = [entry for entry in look.entries if entry.path.startswith(f"{path}/")]
+    is_file = [entry for entry in look.entries if entry.path == path]
+    if is_file or inside or path in look.folders:
+        if others := [entry for entry in matched if entry.path != path]:
+            raise DataError(
+                f"{redact_url(url)!r} is the name of a file or folder, and also a pattern that "
+                f"matches {others[0].path}; in a pattern "
+                "write '[[]' for '[', '[*]' for '*' and '[?]' for '?'"
+            )
+        if is_file:
+            return _SourceListing(path.rpartition("/")[0], is_file, is_file=True)
+        return _folder(path, list_folder(system, path, deep=True))
+    return _SourceListing(
+        root, matched, [e.path for e in look.entries], dict(look.unreadable), pattern
+    )
+
+
+def _folder(path: str, look: FolderListing) -> _SourceListing:
+    return _SourceListing(path, look.entries, [e.path for e in look.entries], dict(look.unreadable))
+
+
+def _has_anything(system: Any, folder: str) -> bool:
+    """Whether there is something in a folder: some tools create an object of 0 bytes for one."""
+    look = list_folder(system, folder, deep=False)
+    return bool(look.entries or look.folders)
+
+
+def _find_unlisted(system: Any, path: str, query: str) -> _SourceListing:
+    """Over http, where a page with links is all that there is of a folder."""
+    if glob_mark(path) is not None:
+        root = path[: glob_mark(path)].rpartition("/")[0]
+        found = system.glob(path, detail=True)
+    elif system.isfile(path + query):
+        root, found = path.rpartition("/")[0], {path: system.info(path + query)}
+    else:
+        root, found = path, system.find(path, detail=True)
+    files = {name: info for name, info in found.items() if info["type"] == "file"}
+    return _SourceListing(
+        root, [entry_of(name, info) for name, info in files.items()], is_file=True
+    )
+
+
+def _refuse_table(url: str, system: Any, found: _SourceListing) -> None:
     """Raises DataError for a table, also if the glob or file name does not include its log."""
 
     def names_in(folder: str) -> list[str]:
@@ -239,56 +319,23 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
         except OSError:
             return []
 
-    files = [f"{root}/{name}" for name in names]
-    is_deep_glob = any(mark in path for mark in _GLOB_MARKS) and "/" in path[len(root) + 1 :]
-    for found in sorted(tables_among(system.find(root) if is_deep_glob else files)):
-        if any(file.startswith(f"{found.root}/") for file in files):
-            refuse_table(found, redact_url(url), found.root, names_in, system.cat_file)
-    table = table_above(root, names_in, itself=True)
-    root_url = table.root if table else ""
-    refuse_table(table, redact_url(url), root_url, names_in, system.cat_file)
+    for table in sorted(tables_among(found.listed)):
+        if any(entry.path.startswith(f"{table.root}/") for entry in found.entries):
+            refuse_table(table, redact_url(url), table.root, names_in, system.cat_file)
+    above = table_above(found.root, names_in, itself=True)
+    root_url = above.root if above else ""
+    refuse_table(above, redact_url(url), root_url, names_in, system.cat_file)
 
 
-def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
-    """(path that names are relative to, entries by path). For a glob with the `_incomplete` objects
-    next to its files."""
-    marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
-    if marks:
-        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
-        found = system.glob(path, detail=True) | system.glob(beside, detail=True)
-        root = path[: min(marks)].rpartition("/")[0]
-    elif system.isfile(path + query):
-        root, found = path.rpartition("/")[0], {path: system.info(path + query)}
-    else:
-        root, found = path, system.find(path, detail=True)
-    files = {name: info for name, info in found.items() if info["type"] == "file"}
-    return root, {name: entry_of(name, info) for name, info in files.items()}
-
-
-def _find_local(url: str, path: str) -> tuple[str, dict[str, Entry], list[str]]:
-    """As `_find`, and dangling links. Follows links to folders. A name with marks of a pattern may
-    be the name of a file."""
-    backend, mark, root = LocalBackend(path), glob_mark(path), path
-    matched: list[Entry] = []
-    look = FolderListing([], [], {})
-    if mark is not None:
-        root = path[:mark].rpartition("/")[0]
-        look = backend.look(root, deep="/" in path[mark:] or "**" in path)
-        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
-        is_one = re.compile(f"{glob_translate(path)}|{glob_translate(beside)}").match
-        matched = [entry for entry in look.entries if is_one(entry.path)]
-    if os.path.exists(path):
-        if any(entry.path != path for entry in matched):
-            raise DataError(
-                f"{url!r} is the name of a file or folder, and also a pattern that matches "
-                f"{matched[0].path}; in a pattern "
-                "write '[[]' for '[', '[*]' for '*' and '[?]' for '?'"
-            )
-        root, look = path, backend.look(path, deep=True)
-        matched = look.entries
-        if os.path.isfile(path):
-            root, matched = path.rpartition("/")[0], [backend.stat(path)]
-    return root, {entry.path: entry for entry in matched}, look.unreadable.get(LINKS, [])
+def _without_cached_results(system: Any, found: _SourceListing) -> _SourceListing:
+    """Without what Hugging Face `datasets` cached beside the files of a data set."""
+    arrow = [] if found.is_file else [e.path for e in found.entries if e.path.endswith(".arrow")]
+    notes = {path for path in found.listed if path.endswith((STATE, INFO))}
+    cached = cached_results(arrow, notes.__contains__, system.cat_file, found.matches)
+    if not cached:
+        return found
+    kept = [entry for entry in found.entries if entry.path not in cached]
+    return replace(found, entries=kept, unread={**found.unread, CACHED: sorted(cached)})
 
 
 def _said(what: str, error: Exception, options: Mapping[str, Any] | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import lossless
+from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import Columns, refuse_names_that_are_no_text
 from elastic_dp.data.discovery.partitions import Partitions
+from elastic_dp.data.discovery.saved_datasets import STATE, named_files
 from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import open_footer
@@ -61,12 +62,9 @@ def open_arrow(files: Files, columns: list[str] | None, partitions: Partitions) 
 
 def open_saved_dataset(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
     """The Arrow files in the order of state.json, which may differ from that of their names."""
-    with files.open("state.json") as raw:
+    with files.open(STATE) as raw:
         content = raw.read()
-    try:
-        names = tuple(file["filename"] for file in json.loads(content)["_data_files"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"state.json is not what datasets.save_to_disk writes: {error!r}") from None
+    names = named_files(content)
     for name in names:
         if name not in files.names:  # or a path that leads out of the folder
             raise DataError(f"state.json names {name!r}, which is no file of this folder")
@@ -131,7 +129,7 @@ def _rows(
         for batch in batches_of(name, schema):
             with reading(name, files.options):
                 batch.validate(full=True)  # Arrow itself does not check offsets
-                plain = plain_batch(batch, schema, name)
+                plain = plain_batch(clear_null_views(batch), schema, name)
             yield plain
 
     return rows_of_files(names, schema, plain_batches, columns, partitions)

@@ -74,7 +74,7 @@ class WorkerCheckpointer:
         self._requested = False  # by the body
         self._stall_s = 0.0
         self._members: tuple[WorkerId, ...] = ()
-        self._founded = 0
+        self._lineage_id = 0
         self._naming: dict[str, Any] = {}
         self._versions: dict[str, str] = {}
         self._job = self._data = ""
@@ -167,7 +167,7 @@ class WorkerCheckpointer:
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         tree = _tree(state, evaluations)
-        self._members, self._founded = members, lineage_id
+        self._members, self._lineage_id = members, lineage_id
         rank = members.index(self._worker)
         try:
             upload = self._uploader.take(step, tree, rank, len(members), writer=self._worker)
@@ -289,7 +289,7 @@ class WorkerCheckpointer:
             self._naming,
             self._versions,
             self._stall_s + self._uploader.snapshot.copied_s,
-            self._founded,
+            self._lineage_id,
             self._job,
             self._data,
         )

@@ -39,16 +39,16 @@ def test_the_collector_waits_while_an_event_is_handled(
 
 
 def test_controller_does_not_wait_for_a_released_worker_without_a_node() -> None:
-    """Else its demand for a node would live on until it is evicted."""
+    """Otherwise its demand for a node would live on until it is evicted."""
     spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
-    controller._worker_group = fleet = Told()
+    controller._worker_group = workers = Told()
     for worker in ("w1", "w2"):
         controller._execute(m.StartWorker(worker))
     controller._execute(m.BeginTraining("w2", is_source=True))
     for worker in ("w1", "w2"):
         controller._execute(m.ReleaseWorker(worker, "the size is 0 now"))
-    assert fleet.told == [
+    assert workers.told == [
         *("start w1", "start w2", "BeginTraining"),
         *("ReleaseWorker", "kill w1"),  # it is told, so that its end is no failure of its node
         "ReleaseWorker",
@@ -86,7 +86,8 @@ def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
 
 
 def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
-    """They are a message of their own, and come when the death may be waiting in the inbox."""
+    """Last words are a message of their own, and come when the death may be waiting in the
+    inbox."""
     spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
     controller._worker_group = Told()
@@ -107,15 +108,15 @@ def test_superseded_controller_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
     controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
-    controller._worker_group = fleet = Told()
+    controller._worker_group = workers = Told()
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()
-    assert not [told for told in fleet.told if not told.startswith("start")]
+    assert not [told for told in workers.told if not told.startswith("start")]
     controller.heartbeats.close()
 
 
 class Told:
-    """A fleet that writes down what it is told."""
+    """A worker group that records what it is told."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

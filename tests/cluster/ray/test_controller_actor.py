@@ -10,7 +10,7 @@ from elastic_dp.cluster.runs.controller_state import ControllerState
 
 
 class Ended(BaseException):
-    """Of the process."""
+    """The end of the process."""
 
 
 def ends(code):

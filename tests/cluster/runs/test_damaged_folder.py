@@ -86,7 +86,7 @@ def _other_types(path):
 
 
 def _more_fields(path):
-    """Of a compatible later version."""
+    """Add a field, as a compatible later version would."""
     if isinstance(stored := _json(path), dict):
         for part in (stored, stored.get("body", {}), stored.get("body", {}).get("about", {})):
             part["of a later version"] = {"x": 1}

@@ -22,7 +22,7 @@ from tests.runs import spec_of
 
 
 class Stored(ControllerStateStore):
-    """Of a run that one controller led before."""
+    """The stored state of a run that one controller led before."""
 
     def __init__(self, earlier: ControllerStateStore) -> None:
         super().__init__()

@@ -15,7 +15,8 @@ import random
 import shutil
 import tarfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import text_lines as lines
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Store
-from tests.data.fuzz.mutations import ENDINGS, Damaged
+from tests.data.fuzz.compressed import decompressed
+from tests.data.fuzz.mutations import Damaged, format_of
 from tests.data.values import Columns, columns_of, plain, same
 
 MEMORY_BYTES = 256 << 20
-_TEXT_FORMATS = ("csv", "jsonl")
+CsvOptions = Mapping[str, Any] | None
+Way = Callable[[Path, CsvOptions], Columns]
 
 
 class Finding(Exception):
@@ -47,43 +50,49 @@ class Finding(Exception):
 def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[str], None]) -> str:
     """ "rows", or the name of the error, for each way of reading; "rows?" where no reference reads
     the file. `say` is told which way is tried next."""
-    path = folder / f"a{ENDINGS[kind]}"
+    chosen = format_of(kind)
+    path = folder / f"a{damaged.ending or f'.{chosen}'}{damaged.codec}"
     path.write_bytes(damaged.content)
     _cut_small(random.Random(seed))
     found: list[str] = []
     made: dict[str, Columns] = {}
-    ways = {"read": _in_place, "convert": _converted, "inspect": _inspected}
+    ways: dict[str, Way] = {"read": _in_place, "convert": _converted, "inspect": _inspected}
+    if chosen == "tar":
+        del ways["convert"]
+    must = _ways_that_must_read(chosen, damaged)
     for name, way in ways.items():
-        if kind == "tar" and name == "convert":
-            continue
         say(name)
-        outcome = _tried(name, way, path, folder)
+        outcome = _tried(name, way, path, damaged)
         found.append(outcome if isinstance(outcome, str) else "rows")
         if isinstance(outcome, dict):
             if outcome:
                 say(f"{name}: reference")
-                found[-1] += "" if _compare(name, kind, damaged, path, outcome) else "?"
+                found[-1] += "" if _compare(name, chosen, damaged, path, outcome) else "?"
                 made[name] = outcome
-        elif damaged.whole and kind == "tar" and name == "read":
-            raise Finding(f"{name}: a whole tar is refused: {outcome}")
-        elif (
-            damaged.whole and kind == "csv" and name == "convert" and _must_convert(damaged.content)
-        ):
-            raise Finding(f"{name}: a whole CSV is refused: {outcome}")
+        elif name in must:
+            raise Finding(f"{name}: a whole file is refused: {outcome}")
     if len(made) == 2:
         _compare_columns("read, beside convert", made["read"], made["convert"])
-    if "read" in made and kind in ("parquet", "arrow") and found[-1] == "rows":
+    if "read" in made and chosen in ("parquet", "arrow") and found[-1] == "rows":
         rows, counted = len(next(iter(made["read"].values()))), inspect(str(path)).rows
         if counted not in (None, rows):
             raise Finding(f"inspect: {counted} rows, and {rows} are read")
     return " ".join(found)
 
 
-def _must_convert(content: bytes) -> bool:
-    """csv.writer leaves a "\\r" unquoted where lines end with "\\n", and csv.reader ends a row
+def _ways_that_must_read(chosen: str, damaged: Damaged) -> tuple[str, ...]:
+    if not damaged.whole:
+        return ()
+    if chosen == "csv":
+        return ("convert",) if _must_convert(_unpacked(damaged)) else ()
+    return ("read",) if chosen == "tar" else ()
+
+
+def _must_convert(damaged: Damaged) -> bool:
+    """csv.writer leaves a "\r" unquoted where lines end with "\n", and csv.reader ends a row
     there. A number that no float64 holds may be refused."""
-    rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
-    return b"1e400" not in content and len({len(row) for row in rows if row}) == 1
+    text = _csv_text(damaged)
+    return "1e400" not in text and len({len(row) for row in _csv_rows(text, damaged)}) == 1
 
 
 def _cut_small(rng: random.Random) -> None:
@@ -94,11 +103,9 @@ def _cut_small(rng: random.Random) -> None:
     lines.BLOCK_BYTES = size
 
 
-def _tried(
-    name: str, way: Callable[[Path, Path], Columns], path: Path, folder: Path
-) -> Columns | str:
+def _tried(name: str, way: Way, path: Path, damaged: Damaged) -> Columns | str:
     try:
-        return way(path, folder)
+        return way(path, damaged.csv_options)
     except ElasticError as error:
         return type(error).__name__
     except Exception as error:
@@ -110,8 +117,8 @@ def _tried(
         raise Finding(f"{name}: an untyped error: {said}") from error
 
 
-def _in_place(path: Path, folder: Path) -> Columns:
-    config = DataConfig(str(path), micro_batch_size=4)
+def _in_place(path: Path, csv_options: CsvOptions) -> Columns:
+    config = DataConfig(str(path), micro_batch_size=4, csv_options=csv_options)
     index = read_index(config)
     groups = ShardRowGroups(config, index, [Store(str(path))])
     found: Columns = {name: [] for name, _ in index.columns}
@@ -126,16 +133,16 @@ def _in_place(path: Path, folder: Path) -> Columns:
     return found
 
 
-def _converted(path: Path, folder: Path) -> Columns:
-    to = folder / "converted"
+def _converted(path: Path, csv_options: CsvOptions) -> Columns:
+    to = path.parent / "converted"
     shutil.rmtree(to, ignore_errors=True)
-    convert(str(path), str(to))
+    convert(str(path), str(to), csv_options=csv_options)
     tables = [pq.ParquetFile(part).read(use_threads=False) for part in sorted(to.glob("*.parquet"))]
     return columns_of(pa.concat_tables(tables))
 
 
-def _inspected(path: Path, folder: Path) -> Columns:
-    inspect(str(path))
+def _inspected(path: Path, csv_options: CsvOptions) -> Columns:
+    inspect(str(path), csv_options=csv_options)
     return {}
 
 
@@ -143,10 +150,17 @@ def _inspected(path: Path, folder: Path) -> Columns:
 # side
 
 
-def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -> bool:
-    """Whether there was something to compare with."""
+def _compare(way: str, chosen: str, damaged: Damaged, path: Path, ours: Columns) -> bool:
+    """Whether there was something to compare with. A compressed file must be whole for its codec,
+    or what lay behind the damage may be lost."""
+    try:
+        damaged = _unpacked(damaged)
+    except Exception as error:
+        raise Finding(
+            f"{way}: rows of content that {damaged.codec} refuses: {error!r:.100}"
+        ) from error
     compared = False
-    for reference in _REFERENCES[kind]:
+    for reference in _REFERENCES[chosen]:
         try:
             theirs = reference(path, damaged, ours)
         except Exception:  # a reference reader may raise anything
@@ -154,6 +168,12 @@ def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -
         _compare_columns(way, ours, theirs)
         compared = True
     return compared
+
+
+def _unpacked(damaged: Damaged) -> Damaged:
+    if not damaged.codec:
+        return damaged
+    return replace(damaged, content=decompressed(damaged.content, damaged.codec))
 
 
 def _compare_columns(way: str, ours: Columns, theirs: Columns) -> None:
@@ -197,12 +217,17 @@ def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
 def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     """All in one piece."""
     content = damaged.content
+    if damaged.csv_options is not None:
+        content = _csv_text(damaged).encode()
+    words = _null_words(damaged)
     types = {name: pa.array(values).type for name, values in ours.items()}
     table = pa.csv.read_csv(
         pa.BufferReader(content),
         pa.csv.ReadOptions(use_threads=False, block_size=len(content) + 1),
-        pa.csv.ParseOptions(newlines_in_values=True),
-        pa.csv.ConvertOptions(column_types=types),
+        pa.csv.ParseOptions(delimiter=_delimiter(damaged), newlines_in_values=True),
+        pa.csv.ConvertOptions(
+            column_types=types, null_values=words, strings_can_be_null=words is not None
+        ),
     )
     return columns_of(table)
 
@@ -210,14 +235,38 @@ def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
 def _reference_csv_module(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     """Python's, which takes a quote that is never closed."""
     types = {name: pa.array(values).type for name, values in ours.items()}
-    text = io.StringIO(damaged.content.decode("utf-8-sig"), newline="")
-    header, *rows = (row for row in csv.reader(text) if row)
+    header, *rows = _csv_rows(_csv_text(damaged), damaged)
     texts = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
-    return {name: [_of_text(v, types[name]) for v in values] for name, values in texts.items()}
+    words = _null_words(damaged)
+    return {
+        name: [_of_text(v, types[name], words) for v in values] for name, values in texts.items()
+    }
 
 
-def _of_text(value: str, kind: pa.DataType) -> Any:
-    if not pa.types.is_string(kind) and value in pa.csv.ConvertOptions().null_values:
+def _csv_rows(text: str, damaged: Damaged) -> list[list[str]]:
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(damaged))
+    return [row for row in rows if row]
+
+
+def _csv_text(damaged: Damaged) -> str:
+    text = damaged.content.decode((damaged.csv_options or {}).get("encoding", "utf-8"))
+    return text.removeprefix("\ufeff")
+
+
+def _delimiter(damaged: Damaged) -> str:
+    default = "\t" if damaged.ending == ".tsv" else ","
+    return str((damaged.csv_options or {}).get("delimiter", default))
+
+
+def _null_words(damaged: Damaged) -> list[str] | None:
+    return (damaged.csv_options or {}).get("null_values")
+
+
+def _of_text(value: str, kind: pa.DataType, words: list[str] | None) -> Any:
+    if words is not None and value in words:
+        return None
+    nulls = pa.csv.ConvertOptions().null_values
+    if words is None and not pa.types.is_string(kind) and value in nulls:
         return None
     if pa.types.is_integer(kind):
         return int(value)
@@ -232,7 +281,18 @@ def _reference_jsonl(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     """A byte order mark before a row is no part of it; pyarrow takes one away from the start of
     each piece of a file."""
     lines = (line.removeprefix("\ufeff") for line in damaged.content.decode().split("\n"))
-    rows = [json.loads(line) for line in lines if line.strip()]
+    return _json_columns([json.loads(line) for line in lines if line.strip()], ours)
+
+
+def _reference_json(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    """One array, or JSON Lines."""
+    text = damaged.content.decode("utf-8-sig")
+    if not text.lstrip().startswith("["):
+        return _reference_jsonl(path, damaged, ours)
+    return _json_columns(json.loads(text), ours)
+
+
+def _json_columns(rows: list[Any], ours: Columns) -> Columns:
     assert all(isinstance(row, dict) for row in rows)
     lost = {
         key
@@ -267,7 +327,7 @@ def _inside(value: Any, names: list[str]) -> Any:
 
 def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     samples: list[dict[str, Any]] = []
-    with tarfile.open(path, "r:") as members:
+    with tarfile.open(fileobj=io.BytesIO(damaged.content), mode="r:") as members:
         for member in members:
             folder, slash, file = member.name.rpartition("/")
             if not member.isfile() or file.startswith(".") or tar_format._is_note(file):
@@ -303,5 +363,6 @@ _REFERENCES: dict[str, tuple[Callable[[Path, Damaged, Columns], Columns], ...]] 
     "arrow": (_reference_arrow,),
     "csv": (_reference_csv, _reference_csv_module),
     "jsonl": (_reference_jsonl, _reference_jsonl_arrow),
+    "json": (_reference_json, _reference_jsonl_arrow),
     "tar": (_reference_tar,),
 }

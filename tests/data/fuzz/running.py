@@ -108,7 +108,7 @@ def _run_until_death(
 
 
 def _said(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Its lines; a last one, `{"hang": true}`, where it works on one thing for too long."""
+    """Return its lines; a last one, `{"hang": true}`, where it works on one thing for too long."""
     assert process.stdout is not None
     pending, begun, busy = b"", time.monotonic(), _processor_s(process.pid)
     allowed = _START_S

@@ -1,15 +1,23 @@
 """A few inputs of each kind on every change; benchmarks/fuzz_data.py runs 10⁵ of them."""
 
-import pytest
+import bz2
+import gzip
+import io
+import json
+import tarfile
 
-from tests.data.fuzz import running
+import pytest
+import zstandard
+
+from benchmarks import fuzz_data
+from tests.data.fuzz import judging, running
 from tests.data.fuzz.mutations import KINDS, Damaged, mutated
 from tests.data.fuzz.running import run
 
 
 def test_damaged_files_give_rows_or_typed_errors_and_nobody_dies():
-    tried = run(",".join(KINDS), 0, 50 * len(KINDS))
-    assert tried.inputs == 50 * len(KINDS)
+    tried = run(",".join(KINDS), 0, 30 * len(KINDS))
+    assert tried.inputs == 30 * len(KINDS)
     assert not tried.findings
     assert any(outcome.startswith("rows") for outcome in tried.outcomes)
 
@@ -66,3 +74,97 @@ def test_a_whole_file_is_marked_as_such():
     assert any(
         mutated("csv", seed) == Damaged(mutated("csv", seed).content, True) for seed in range(20)
     )
+
+
+ROWS = [{"a": 1, "s": "é"}, {"a": None, "s": "x"}, {"a": 3, "s": "]"}]
+CSV = "a;s\n1;é\nnone;x\n3;]\n".encode("cp1252")
+CSV_OPTIONS = {"delimiter": ";", "encoding": "cp1252", "null_values": ["none"]}
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+
+
+def tar():
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as members:
+        for name in ("0.txt", "1.txt", "2.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            members.addfile(member, io.BytesIO(b"x"))
+    return sink.getvalue()
+
+
+@pytest.fixture
+def uncut(monkeypatch):
+    """The sizes of row groups stay as they are in this process."""
+    monkeypatch.setattr(judging, "_cut_small", lambda rng: None)
+
+
+WHOLE = {
+    "csv-options": Damaged(CSV, True, ".csv", csv_options=CSV_OPTIONS),
+    "csv-compressed": Damaged(zstandard.compress(b"a,s\n1,x\n2,y\n"), True, codec=".zst"),
+    "jsonl-compressed": Damaged(gzip.compress(LINES), True, codec=".gz"),
+    "json-array": Damaged(json.dumps(ROWS).encode(), True, ".json"),
+    "tar-compressed": Damaged(bz2.compress(tar()), True, codec=".bz2"),
+}
+
+
+def without_null(columns):
+    return {name: [0 if v is None else v for v in values] for name, values in columns.items()}
+
+
+def without_last_row(columns):
+    return {name: values[:-1] for name, values in columns.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        *((kind, without_last_row) for kind in WHOLE),
+        ("csv-options", without_null),
+        ("json-array", without_null),
+    ],
+)
+def test_rows_that_differ_from_the_reference_of_their_kind_are_a_finding(
+    kind, spoil, monkeypatch, tmp_path, uncut
+):
+    damaged = WHOLE[kind]
+    judged = judging.judge(kind, damaged, tmp_path, 1, lambda way: None)
+    assert judged.split()[-2:] == ["rows", "rows"]
+    read = judging._converted if judged.startswith("DataError") else judging._in_place
+    monkeypatch.setattr(judging, read.__name__, lambda *given: spoil(read(*given)))
+    with pytest.raises(judging.Finding, match=r"rows for|must be"):
+        judging.judge(kind, damaged, tmp_path, 1, lambda way: None)
+
+
+@pytest.mark.parametrize("kind", ["csv-compressed", "jsonl-compressed", "tar-compressed"])
+def test_rows_of_a_compressed_file_that_is_cut_off_are_a_finding(
+    kind, monkeypatch, tmp_path, uncut
+):
+    cut = Damaged(WHOLE[kind].content[:-2], codec=WHOLE[kind].codec)
+    assert "rows" not in judging.judge(kind, cut, tmp_path, 1, lambda way: None).split()[0]
+    monkeypatch.setattr(judging, "_in_place", lambda path, options: {"a": [1]})
+    with pytest.raises(judging.Finding, match=f"read: rows of content that {cut.codec} refuses"):
+        judging.judge(kind, cut, tmp_path, 1, lambda way: None)
+
+
+def test_fuzzing_that_was_ended_goes_on_behind_what_it_wrote_down(monkeypatch, tmp_path):
+    seeds = {"csv": [], "tar": []}
+
+    def tried(kind, first, count, on_finding):
+        if len(seeds["tar"]) == 3:
+            raise KeyboardInterrupt
+        seeds[kind] += range(first, first + count)
+        return running.Tried(kind, count, running.Counter({"rows": count}), [])
+
+    monkeypatch.setattr(fuzz_data, "CHUNK", 3)
+    monkeypatch.setattr(fuzz_data, "run", tried)
+    out = str(tmp_path / "tried.json")
+    command = ["fuzz_data", "--kinds", "csv", "tar", "--inputs", "10", "--out", out]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(KeyboardInterrupt):
+        fuzz_data.main()
+    seeds["tar"].append("again")  # no end this time
+    fuzz_data.main()
+    assert seeds == {"csv": [0, 1, 2, 3, 4], "tar": [0, 1, 2, "again", 3, 4]}
+    written = json.loads((tmp_path / "tried.json").read_text())
+    assert written["inputs"] == 10 and written["findings"] == 0
+    assert written["kinds"]["csv"]["outcomes"] == {"rows": 5}

@@ -49,7 +49,7 @@ def nodes_of(node: Node) -> Iterator[Node]:
 
 
 def field(struct: Node, number: int) -> Any:
-    """Its value; None where it is not there."""
+    """Return the value of a field; None where it is absent."""
     return next((node[1] for found, node in struct[1] if found == number), None)
 
 

@@ -70,7 +70,7 @@ class Stage:
 
 
 @pytest.fixture(autouse=True)
-def _no_hurry(monkeypatch):
+def _nothing_is_requested(monkeypatch):
     """Where a test is slow to tell what was written, nobody asks for it."""
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 1e6)
 
@@ -188,7 +188,7 @@ def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage
 
 def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
     """The next ones may hold another state of the same step, where rounding depends on the
-    fleet."""
+    number of workers."""
     members = ("w1", "w2")
     stage.write("w1", members, [0, 1, 2])
     stage.committer.lost("w1")

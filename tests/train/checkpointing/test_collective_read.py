@@ -24,7 +24,7 @@ HANG_TIMEOUT_S = 10.0  # so long nobody stands still for want of a processor
 
 
 def wide(ctx):
-    """Its state makes four parts."""
+    """Train a model whose state makes four parts."""
     model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 4))
     loop(ctx, model, adamw(model))
 
@@ -121,7 +121,7 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
 
 
 def waits(run):
-    """Until that is said of one, which is what becomes of it."""
+    """Wait until that is said of one."""
     eventually(lambda: any(text.startswith("no step in") for text in texts_of(run)))
 
 

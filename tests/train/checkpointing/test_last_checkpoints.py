@@ -1,4 +1,4 @@
-"""The last checkpoint: of a fleet that a notice takes away, of an operator's stop, of Ctrl-C.
+"""The last checkpoint: of workers that a notice takes away, of an operator's stop, of Ctrl-C.
 
 None of these jobs is told to make checkpoints by itself, unless it says so.
 """
@@ -26,7 +26,7 @@ NONE = CheckpointConfig()
 
 
 def short(steps=ENDLESS, checkpoint=NONE):
-    """Of two workers, who begin together."""
+    """Return the spec of two workers, which begin together."""
     return job(steps, workers=2, least=2, body_s=0.05, checkpoint=checkpoint)
 
 
@@ -35,8 +35,9 @@ def calm(outcome):
 
 
 def take_away(*workers):
-    """Their machines go soon, and there is no room for others before they have left. So much of the
-    notice is margin that they have to leave in a second, and have minutes for it."""
+    """Drain all workers: their machines go soon, and there is no room for others before they have
+    left. So much of the notice is margin that they have to leave in a second, and have minutes for
+    it."""
 
     def act(run):
         alive = [run.worker_group.processes[worker].is_alive for worker in workers]

@@ -52,7 +52,7 @@ def gone(tmp_path):
 
 @pytest.fixture
 def long_gone(tmp_path, gone):
-    """So that who takes its lease need not wait, and can keep it for long."""
+    """Let a lease end early: whoever takes it need not wait, and can keep it for long."""
     newest = sorted(tmp_path.glob("lease/*"))[-1]
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"at": 0.0}))
 

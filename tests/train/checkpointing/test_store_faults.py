@@ -119,7 +119,7 @@ def test_a_store_that_is_gone_pauses_the_run(undisturbed, moto):
 
 
 def keeps_in_a_store_that_is_away(ctx: Any) -> None:
-    """But for step 5, no write of a member ends before the file `back` is there."""
+    """Except for step 5, no write of a member ends before the file `back` is there."""
     store, back = ctx._session.checkpoints._catalog.store, Path(ctx.config["back"])
     write, uploader.PATIENCE_S = store.write, 0.3
 
@@ -152,4 +152,4 @@ def test_training_goes_on_while_checkpoints_cannot_be_written(tmp_path):
     assert 1 <= len(put_off) <= 3, "each says it once, and training goes on"
     committed = [int(text.split()[3]) for text in said(run) if "is committed" in text]
     assert committed[:2] == [5, 10] and committed[-1] == 30, committed
-    assert 20 < committed[2] < 30, "what was put off is not waited for until it is due again"
+    assert 20 < committed[2] < 30, "what was deferred is not waited for until it is due again"

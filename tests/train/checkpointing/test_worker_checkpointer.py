@@ -116,8 +116,8 @@ def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm,
 
 
 def test_killed_as_the_state_is_copied(tmp_path):
-    """Those who live write what it should have written. Each rank once, the group back at full size
-    in between."""
+    """The survivors write what the killed worker should have written. Each rank once, the group
+    back at full size in between."""
     url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
     faults = tuple(
         WorkerFault(

@@ -70,7 +70,8 @@ CASES = list(cases())
 
 
 def shapes(kind):
-    """Of the parameters: of one unit and of several, odd and even. Muon takes matrices alone."""
+    """Return shapes of parameters: of one unit and of several, odd and even. Muon takes matrices
+    alone."""
     return [(70, 33), (1, 5)] if kind is optim.Muon else [(70, 33), (129,), (64, 2), (1,)]
 
 

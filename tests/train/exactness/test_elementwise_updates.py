@@ -88,7 +88,7 @@ def test_probe_cuts_adamw_in_fp32():
 
 
 def test_probe_keeps_a_parameter_whole_whose_last_elements_round_otherwise(monkeypatch):
-    """As a vectorized kernel does whose scalar tail rounds in another way."""
+    """A vectorized kernel does so whose scalar tail rounds in another way."""
 
     class Tail(torch.optim.SGD):
         @torch.no_grad()

@@ -472,7 +472,7 @@ def test_state_that_a_behind_member_and_a_joiner_took_goes_on_as_the_source_s():
 
 
 def test_tree_of_before_attributes_were_carried_apart_is_still_taken():
-    """As format 2 had it: plain attributes among what belongs to no parameter, everything else as
+    """Format 2 had it so: plain attributes among what belongs to no parameter, everything else as
     it was."""
     source = stepped(lambda m: zoo.OwnTensor(m.parameters()), 2)
     decays(source.optimizer)
@@ -517,7 +517,7 @@ def hugging_face(parameters):
 
 
 class Scaler:
-    """As a loss scaler: it carries itself."""
+    """An object like a loss scaler, which carries itself."""
 
     def __init__(self):
         self.rule, self.scale = iter([]), 1.0

@@ -1,4 +1,4 @@
-"""Spot weather: how many places there are from when on, as it was recorded and as it may be drawn.
+"""A spot market: how many places there are from when on, as it was recorded and as it may be drawn.
 Pure."""
 
 from __future__ import annotations

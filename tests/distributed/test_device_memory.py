@@ -1,0 +1,116 @@
+"""What a generation on a device leaves behind for the next ones: nothing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import types
+
+import torch
+
+from elastic_dp.device.accelerator import install
+from elastic_dp.distributed import device_transport, process_group
+from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_transport import DeviceTransport
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedCommunicator
+from tests.distributed.test_device_transport import CPU, of_each, steps_of, switch, transport_of
+from tests.patience import PATIENCE_S, eventually
+
+SHARES = [(0, 2), (2, 4)]
+# A few more where a peer is late: what is still in flight is not used again.
+ROOM = 1.5
+
+
+def alive(*kinds: type) -> int:
+    return sum(type(one) in kinds for one in gc.get_objects())
+
+
+def staged_bytes() -> int:
+    free = device_transport._staging_memory._free
+    return sum(nbytes * len(memories) for nbytes, memories in free.items())
+
+
+# One for each thread that launches, one for each store of this test, and one that drops groups.
+LASTING = {"device", "rendezvous", "abandoned-groups"}
+
+
+def threads() -> int:
+    return sum(thread.name not in LASTING for thread in threading.enumerate())
+
+
+def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
+    """Every second one ends while a collective waits for a peer that never enters it."""
+    monkeypatch.setattr(process_group, "_REST_S", 0.0)
+    numbers, pending = {0: 0, 1: 0}, []
+
+    def act(group):
+        numbers[group.rank] += 1
+        steps_of(group, SHARES, 3, switches_at=1)
+        pending.append(len(group._pending))
+        if numbers[group.rank] % 2 == 0:
+            if group.rank == 0:
+                transport = transport_of(group)
+                transport.wait(transport.all_gather(torch.zeros(2), torch.ones(1)))
+            group.abort()
+
+    def left():
+        kinds = ProcessGroup, DeviceTransport, DeviceConnection, SimulatedCommunicator
+        gc.collect()
+        return alive(*kinds), threads()
+
+    nothing = left()
+    of_each(2, act, generations=10)
+    install(None)
+    eventually(lambda: left() == nothing, left)
+    staged = staged_bytes()
+    of_each(2, act, generations=50)
+    install(None)
+    eventually(lambda: left() == nothing, left)
+    assert staged_bytes() <= ROOM * staged
+    assert max(pending) == 0
+
+
+def test_device_has_nothing_of_a_generation_to_do_when_it_is_left():
+    """The collective that it waits in ends by an abort; what was launched behind that is done."""
+    left = threading.Event()
+
+    def act(group):
+        switch(group)
+        if group.rank == 1:
+            return left.wait(PATIENCE_S)
+        transport, done = transport_of(group), threading.Event()
+        transport.wait(transport.all_gather(torch.zeros(2), torch.ones(1)))
+        transport.accelerator.stream.put(lambda: (time.sleep(0.05), done.set()))
+        otherwise = threading.Timer(PATIENCE_S, group.abort)  # where nothing else ends it
+        otherwise.start()
+        begun_at = time.monotonic()
+        transport.come_to_rest()
+        otherwise.cancel()
+        left.set()
+        return done.is_set() and time.monotonic() < begun_at + PATIENCE_S
+
+    try:
+        assert of_each(2, act) == [True, True]
+    finally:
+        install(None)
+
+
+def test_staging_memory_of_an_operation_in_flight_is_not_used_again():
+    """A peer that was late may still send, or be sent to."""
+    install(SimulatedAccelerator())
+    try:
+        transport = transport_of(ProcessGroup(None, 0, 2, CPU))
+        tensor, addresses = torch.ones(12345), []
+        for completed in (False, True, True):
+            operation = transport.all_reduce(tensor)
+            addresses.append(operation.sources[0].data_ptr())
+            work = types.SimpleNamespace(is_completed=lambda over=completed: over)
+            operation.sent = types.SimpleNamespace(work=work)
+            transport._unsent.clear()
+            kept = operation.sources
+            transport.synchronize()
+        assert addresses[0] != addresses[1] == addresses[2], kept
+    finally:
+        install(None)
