@@ -129,7 +129,7 @@ def trainer(
     )
 
 
-def start_ray(niceness: int = 0) -> None:
+def start_ray(niceness: int = 0, python_path: str = ROOT) -> None:
     """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what
     else runs."""
     import ray
@@ -143,7 +143,7 @@ def start_ray(niceness: int = 0) -> None:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=200_000_000,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+        runtime_env={"env_vars": {"PYTHONPATH": python_path}},
     )
 
 

@@ -595,6 +595,16 @@ def test_the_command_line_starts_without_torch_and_ray():
     assert said.stdout == "set()\n"
 
 
+def test_a_worker_does_not_import_pandas():
+    """`pyarrow.dataset` does, and each worker would hold 50 MB more, and start half a second
+    later."""
+    modules = "elastic_dp.cluster.worker, elastic_dp.data.datasets.opening"
+    look = f"import sys, {modules}; print({{'pandas', 'pyarrow.parquet'}} & set(sys.modules))"
+    command = [sys.executable, "-c", look]
+    said = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    assert said.stdout == "{'pyarrow.parquet'}\n"
+
+
 # A failing line in CI is all that many see of a test: its name begins with what it is about.
 VAGUE = {
     *("it", "its", "they", "them", "their", "he", "she", "this", "that", "these", "those", "there"),

@@ -61,17 +61,19 @@ def refuse_unreadable(
         )
 
 
-class _BytesAsked(Exception):
-    """The reader has accepted the metadata of a column, and wants its pages."""
-
-
 class _WithoutBytes(io.RawIOBase):
-    """A file of any size that raises _BytesAsked when it is read."""
+    """A file of any size that has no bytes. Whoever reads them has accepted the metadata.
 
+    An exception would say so, too, but pyarrow formats its traceback, which takes as long as all
+    the rest.
+    """
+
+    is_read = False
     _at = 0
 
     def read(self, count: int = -1) -> bytes:
-        raise _BytesAsked
+        self.is_read = True
+        return b""
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         self._at = position if whence == os.SEEK_SET else _SIZE
@@ -99,29 +101,29 @@ def codec_of(footer: pq.FileMetaData, number: int) -> str:
 
 def _probe_codec(footer: pq.FileMetaData, number: int) -> Exception | None:
     """With `buffer_size`, the reader looks up the codec before it reads the first byte."""
-    source = pa.PythonFile(_WithoutBytes(), mode="r")
-    file = pq.ParquetFile(source, metadata=footer, pre_buffer=False, buffer_size=1 << 12)
-    return _raised(lambda: file.read_row_group(0, [footer.schema.column(number).path]))
+    source = _WithoutBytes()
+    file = pq.ParquetFile(
+        pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=False, buffer_size=1 << 12
+    )
+    return _refusal(source, lambda: file.read_row_group(0, [footer.schema.column(number).path]))
 
 
 def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
     """What is wrong with the columns; None if nothing is. Reading columns raises an exception where
     accessing their metadata would end the process. With `pre_buffer` the reader checks all chunks
     before it reads the first byte."""
-    source = pa.PythonFile(_WithoutBytes(), mode="r")
-    file = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
+    source = _WithoutBytes()
+    file = pq.ParquetFile(pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=True)
     every = len(numbers) == footer.num_columns
     columns = None if every else [footer.schema.column(number).path for number in numbers]
     groups = range(footer.num_row_groups)
-    return _raised(lambda: file.read_row_groups(groups, columns, use_threads=False))
+    return _refusal(source, lambda: file.read_row_groups(groups, columns, use_threads=False))
 
 
-def _raised(read: Callable[[], Any]) -> Exception | None:
-    """The exception that `read` raises; None if the metadata was accepted."""
+def _refusal(source: _WithoutBytes, read: Callable[[], Any]) -> Exception | None:
+    """The exception with which `read` refuses the metadata; None if it was accepted."""
     try:
         read()
-    except _BytesAsked:
-        return None
     except (OSError, pa.ArrowException) as error:
-        return error
+        return None if source.is_read else error
     return None

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
@@ -128,9 +127,12 @@ class Parquet:
         """The row groups that may have a row for which `expression` is true, by the statistics in
         the footer. `fields`: the columns that it uses. None: unknown, also where the shard has
         another type than the data set, and for floats, of which statistics do not count NaN."""
+        # Here, since it imports pandas, where that is installed: 50 MB in each worker.
+        from pyarrow import dataset
+
         held = _FetchedRanges(shard)
         held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
-        fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(pa.PythonFile(held, mode="r"))
+        fragment = dataset.ParquetFileFormat().make_fragment(pa.PythonFile(held, mode="r"))
         there = fragment.physical_schema
         for used in fields:
             number = there.get_field_index(used.name)
