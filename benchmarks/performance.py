@@ -439,7 +439,7 @@ def kill_in_step(r: dict[str, Any]) -> Iterator[Row]:
             target,
             one["more_s_median"] <= 0.81 if target else None,
         )
-        again = one["passes_again"]
+        again = sorted(one["passes_again"])
         yield Row(
             f"Micro-batches of its 32 that ran again, {mode} mode",
             f"median {again[len(again) // 2]}, max {again[-1]}",
