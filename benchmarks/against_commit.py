@@ -61,7 +61,7 @@ class Side:
         )
 
     def ready(self) -> None:
-        """Until it is warm. It must have the right `elastic_dp`."""
+        """Wait until it is warm. It must have the right `elastic_dp`."""
         place = Path(self._answer()["elastic_dp"])
         if not place.is_relative_to(self._tree):
             raise RuntimeError(f"elastic_dp is from {place}, not from {self._tree}")

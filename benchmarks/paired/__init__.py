@@ -27,7 +27,7 @@ class Turns:
         self._folder = Path(folder)
 
     def wait(self, number: int) -> bool:
-        """Until turn `number` is allowed. False: there is none."""
+        """Wait until turn `number` is allowed. False: there is none."""
         until = time.monotonic() + IDLE_S
         while not self.path("go", number).exists():
             if (self._folder / "over").exists() or time.monotonic() > until:
@@ -36,7 +36,7 @@ class Turns:
         return True
 
     def answer(self, number: int, found: dict[str, Any]) -> None:
-        """Of turn `number`: the values of each name, and in turn 0 where `elastic_dp` is from."""
+        """Return the values of each name in turn `number`; in turn 0 where `elastic_dp` is from."""
         if number == 0:
             import elastic_dp
 
