@@ -61,13 +61,13 @@ class Side:
         )
 
     def ready(self) -> None:
-        """Until it is warm. It must have the right `elastic_dp`."""
+        """Waits until the workload is warm, and checks that its `elastic_dp` is the tree's."""
         place = Path(self._answer()["elastic_dp"])
         if not place.is_relative_to(self._tree):
             raise RuntimeError(f"elastic_dp is from {place}, not from {self._tree}")
 
     def turn(self) -> dict[str, float]:
-        """The medians of its next turn."""
+        """Takes the next turn, and returns its medians."""
         self._number += 1
         self._turns.path("go", self._number).touch()
         return {name: statistics.median(values) for name, values in self._answer().items()}

@@ -27,7 +27,7 @@ class Turns:
         self._folder = Path(folder)
 
     def wait(self, number: int) -> bool:
-        """Until turn `number` is allowed. False: there is none."""
+        """Waits until turn `number` is allowed. False: there is none."""
         until = time.monotonic() + IDLE_S
         while not self.path("go", number).exists():
             if (self._folder / "over").exists() or time.monotonic() > until:
@@ -36,7 +36,8 @@ class Turns:
         return True
 
     def answer(self, number: int, found: dict[str, Any]) -> None:
-        """Of turn `number`: the values of each name, and in turn 0 where `elastic_dp` is from."""
+        """Answers turn `number` with the values of each name; turn 0 with the path of
+        `elastic_dp`."""
         if number == 0:
             import elastic_dp
 

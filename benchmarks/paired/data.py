@@ -143,7 +143,7 @@ def take_all(data: Any) -> int:
 
 
 def convert(source: Path) -> float:
-    """Of the whole process, imports included."""
+    """Seconds of the whole process, imports included."""
     destination = Path("converted")  # in the folder of this side
     shutil.rmtree(destination, ignore_errors=True)
     command = [sys.executable, "-c", MAIN, "data", "convert", str(source), str(destination)]
