@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from typing import Any
 
 import pyarrow
 
+from benchmarks.report import hardware
 from tests.data.fuzz.mutations import KINDS
 from tests.data.fuzz.running import Tried, run
 
@@ -49,7 +48,7 @@ def main() -> int:
     each = -(-chosen.inputs // len(chosen.kinds))
     kinds: dict[str, Any] = {}
     if chosen.out and chosen.out.exists():
-        kinds = json.loads(chosen.out.read_text())["kinds"]
+        kinds = json.loads(chosen.out.read_text())["results"]["kinds"]
     while turn := [kind for kind in chosen.kinds if _count(kinds, kind) < each]:
         for kind in turn:
             begun, done = time.monotonic(), _count(kinds, kind)
@@ -104,16 +103,16 @@ def _git(*words: str) -> str:
 def _write(path: Path, kinds: dict[str, Any]) -> None:
     content = {
         "date": datetime.date.today().isoformat(),
-        "hardware": f"{os.cpu_count()}-core {platform.machine()}",
-        "python": platform.python_version(),
-        "pyarrow": pyarrow.__version__,
-        "command": "python -m benchmarks.fuzz_data",
-        "inputs": sum(kind["inputs"] for kind in kinds.values()),
-        "findings": sum(len(kind["findings"]) for kind in kinds.values()),
-        "kinds": kinds,
+        "hardware": hardware(),
+        "results": {
+            "pyarrow": pyarrow.__version__,
+            "inputs": sum(kind["inputs"] for kind in kinds.values()),
+            "findings": sum(len(kind["findings"]) for kind in kinds.values()),
+            "kinds": kinds,
+        },
     }
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
 
 

@@ -423,7 +423,7 @@ def breakdown(record: Record, one: Kill, first: Body) -> dict[str, float] | None
         "kill_to_last_survivor_stopped": 1e3 * (stops[-1] - one.at),
         "kill_to_worker_lost": 1e3 * (lost[0] - one.at),
         "kill_to_claim": 1e3 * (claims[-1] - one.at),
-        "claim_to_announced": 1e3 * (forms[-1] - claims[-1]),
+        "last_survivor_stopped_to_announced": 1e3 * (forms[-1] - stops[-1]),
         "announced_to_formed": 1e3 * (formed - forms[-1]),
         "formed_to_ready": 1e3 * (ready - formed),
         "ready_to_first_step": 1e3 * (first.time - ready),

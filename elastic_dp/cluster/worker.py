@@ -22,6 +22,7 @@ from elastic_dp.coordinator.messages import (
     Command,
     EndGeneration,
     FormGeneration,
+    PrepareGroup,
     ReleaseWorker,
     ReportState,
     StopTraining,
@@ -115,6 +116,10 @@ class Worker:
             case FormGeneration(membership=membership):
                 assert rendezvous is not None
                 control.form(membership, rendezvous)
+            case PrepareGroup():
+                assert rendezvous is not None
+                if self._session is not None:
+                    self._session.prepare(command, rendezvous)
             case EndGeneration(generation=generation, after_step=after_step):
                 control.end(generation, after_step)
             case AbortGeneration(generation=generation):

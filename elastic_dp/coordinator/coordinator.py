@@ -318,6 +318,9 @@ class Coordinator:
             self._planner.generation_over(now)
         if run.phase is Phase.RUNNING:
             self._changes.plan_end_if_needed(now)
+        if run.phase is Phase.ENDING:
+            self._planner.claim_ahead(now)
+            self._planner.prepare_ahead()
         if run.phase is Phase.GATHERING:
             self._planner.plan_next_generation(now)
         self._replenish(now)

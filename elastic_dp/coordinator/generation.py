@@ -7,13 +7,11 @@ left, and repeated at growing intervals until the member leaves.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.coordinator.phases import Phase, Transition
-from elastic_dp.coordinator.planning.retained_ranges import Share
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_state import WorkerState
@@ -118,13 +116,6 @@ class Generation:
     @property
     def finished(self) -> list[WorkerState]:
         return [worker for worker in self.members.values() if worker.finished is not None]
-
-    @property
-    def aborted_shares(self) -> Mapping[WorkerId, Share]:
-        """The virtual workers of each member, if the members may have finished part of a step."""
-        if self.membership is None or self._after_step is not None:
-            return {}
-        return {member.worker: member.ranges for member in self.membership.members}
 
     # -------------------------------------------------------------------------- beginning
 

@@ -72,6 +72,9 @@ class WorkerStopped:
     at_head: bool = True
     lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
     mismatch: ReplicaMismatch | None = None  # why training cannot continue from this state
+    # Subtrees of virtual workers (first..last-1) whose sums it has finished in the step after
+    # `position`, and keeps for the next attempt.
+    finished: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +324,21 @@ class FormGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGroup:
+    """To every one of `workers`: connect as the process group of `generation`, in the background.
+
+    The workers will most likely be its members, by rank, and may still be in the generation before.
+    It is only a preparation: FormGeneration says who the members are, and by `Membership.prepared`
+    whether they are these. If they are others, what was prepared is thrown away.
+    """
+
+    generation: int
+    number: int  # counts the preparations of one generation, from 1
+    workers: tuple[WorkerId, ...]
+    forming_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndGeneration:
     """Planned end: leave after `after_step` or, if that has passed, at the next boundary.
 
@@ -450,6 +468,7 @@ Command = (
     | ClaimGeneration
     | FindCheckpoint
     | FormGeneration
+    | PrepareGroup
     | EndGeneration
     | AbortGeneration
     | RenewLease

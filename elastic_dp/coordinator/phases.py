@@ -1,8 +1,8 @@
 """The phases of a run, and the table of transitions between them.
 
     gathering    no generation; waits for enough workers, and until it is safe to continue
-    claiming     the number of the next generation is being claimed, so that no other controller
-                 has it
+    claiming     waits until the number of the next generation is claimed, so that no other
+                 controller has it; usually it is by now, since it is claimed while ending
     forming      a membership was announced; its members connect, and members without state
                  receive it
     running      all members are past forming

@@ -266,21 +266,17 @@ class GradientReducer:
             exchange.scale_on_device(factor)
         return all(math.isfinite(x) for pair in extremes for x in pair.mul(factor).tolist())
 
-    def assign(self, used: Sequence[int]) -> list[torch.Tensor]:
+    def assign(self, used: Sequence[int]) -> None:
         """Gives every used parameter its gradient, a view into the buckets. The others keep None.
 
-        Returns the gradients, which are valid until the next `begin` or `open`.
+        The gradients are valid until the next `begin` or `open`.
         """
-        given = []
         for exchange in self._exchanges:
             bucket = exchange.bucket
             for i, p, view in zip(
                 range(bucket.first, bucket.last), bucket.parameters, exchange.views[0], strict=True
             ):
                 p.grad = view if used[i] else None
-                if used[i]:
-                    given.append(view)
-        return given
 
     @property
     def parameters(self) -> tuple[int, ...]:

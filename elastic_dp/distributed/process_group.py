@@ -298,6 +298,12 @@ class Forming:
             group.abort()
         self._ended.set()
 
+    def abandon(self) -> None:
+        """Aborts, and closes the group if it is formed by now."""
+        self.abort()  # from now on no group is set
+        if self._group is not None:
+            self._group.close()
+
     def wait(self) -> ProcessGroup:
         self._ended.wait()
         with self._lock:
@@ -324,8 +330,8 @@ class Forming:
             self._error = error
         else:
             with self._lock:
-                self._group = group
                 aborted = self._aborted
+                self._group = None if aborted else group
             if aborted:  # and the next one has a client of its own by now
                 group.close()
             else:

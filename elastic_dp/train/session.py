@@ -20,6 +20,7 @@ import torch
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     Membership,
+    PrepareGroup,
     Signature,
     TrainingPosition,
     WorkerFinished,
@@ -30,7 +31,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
-from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import job_identity
@@ -172,6 +173,12 @@ class Session:
             self.progress.lineage_id,
             asked,
         )
+
+    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+        """Starts to connect for a generation that this worker will most likely be in. The control
+        thread calls it."""
+        if self.loop.opened:
+            self._groups.prepare(command, rendezvous)
 
     # ------------------------------------------------------------------------------------- life
 
@@ -348,7 +355,7 @@ class Session:
         payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
         state_group = self._groups.formed()
         if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
-            self.step_runner.forget_finished()
+            self.step_runner.forget_finished()  # and its memory, before there is more to hold
         formed_at = time.time()
         taken = self._get_state(membership, plan.role, state_group, payload)
         copied_at = time.time()
@@ -356,7 +363,8 @@ class Session:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
         shares = [member.ranges for member in members]
-        self.step_runner.open(self._groups.main, shares, membership.topology)
+        lineage_id = self.progress.lineage_id
+        self.step_runner.open(self._groups.main, shares, membership.topology, lineage_id)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
@@ -400,6 +408,7 @@ class Session:
                 at_head=not self.loop.in_body,
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
+                finished=self.step_runner.finished_nodes(self.position.step + 1),
             )
         )
 

@@ -20,6 +20,140 @@ def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
     assert scenario.coordinator.membership.source == "w3"
 
 
+def ranges_of(scenario: Scenario) -> list[tuple[tuple[int, int], ...]]:
+    return [member.ranges for member in scenario.coordinator.membership.members]
+
+
+def test_loss_leaves_what_survivors_have_finished_where_it_is() -> None:
+    scenario = trio(min_workers=2, virtual_workers=12)
+    assert ranges_of(scenario) == [((0, 4),), ((4, 8),), ((8, 12),)]
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8),))
+    scenario.stopped("w3", step=4, finished=((8, 12),))
+    assert ranges_of(scenario) == [((0, 2), (4, 8)), ((2, 4), (8, 12))]
+
+
+def test_loss_before_anything_is_finished_gives_contiguous_ranges() -> None:
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4)
+    scenario.stopped("w3", step=4)
+    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
+
+
+def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> None:
+    """The size is 2 now, and w2 and w3 were past the last step when they heard of it."""
+    scenario = trio(min_workers=2, virtual_workers=12, steps_ahead=0)
+    scenario.hear("w1", "w2", "w3", step=4)
+    scenario.tell(m.SizeRequested(2))
+    assert scenario.of(m.EndGeneration) and not scenario.of(m.AbortGeneration)
+    for worker, finished in (("w1", ((0, 4),)), ("w2", ((4, 8),)), ("w3", ())):
+        scenario.stopped(worker, step=4, finished=finished)
+    assert scenario.members == ["w1", "w2"]
+    assert ranges_of(scenario) == [((0, 4), (8, 10)), ((4, 8), (10, 12))]
+
+
+def test_member_behind_the_source_has_finished_nothing() -> None:
+    """A member that is behind receives the step of which it has finished a part."""
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8),))
+    scenario.stopped("w3", step=5)
+    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
+
+
+def test_virtual_workers_that_two_have_finished_stay_with_one_of_them() -> None:
+    """The second one took them from the first, and was lost in the same step as the third."""
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8), (8, 10)))
+    scenario.stopped("w3", step=4, finished=((8, 10), (10, 12)))
+    assert ranges_of(scenario) == [((4, 10),), ((0, 4), (10, 12))]
+
+
+def test_next_generation_is_claimed_while_members_leave() -> None:
+    scenario = trio(min_workers=2)
+    scenario.claims = False
+    scenario.lost("w2")
+    assert scenario.of(m.ClaimGeneration) == [m.ClaimGeneration(2)]
+    scenario.stopped("w1", step=4)
+    assert not scenario.of(m.ClaimGeneration)
+    scenario.tell(m.GenerationClaimed(2))
+    scenario.stopped("w3", step=4)
+    assert [c.membership.generation for c in scenario.of(m.FormGeneration)] == [2]
+    assert scenario.ever(m.ClaimGeneration) == [m.ClaimGeneration(1), m.ClaimGeneration(2)]
+
+
+def test_claim_that_was_sent_while_members_left_is_waited_for() -> None:
+    scenario = trio(min_workers=2)
+    scenario.claims = False
+    scenario.lost("w2")
+    scenario.stopped("w1", step=4)
+    scenario.stopped("w3", step=4)
+    assert scenario.coordinator.phase == "claiming" and not scenario.of(m.ClaimGeneration)
+    scenario.tell(m.GenerationClaimed(2))
+    assert scenario.members == ["w1", "w3"]
+
+
+def test_likely_members_connect_while_members_leave() -> None:
+    scenario = trio(min_workers=2, forming_timeout_s=30.0)
+    scenario.lost("w2")
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 1, ("w1", "w3"), 30.0)]
+    scenario.stopped("w1", step=4)
+    scenario.stopped("w3", step=5)
+    membership = scenario.coordinator.membership
+    assert (membership.source, membership.prepared) == ("w3", 1)
+
+
+def test_likely_members_that_change_connect_again() -> None:
+    scenario = trio(min_workers=1, forming_timeout_s=30.0)
+    scenario.lost("w2")
+    scenario.ready("w4")
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 2, ("w1", "w3", "w4"), 30.0)]
+    scenario.lost("w3")
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 3, ("w1", "w4"), 30.0)]
+    scenario.stopped("w1", step=4)
+    assert scenario.members == ["w1", "w4"] and scenario.coordinator.membership.prepared == 3
+
+
+def test_members_who_are_others_than_was_likely_connect_when_the_generation_forms() -> None:
+    """w1 stopped within a body, so the joiner waits outside."""
+    scenario = trio(min_workers=1)
+    scenario.lost("w2")
+    scenario.ready("w4")
+    scenario.stopped("w1", step=4, at_head=False)
+    scenario.stopped("w3", step=4, at_head=False)
+    assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.prepared == 0
+
+
+def test_preparation_of_an_earlier_generation_does_not_count() -> None:
+    """The same two form another one: the first failed before it was formed."""
+    scenario = trio(min_workers=2)
+    scenario.lost("w2")
+    for worker in ("w1", "w3", "w1", "w3"):
+        scenario.stopped(worker, step=4)
+    membership = scenario.coordinator.membership
+    assert (membership.generation, scenario.members) == (3, ["w1", "w3"])
+    assert membership.prepared == 0
+
+
+def test_members_connect_only_when_it_is_known_who_stays() -> None:
+    """At a planned end nobody is told before one has left; and one of these three must go."""
+    scenario = trio(steps_ahead=0)
+    scenario.tell(m.SizeRequested(2))
+    scenario.stopped("w1", step=0)
+    assert not scenario.ever(m.PrepareGroup)
+
+
+def test_joiner_connects_when_the_first_member_has_left() -> None:
+    scenario = Scenario(size=3)
+    scenario.running("w1", "w2")
+    scenario.ready("w3")
+    assert scenario.of(m.EndGeneration) and not scenario.ever(m.PrepareGroup)
+    scenario.stopped("w1", step=scenario.ever(m.EndGeneration)[-1].after_step)
+    assert [c.workers for c in scenario.of(m.PrepareGroup)] == [("w1", "w2", "w3")]
+
+
 def test_a_stop_unasked_aborts_the_rest() -> None:
     scenario = trio()
     scenario.stopped("w2", step=3)

@@ -26,11 +26,11 @@ def test_run_without_survivors_restores_the_newest_checkpoint() -> None:
     membership = scenario.coordinator.membership
     assert scenario.members == ["w4", "w5"]
     assert membership.restore and membership.source == "w4"
-    assert membership.lineage_id == membership.generation == 2
+    assert membership.lineage_id == membership.generation > 1
     assert not any(member.has_state for member in membership.members)
     scenario.hear("w4", "w5", step=5)
     scenario.lost("w4")
-    scenario.stopped("w5", 5, lineage_id=2)
+    scenario.stopped("w5", 5, lineage_id=membership.lineage_id)
     scenario.wait(0.1, "w5", phase="wait")
     assert not scenario.coordinator.membership.restore
     assert scenario.coordinator.membership.source == "w5"

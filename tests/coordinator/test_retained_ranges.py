@@ -63,7 +63,27 @@ def test_contiguous_ranges_stay_where_the_step_ends_as_early_with_fewer_sums():
     assert len(cover(1, 3, 3)) == 2 and len(cover(0, 2, 3)) == 1
 
 
-def test_share_that_must_shrink_keeps_what_runs_first():
-    previous = [((8, 16),), ((0, 8),), ()]
-    shares = retain_ranges(((0, 6), (6, 12), (12, 16)), previous)
+def test_share_that_must_shrink_keeps_the_subtrees_that_fit():
+    finished = [((8, 12), (12, 14), (14, 15)), ((0, 4), (4, 6)), ()]
+    shares = retain_ranges(((0, 6), (6, 12), (12, 16)), finished)
     assert shares == (((8, 14),), ((0, 6),), ((6, 8), (14, 16)))
+
+
+def test_finished_subtree_that_is_larger_than_the_share_is_worth_nothing():
+    """The sum of a subtree cannot be taken apart."""
+    contiguous = ((0, 6), (6, 12), (12, 16))
+    assert retain_ranges(contiguous, [((8, 16),), ((0, 8),), ()]) == tuple(
+        (one,) for one in contiguous
+    )
+
+
+def test_contiguous_ranges_stay_where_nothing_of_the_step_is_finished():
+    """Two of three were in their first virtual worker when the third one was lost."""
+    contiguous = equal_ranges(12, 2)
+    assert retain_ranges(contiguous, [(), ()]) == tuple((one,) for one in contiguous)
+
+
+def test_survivor_that_is_ahead_keeps_what_it_has_finished():
+    """One has finished all of its four virtual workers, the other one the first."""
+    shares = retain_ranges(equal_ranges(12, 2), [((0, 1),), ((4, 8),)])
+    assert shares == (((0, 4), (8, 10)), ((4, 8), (10, 12)))

@@ -25,7 +25,7 @@ from elastic_dp.distributed.process_group import (
     open_rendezvous_store,
 )
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
+from elastic_dp.distributed.reduction_tree import Leaf, Share, cover_share, fold
 from elastic_dp.errors import ModelError
 from tests.patience import PATIENCE_S
 
@@ -344,6 +344,69 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
         mine = [leaf.virtual_worker for leaf in leaves_of(shares[world_size][rank], COUNT)]
         if torn_in in range(first, last) and torn_in in mine:
             assert torn_in in ran
+
+
+IN_PLACE = {
+    "alone": [[(0, 12)]],
+    "swapped": [[(0, 8)], [(8, 12)]],
+    "gathered": [[(0, 8)], [(8, 10)], [(10, 12)]],
+    "several subtrees": SEVERAL[2],
+}
+
+
+@pytest.mark.parametrize("shares", IN_PLACE.values(), ids=IN_PLACE)
+def test_step_torn_after_its_sums_were_added_in_place_gives_the_same_bits(
+    shares: list[Share],
+) -> None:
+    """Only the last subtree of a member with several is still there as it was sent."""
+    opened = threading.Barrier(len(shares))
+
+    def act(group: ProcessGroup) -> tuple[list[Any], list[Any]]:
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+        gradients = GradientReducer(named(parameters))
+        gradients.open(group, shares, COUNT, exact=True)
+        run_leaves(gradients, parameters, shares[group.rank], COUNT, {}, None)
+        gradients.reduce()
+        assert gradients.complete(0.5)
+        finished = gradients.finished()
+        nodes = list(finished)
+        gradients.drop()
+        gradients.close()
+        opened.wait()
+        gradients.open(group, shares, COUNT, exact=True)
+        run_leaves(gradients, parameters, shares[group.rank], COUNT, finished, None)
+        gradients.reduce()
+        assert gradients.complete(1.0)
+        gradients.assign([1, 1])
+        return [p.grad.tolist() for p in parameters], nodes
+
+    (whole,) = of_each(1, lambda group: undisturbed(group))
+    for rank, (sums, nodes) in enumerate(of_each(len(shares), act)):
+        assert sums == whole
+        cover = cover_share(shares[rank], COUNT)
+        assert nodes == ([] if len(cover) == 1 else cover)
+
+
+def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
+    """The next generation sends from other memory, since a node of it may be added elsewhere."""
+    parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    gradients = GradientReducer(named(parameters))
+
+    def act(group: ProcessGroup) -> tuple[list[Any], list[Any]]:
+        gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
+        run_leaves(gradients, parameters, [(0, COUNT)], COUNT, {}, None)
+        (kept,) = gradients.finished().values()
+        before = [one.tolist() for one in kept if one is not None]
+        gradients.drop()
+        gradients.close()
+        gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
+        for exchange in gradients._exchanges:
+            for view in exchange.views[-1]:
+                view.fill_(7.0)
+        return before, [one.tolist() for one in kept if one is not None]
+
+    ((before, after),) = of_each(1, act)
+    assert before == after
 
 
 def test_step_without_gradients_begins_with_nothing_finished() -> None:

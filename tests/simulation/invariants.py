@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.coordinator import messages as m
@@ -28,12 +29,38 @@ def must(condition: object, text: str) -> None:
         raise Violation(text)
 
 
+def fitting(nodes: Sequence[tuple[int, int]], size: int, taken: set[int]) -> int:
+    """The virtual workers of those subtrees that fit, in order, into a share of this size, without
+    those that are taken."""
+    used: set[int] = set()
+    for first, last in nodes:
+        node = {*range(first, last)}
+        used |= node if len(used | node) <= size and not node & taken else set()
+    taken |= used
+    return len(used)
+
+
+def most_to_run(
+    shares: Sequence[Sequence[tuple[int, int]]], finished: Sequence[Sequence[tuple[int, int]]]
+) -> int:
+    """The most virtual workers of one rank that are in no finished subtree within its share."""
+    return max(
+        sum(
+            not any(low <= a <= v < b <= high for a, b in nodes)
+            for low, high in share
+            for v in range(low, high)
+        )
+        for share, nodes in zip(shares, finished, strict=True)
+    )
+
+
 class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
         self.lineages: dict[int, dict[int, str]] = {}  # lineage -> step -> the state after it
         self.lineage = 0  # the one that counts
         self.memberships: dict[int, Membership] = {}
+        self.prepared: dict[tuple[int, int], tuple[str, ...]] = {}  # by generation and number
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
         self.left_at: dict[int, dict[str, float]] = {}  # generation -> worker -> when
@@ -265,6 +292,8 @@ class Invariants:
                 self.started.add(worker)
             case m.ClaimGeneration(generation=generation):
                 must(self.claims.get(generation) is not by, f"{generation} claimed twice by one")
+            case m.PrepareGroup():
+                self.preparation(command, by)
             case m.FindCheckpoint(at_most=at_most):
                 must(at_most == by.at_most, f"looks up to {at_most}, and was told {by.at_most}")
             case m.FormGeneration(membership=membership):
@@ -301,6 +330,11 @@ class Invariants:
         assigned = sorted(v for member in members for v in member.virtual_workers)
         must(assigned == list(range(self.world.config.virtual_workers)), f"assigned {assigned}")
         self.assigned_by_speed(members, by)
+        self.finished_stays(members, by)
+        if membership.prepared:
+            self.marks["prepared"] += 1
+            told = self.prepared.get((generation, membership.prepared))
+            must(told == tuple(s.worker for s in members), f"{told} connect, not {members}")
         has_state = [member for member in members if member.has_state]
         if has_state:
             top = max(member.position for member in has_state)
@@ -379,6 +413,41 @@ class Invariants:
         fast_first = sorted((s, n) for s, n in zip(known, sizes, strict=True) if s)
         for (fast, more), (slow, fewer) in itertools.pairwise(fast_first):
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
+
+    def preparation(self, command: m.PrepareGroup, by: SimController) -> None:
+        """Members connect for a number that is claimed, not announced; none of them is gone."""
+        generation, workers = command.generation, command.workers
+        must(self.claims.get(generation) is by, f"{command} without its claim")
+        must(generation not in self.memberships, f"{command} of a generation that is announced")
+        gone = {*workers} & (by.lost | by.removed)
+        must(not gone, f"{gone} are gone, and are told to connect")
+        must((generation, command.number) not in self.prepared, f"{command} for the second time")
+        self.prepared[generation, command.number] = workers
+
+    def finished_stays(self, members: tuple[m.Member, ...], by: SimController) -> None:
+        """Nobody must run more than where each keeps what it has finished, nor more than with
+        contiguous ranges. Whoever is behind receives the step, and has finished nothing."""
+        top = max((member.position for member in members if member.has_state), default=None)
+        finished: list[tuple[tuple[int, int], ...]] = []
+        for member in members:
+            has = member.has_state and member.position == top
+            told = by.coordinator._registry.workers[member.worker].finished_nodes if has else ()
+            really = self.world.workers[member.worker].finished_of_next_step
+            must(set(told) <= {*really}, f"{member.worker} has finished {really}, not {told}")
+            finished.append(told)
+        if not any(finished):
+            must(all(len(member.ranges) == 1 for member in members), f"in pieces: {members}")
+            return
+        self.marks["finished work kept"] += 1
+        sizes = [member.num_virtual_workers for member in members]
+        contiguous = [[one] for one in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+        taken: set[int] = set()  # two may have finished the same one after the other
+        stays = [n - fitting(nodes, n, taken) for n, nodes in zip(sizes, finished, strict=True)]
+        most = most_to_run([member.ranges for member in members], finished)
+        must(
+            most <= min(max(stays), most_to_run(contiguous, finished)),
+            f"one runs {most}: {members}, finished {finished}",
+        )
 
     def reassigned_by_speed(self, by: SimController) -> None:
         """A running generation ends for another split: not soon after the last time, and on what

@@ -34,6 +34,7 @@ WORKERS = "tests.simulation.workers"
 SCENARIOS = (
     "test_startup",
     "test_generations",
+    "test_retained_ranges",
     "test_leases",
     "test_leadership",
     "test_scaling",
@@ -119,10 +120,65 @@ MUTANTS = [
         "announced without a claim",
         "MembershipPlanner.plan_next_generation",
         """self.run.apply(Transition.CLAIM_SENT)
-self._leadership.claim(self._generation.number, now)""",
+if not self._leadership.claiming:
+    self._leadership.claim(self._generation.number, now)""",
         """self._leadership.granted(self._leadership.claiming)
 self._leadership.claimed = self._generation.number + 1
 self._form(self._assign(source, now), now)""",
+    ),
+    Mutant(
+        "claimed only when all have left",
+        "Coordinator._advance_phase",
+        "self._planner.claim_ahead(now)",
+        "pass",
+    ),
+    Mutant(
+        "one number is claimed at each event",
+        "MembershipPlanner.claim_ahead",
+        "not self._has_number and (not self._leadership.claiming)",
+        "True",
+    ),
+    Mutant(
+        "claimed twice when all have left",
+        "MembershipPlanner.plan_next_generation",
+        "not self._leadership.claiming",
+        "True",
+    ),
+    Mutant(
+        "members connect before their number is claimed",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen == self._looked_at or not generation.must_stop",
+    ),
+    Mutant(
+        "members connect before anybody has left",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen == self._looked_at or not self._has_number",
+    ),
+    Mutant(
+        "members connect once, whoever comes or goes",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen[0] == self._looked_at[0] or not self._has_number or (not generation.must_stop)",
+    ),
+    Mutant(
+        "others connect than were prepared",
+        "MembershipPlanner._prepared",
+        "made.number if same else 0",
+        "made.number",
+    ),
+    Mutant(
+        "a preparation of an earlier number counts",
+        "MembershipPlanner._prepared",
+        "made is None or made.generation != self._leadership.claimed",
+        "made is None",
+    ),
+    Mutant(
+        "who must leave is told to connect",
+        "likely_members",
+        "len(members) > size or any((worker.draining for worker in members))",
+        "False",
     ),
     Mutant("a lost claim is ignored", "Coordinator._dispatch", "self._stand_down(event)", "pass"),
     Mutant(
@@ -183,6 +239,42 @@ self._form(self._assign(source, now), now)""",
         "self.run.in_flight and (not (self.inside and self.not_finished))",
         "self.run.phase is Phase.ENDING or (self.run.in_flight and (not (self.inside and "
         "self.not_finished)))",
+    ),
+    Mutant(
+        "what is finished is forgotten",
+        "WorkerState.stopped",
+        "self.finished_nodes = event.finished",
+        "pass",
+    ),
+    Mutant(
+        "who is at the end of the run has finished a step beyond it",
+        "WorkerState.finish",
+        "self.at_head, self.finished_nodes = (True, ())",
+        "self.at_head = True",
+    ),
+    Mutant(
+        "who receives a step has finished some of it",
+        "membership",
+        "worker.has_state and worker.position == truth",
+        "worker.has_state",
+    ),
+    Mutant(
+        "what two have finished is assigned twice",
+        "_retain",
+        "taken.isdisjoint(node)",
+        "True",
+    ),
+    Mutant(
+        "a subtree larger than the share stays",
+        "_retain",
+        "len(leaves) + len(node) <= size",
+        "True",
+    ),
+    Mutant(
+        "half a finished subtree is worth something",
+        "_to_run",
+        "any((low <= first and last <= high for low, high in share))",
+        "any((low <= first < high for low, high in share))",
     ),
     Mutant(
         "workers without state can be the source",

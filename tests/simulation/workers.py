@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Membership, Signature, TrainingPosition
+from elastic_dp.distributed.reduction_tree import cover_share
 
 if TYPE_CHECKING:
     from tests.simulation.group import Group
@@ -61,6 +62,9 @@ class SimWorker:
         self.agreed = 0  # after this step all members had the same weights
         self.flipped = False  # its weights are wrong, and nobody knows
         self.mismatch: m.ReplicaMismatch | None = None
+        # Subtrees that it has finished of a step that was cut, and which step that is.
+        self.finished_nodes: tuple[tuple[int, int], ...] = ()
+        self.finished_of = 0
         self.body_begun = 0  # the step whose body was begun last
         self.at_head = True
         self.finished = self.raised = False
@@ -286,6 +290,7 @@ class SimWorker:
             return
         self.world.check.left(self)
         self.world.check.intact(self)
+        self.keep_finished()
         self.inside = False
         self.token += 1
         self.ended = max(self.ended, self.generation)
@@ -294,6 +299,23 @@ class SimWorker:
         if not self.asked:
             self.say_stopped(self.generation, reason, unreachable)
         self.wait()
+
+    def keep_finished(self) -> None:
+        """All of its virtual workers if it is in a collective, else some of them."""
+        if self.attempting != self.step + 1 or self.phase not in ("compute", "collective"):
+            return
+        assert self.group is not None
+        mine = self.group.members[self.id].virtual_workers
+        some = zlib.crc32(f"{self.id} {self.generation}".encode()) % len(mine)
+        done = mine if self.phase == "collective" else mine[:some]
+        found = cover_share([(v, v + 1) for v in done], self.world.config.virtual_workers)
+        if self.finished_of == self.attempting:
+            found += [node for node in self.finished_nodes if not set(range(*node)) & set(done)]
+        self.finished_of, self.finished_nodes = self.attempting, tuple(sorted(found))
+
+    @property
+    def finished_of_next_step(self) -> tuple[tuple[int, int], ...]:
+        return self.finished_nodes if self.finished_of == self.step + 1 else ()
 
     def say_stopped(self, generation: int, reason: str, unreachable: tuple[str, ...]) -> None:
         self.said_out = max(self.said_out, generation)
@@ -308,6 +330,7 @@ class SimWorker:
                 self.at_head,
                 self.lineage_id,
                 self.mismatch,
+                self.finished_of_next_step,
             )
         )
 
@@ -385,6 +408,7 @@ class SimWorker:
         self.agreed = self.step
         self.state = self.world.check.restored(self)
         self.has_state, self.lineage_id = True, self.group.membership.lineage_id
+        self.finished_of = 0
         self.resume()
 
     def give(self) -> None:
@@ -432,6 +456,7 @@ class SimWorker:
             self.step, self.state, self.ended_run = source.step, source.state, source.ended_run
             self.known_evaluations = source.evaluated
             self.agreed, self.flipped = source.agreed, source.flipped
+            self.finished_of = 0
             self.has_state, self.lineage_id = True, self.group.membership.lineage_id
             self.world.check.holds(self)
             self.resume()

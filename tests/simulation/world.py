@@ -191,7 +191,7 @@ class World:
                 by.alive = False
                 if self.controllers[-1] is by:  # somebody has to lead
                     self.at(self.rng.uniform(1.0, 5.0), self.replace_controller, by)
-            case m.FinishRun() | m.FailRun() | m.Explain():
+            case m.FinishRun() | m.FailRun() | m.Explain() | m.PrepareGroup():
                 pass
             case m.FormGeneration(membership=membership):
                 for member in membership.members:

@@ -68,3 +68,20 @@ def test_clipped_gradients_have_the_norm_asked_for_and_report_the_one_before():
     local(spec_of(steps=1), train)
     after, before = norms
     assert after == pytest.approx(0.01, rel=1e-3) and before > 0.02
+
+
+def test_norm_is_the_same_number_with_and_without_clipping():
+    """The norm is added over units in both, whoever has which gradients."""
+
+    def norms(clip_norm):
+        found = []
+
+        def train(ctx):
+            model = classifier()
+            for step in ctx.steps(model, adamw(model), cross_entropy, clip_norm=clip_norm):
+                found.append(step.grad_norm)
+
+        local(spec_of(steps=12), train)
+        return found
+
+    assert norms(None) == norms(1e9)

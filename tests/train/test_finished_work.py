@@ -3,38 +3,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.generations.state_transfer import StateTransfer
+from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.step.finished_work import (
     FinishedNode,
     FinishedWork,
     StepInputs,
-    finished_of,
 )
 from elastic_dp.train.step.micro_batch import MicroBatchResult
+from elastic_dp.train.step.step_runner import StepRunner
 from tests.runs import group, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
+from tests.train.test_kills import held_before_its_commit
 
 STEP, VIRTUAL = 6, 12
 
 
-def counted(folder: Path, *, precision: str | None = None) -> Any:
-    """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch."""
+def counted(folder: Path, *, precision: str | None = None, large_loss: int = 0) -> Any:
+    """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch.
+
+    In step `large_loss` the loss is so large that the scaled gradient overflows.
+    """
 
     def train(ctx: Any) -> None:
         model = classifier()
 
         def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+            step, scale = ctx._session.position.step + 1, ctx._session.state.loss_scale
             with open(folder / "passes", "a", encoding="utf-8") as file:
-                file.write(f"{ctx._session.position.step + 1} {int(batch['i'][0])}\n")
-            return cross_entropy(m, batch)
+                file.write(f"{step} {int(batch['i'][0])}\n")
+            if scale is not None:
+                with open(folder / "scales", "a", encoding="utf-8") as file:
+                    file.write(f"{step} {scale.scale}\n")
+            return cross_entropy(m, batch) * (1e4 if step == large_loss else 1.0)
 
         for step in ctx.steps(model, adamw(model), loss_fn, precision=precision, clip_norm=0.5):
             hold(ctx, step)
@@ -96,31 +107,103 @@ def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_pa
     assert outcome.digest == local(spec, counted(tmp_path)).digest
 
 
-INPUTS = StepInputs(6, 48.0, 1024.0, frozenset(), (1, 2))
-CHANGES: list[dict[str, Any]] = [
-    {"step": 7},
-    {"expected_weight": 44.0},
-    {"loss_scale": 512.0},
-    {"bad_row_groups": frozenset({3})},
-    {"parameters": (1,)},
-]
+def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
+    """Rank 0 has finished its virtual workers of step 22, and cannot commit it when rank 2, which
+    has, dies in step 23."""
+    fault = WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
+    held = held_before_its_commit(plain, 22, 0, tmp_path / "committed")
+
+    def train(ctx: Any) -> None:
+        received = StateTransfer.receive
+
+        def receive(transfer: Any, *given: Any) -> int:
+            kept = ctx._session.step_runner._finished
+            (tmp_path / ctx._session.worker).write_text(str(kept and [*kept.nodes]))
+            return received(transfer, *given)
+
+        StateTransfer.receive = receive
+        held(ctx)
+
+    spec = spec_of(steps=25, config={"hold": {0: 3}}, min_workers=3, standby=1)
+    outcome, _ = group(spec, train, faults=(fault,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, plain).digest
+    behind = [path.read_text() for path in tmp_path.glob("w*") if path.name[1:].isdigit()]
+    assert behind and set(behind) == {"None"}
+
+
+LARGE_LOSS, SMALL_LOSS = 5, 6
+
+
+@pytest.mark.parametrize("step", [LARGE_LOSS, SMALL_LOSS], ids=["overflows", "smaller scale"])
+def test_lost_worker_around_a_change_of_the_loss_scale_only_its_leaves_run_again(step, tmp_path):
+    """The gradient of step 5 overflows, so step 6 has half its loss scale."""
+    dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
+    spec, train = job(min_workers=2), counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
+    outcome, _ = group(spec, train, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert sum(passes(tmp_path, step).values()) == VIRTUAL + 4
+    (tmp_path / "passes").unlink()
+    undisturbed = local(spec, train)
+    assert outcome.digest == undisturbed.digest
+    scales = dict(line.split() for line in (tmp_path / "scales").read_text().splitlines())
+    assert float(scales[str(SMALL_LOSS)]) == float(scales[str(LARGE_LOSS)]) / 2
+
+
+CHANGES: dict[str, Callable[[StepRunner], None]] = {
+    "lineage": lambda runner: setattr(runner, "_lineage_id", 3),
+    "mode": lambda runner: setattr(runner, "exact", False),
+    "loss scale": lambda runner: setattr(runner.state, "loss_scale", LossScale(2.0)),
+    "bad row groups": lambda runner: runner.state.bad_row_groups.add(3),
+    "layout": lambda runner: setattr(runner.gradients, "parameters", (1,)),
+}
+
+
+def runner_with_finished_work() -> StepRunner:
+    """In step 6, with a node of it that is finished."""
+    runner: Any = object.__new__(StepRunner)
+    runner.state = SimpleNamespace(loss_scale=LossScale(), bad_row_groups=set())
+    runner.gradients = SimpleNamespace(parameters=(1, 2))
+    runner.exact, runner._lineage_id, runner._finished = True, 1, None
+    runner._begin_finished(6, None, 48.0)
+    runner._finished.add((0, 4), node_of(0))
+    return runner
 
 
 def node_of(first: int) -> FinishedNode:
     return FinishedNode([None], {first: MicroBatchResult(1.0, 4.0, {})}, {})
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
-def test_finished_work_of_other_inputs_is_forgotten(change):
-    work = FinishedWork(INPUTS)
-    work.add((0, 4), node_of(0))
-    assert finished_of(dataclasses.replace(INPUTS), work) is work
-    changed = dataclasses.replace(INPUTS, **change)
-    assert finished_of(changed, work) == FinishedWork(changed) == finished_of(changed, None)
+def test_finished_work_of_the_same_inputs_is_kept():
+    runner = runner_with_finished_work()
+    runner._begin_finished(6, None, 48.0)
+    assert list(runner._finished.nodes) == [(0, 4)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_finished_work_of_another_input_is_forgotten(change):
+    runner = runner_with_finished_work()
+    CHANGES[change](runner)
+    runner._begin_finished(6, None, 48.0)
+    assert runner._finished.nodes == {}
+
+
+@pytest.mark.parametrize(("step", "expected"), [(7, 48.0), (6, 44.0)], ids=["step", "weight"])
+def test_finished_work_of_another_step_or_weight_is_forgotten(step, expected):
+    runner = runner_with_finished_work()
+    runner._begin_finished(step, None, expected)
+    assert runner._finished.nodes == {}
+
+
+def test_finished_work_is_forgotten_when_a_stop_is_requested():
+    """No leaf runs then, so the headers of all say that there is nothing to add."""
+    runner = runner_with_finished_work()
+    runner._begin_finished(6, "enough", 48.0)
+    assert runner._finished is None
 
 
 def test_finished_node_is_taken_once_and_only_where_it_lies_in_the_range():
-    work = FinishedWork(INPUTS)
+    work = FinishedWork(StepInputs(6, 1, True, 48.0, None, frozenset(), (1, 2)))
     work.add((0, 2), node_of(0))
     work.add((4, 8), node_of(4))
     assert work.take(4, 6) is None and work.take(1, 8) is None

@@ -8,17 +8,20 @@ and compared, too.
 
 import functools
 import os
+import signal
 
 import pytest
 
 from elastic_dp.config import MapStyleData
-from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
+from elastic_dp.coordinator.messages import SizeRequested, StopRequested, TrainingPosition
 from elastic_dp.distributed import tensor_broadcast
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.generations.state_transfer import state_transfer_ranks
 from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.step.step_runner import StepRunner
 from tests.patience import eventually
-from tests.runs import Points, group, lines_of, local, spec_of
+from tests.runs import Points, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import (
     average_and_plateau,
     batch_norm,
@@ -30,6 +33,7 @@ from tests.train.jobs import (
 
 ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "sending_state", "receiving_state")
+BEFORE_SUMS_ARE_WRITTEN = ("before_forward", "forward", "backward", "sent", "header", "exchange")
 IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
 WITH_CHECKPOINTS = (
     "restoring",
@@ -116,15 +120,82 @@ def check(outcome, run, train, kills):
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
 
 
+def noting_what_is_reused(train, note):
+    """Leaves this file where a worker uses what it has finished of a step that was cut."""
+
+    def noting(ctx):
+        add_finished = GradientReducer.add_finished
+
+        def add(gradients, *given):
+            note.touch()
+            add_finished(gradients, *given)
+
+        GradientReducer.add_finished = add
+        train(ctx)
+
+    return noting
+
+
 @pytest.mark.parametrize("point", IN_A_STEP)
 def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
     """Each of VICTIMS in turn, the group back at full size in between."""
     train = batch_norm if point == "buffers" else average_and_plateau
-    faults = one_after_another(point, tmp_path)
+    faults, reused = one_after_another(point, tmp_path), tmp_path / "reused"
     trained = in_small_buckets(train) if point in IN_BUCKETS else train
-    outcome, run = with_faults(job(), trained, faults)
+    outcome, run = with_faults(job(), noting_what_is_reused(trained, reused), faults)
     check(outcome, run, train, kills=len(faults))
     assert outcome.generations > len(VICTIMS)
+    assert reused.exists() or point not in BEFORE_SUMS_ARE_WRITTEN
+
+
+def hears_of_the_end_late(train, killed):
+    """Each worker hears of a planned end when it has run all it has to in the step behind it. One
+    of them may die then."""
+
+    def late(ctx):
+        session = ctx._session
+        control, end, told = session.control, session.control.end, {}
+        run_leaf = StepRunner._run_leaf
+
+        def put_off(generation, after_step):
+            told[generation] = after_step
+            waits = session.reporter.phase == "collective"
+            if waits and (control._attempting or 0) > after_step:
+                end(generation, after_step)
+
+        def runs(runner, leaf, is_last, step, *given):
+            run_leaf(runner, leaf, is_last, step, *given)
+            after_step = told.get(session.generation, step)
+            if is_last and step > after_step:
+                if session.worker == killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                end(session.generation, after_step)
+
+        control.end, StepRunner._run_leaf = put_off, runs
+        train(ctx)
+
+    return late
+
+
+@pytest.mark.parametrize("killed", [None, "w2"])
+def test_planned_end_that_cuts_a_step_has_the_local_digest(killed, tmp_path):
+    reused = tmp_path / "reused"
+    train = noting_what_is_reused(hears_of_the_end_late(average_and_plateau, killed), reused)
+    script = [(20, SizeRequested(2)), (20, smaller), (20, goes_on), (1, StopRequested("enough"))]
+    outcome, run = group(job(hold={}), train, script=script)
+    check(outcome, run, average_and_plateau, kills=0 if killed is None else 1)
+    lines = lines_of(run)
+    cut = {x["generation"] for x in lines if x.get("event") == "WorkerStopped" and x["finished"]}
+    told = {x["command"] for x in lines if x.get("command") and x.get("generation") in cut}
+    assert "EndGeneration" in told
+    assert killed is not None or "AbortGeneration" not in told
+    assert reused.exists()
+
+
+def smaller(run):
+    """Waits until two workers train."""
+    status = run.controller.status
+    eventually(lambda: (status()["world_size"], status()["phase"]) == (2, "running"), status)
 
 
 def test_killed_between_two_buckets_in_fast_mode(tmp_path):

@@ -151,12 +151,12 @@ def test_members_that_go_back_to_a_checkpoint_live_on_for_three_minutes(tmp_path
     url, committed = str(tmp_path / "run"), tmp_path / "committed"
     config = {"body_s": BODY_S, "gates": {11: str(committed)}}
     spec = dataclasses.replace(
-        spec_of(steps=STEPS, config=config),
+        spec_of(steps=STEPS, min_workers=3, config=config),
         checkpoint=CheckpointConfig(every_steps=5),
         failure=dataclasses.replace(PATIENT, compare_weights_every=6),
     )
     flipped = str(tmp_path / "flipped")
-    fault = WorkerFault("before_forward", 12, 1, action="flip", once=flipped, settled=True)
+    fault = WorkerFault("before_forward", 12, 1, action="flip", once=flipped)
     script = [(10, when_committed(url, 10, lambda run: committed.touch()))]
     trained = faults_while_switched(never_put_off(plain))
     outcome, run = group(spec, trained, faults=(fault,), script=script, url=url, device=WATCHED)

@@ -49,6 +49,7 @@ from elastic_dp.coordinator.messages import (
     GenerationClaimed,
     GenerationClaimLost,
     HeartbeatReceived,
+    PrepareGroup,
     ReleaseWorker,
     RenewLease,
     StandDown,
@@ -388,6 +389,10 @@ class Controller:
                 rendezvous = self._rendezvous_service.rendezvous
                 for member in membership.members:
                     self._worker_group.send(member.worker, command, rendezvous)
+            case PrepareGroup(workers=workers):
+                rendezvous = self._rendezvous_service.rendezvous
+                for worker in workers:
+                    self._worker_group.send(worker, command, rendezvous)
             case StartWorker(worker=worker):
                 self._worker_group.start(worker)
             case BeginTraining(worker=worker):

@@ -7,12 +7,12 @@ that state is copied.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_dp.coordinator.messages import Member, Membership, WorkerId
 from elastic_dp.coordinator.planning.balance import assign_ranges
-from elastic_dp.coordinator.planning.retained_ranges import Share, retain_ranges
+from elastic_dp.coordinator.planning.retained_ranges import retain_ranges
 from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.planning.topology import order_by_location, topology_of
 from elastic_dp.coordinator.workers.worker_state import WorkerState
@@ -96,18 +96,22 @@ def membership(
     timeout_s: float,
     lineage_id: int,
     restore: bool,
-    previous: Mapping[WorkerId, Share],
+    prepared: int,
 ) -> Membership:
     """Return the membership of `generation`, in which faster workers run more virtual workers.
 
-    `previous` is what each member had in a generation that was aborted; it is empty if the members
-    cannot have finished a part of a step.
+    What members have finished of a step stays with them, see `retained_ranges`. Whoever is behind
+    the source receives its state, and forgets what it has finished.
     """
     topology = topology_of(assignment.members)
     speeds = [worker.virtual_s for worker in assignment.members]
     ranges = assign_ranges(speeds, virtual_workers, topology[0] if topology else ())
-    had = [previous.get(worker.id, ()) for worker in assignment.members]
-    shares = retain_ranges(ranges, had) if any(had) else tuple((one,) for one in ranges)
+    truth = assignment.source.position
+    finished = [
+        worker.finished_nodes if worker.has_state and worker.position == truth else ()
+        for worker in assignment.members
+    ]
+    shares = retain_ranges(ranges, finished) if any(finished) else tuple((one,) for one in ranges)
     new = tuple.__new__  # `Member(...)` takes twice as long, and there may be thousands
     members = tuple(
         [
@@ -116,7 +120,22 @@ def membership(
         ]
     )
     source = assignment.source.id
-    return Membership(generation, members, source, timeout_s, lineage_id, restore, topology)
+    return Membership(
+        generation, members, source, timeout_s, lineage_id, restore, topology, prepared
+    )
+
+
+def likely_members(
+    members: Collection[WorkerState], ready: Iterable[WorkerState], size: int
+) -> list[WorkerState]:
+    """Return who will most likely be the members, by rank, once all `members` have stopped.
+
+    Empty where that depends on what they say then: whether one must leave, and which.
+    """
+    if len(members) > size or any(worker.draining for worker in members):
+        return []
+    joining = [*ready][: size - len(members)]
+    return order_by_location([*members], joining)
 
 
 def members_to_exclude(

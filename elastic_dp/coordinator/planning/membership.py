@@ -106,6 +106,8 @@ class Membership:
     # The numbers of consecutive ranks that share a node, then of those that share a zone. A level
     # at which nobody or everybody shares one is left out.
     topology: tuple[tuple[int, ...], ...] = ()
+    # `PrepareGroup.number` of the preparation whose workers are the members; 0: there was none.
+    prepared: int = 0
 
     def rank(self, worker: WorkerId) -> int:
         """Return the rank of `worker`. Raises StopIteration if it is not a member."""

@@ -1,10 +1,11 @@
 """Decides which workers make up the next generation, and when it is safe to form it.
 
 Four things always hold. No generation is formed before the previous one can make no further step,
-nor before its number was claimed. A generation never has fewer than the minimum number of members,
-except that workers without state wait outside while no member can serve them. A membership that
-fails to form twice in a row is not tried again. A worker with state that is no longer a member is
-retained until the others have made a step.
+nor before its number was claimed; the claim is sent, and the likely members are told to connect,
+while the previous one ends. A generation never has fewer than the minimum number of members, except
+that workers without state wait outside while no member can serve them. A membership that fails to
+form twice in a row is not tried again. A worker with state that is no longer a member is retained
+until the others have made a step.
 """
 
 import math
@@ -28,6 +29,7 @@ from elastic_dp.coordinator.planning.admission import Admission
 from elastic_dp.coordinator.planning.assignment import (
     Assignment,
     assign_members,
+    likely_members,
     members_to_exclude,
     membership,
 )
@@ -91,6 +93,8 @@ class MembershipPlanner:
         self._generation, self._lineage, self._admission = generation, lineage, admission
         self._checkpointer, self._changes = checkpointer, changes
         self._failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
+        self._preparation: m.PrepareGroup | None = None  # the last one
+        self._looked_at = (0, 0, 0)  # what it followed from
 
     # ------------------------------------------------------- as a generation forms and ends
 
@@ -172,6 +176,46 @@ class MembershipPlanner:
 
     # ------------------------------------------------------------------------ the next one
 
+    def claim_ahead(self, now: float) -> None:
+        """Claim the next generation while the members of the present one still leave it, so that
+        nobody waits for the claim. A number that is not used costs nothing.
+        """
+        if not self._has_number and not self._leadership.claiming:
+            self._leadership.claim(self._generation.number, now)
+
+    def prepare_ahead(self) -> None:
+        """Let those who will most likely be the next members connect while some of them still leave
+        the present generation, say because they are inside a long micro-batch.
+        """
+        run, registry, generation = self.run, self._registry, self._generation
+        seen = self._leadership.claimed, len(generation.members), len(registry.ready)
+        if seen == self._looked_at or not self._has_number or not generation.must_stop:
+            return
+        self._looked_at = seen
+        certain = generation.formed and self._lineage.established and not registry.retained
+        if not certain or generation.mismatch is not None:
+            return
+        likely = likely_members([*generation.members.values()], registry.ready.values(), run.size)
+        workers = tuple(worker.id for worker in likely)
+        if len(workers) < max(2, run.min_members):
+            return
+        before, claimed = self._preparation, self._leadership.claimed
+        number = before.number + 1 if before is not None and before.generation == claimed else 1
+        self._preparation = m.PrepareGroup(claimed, number, workers, run.config.forming_timeout_s)
+        run.emit(self._preparation)
+
+    def _prepared(self, assignment: Assignment) -> int:
+        """Return the number of the preparation of these members for the next generation, or 0."""
+        made, members = self._preparation, assignment.members
+        if made is None or made.generation != self._leadership.claimed:
+            return 0
+        same = made.workers == tuple(worker.id for worker in members)
+        return made.number if same else 0
+
+    @property
+    def _has_number(self) -> bool:
+        return self._leadership.claimed > self._generation.number
+
     def plan_next_generation(self, now: float) -> None:
         """While no generation trains: claim the next generation, form it, or end the run."""
         lineage = self._lineage
@@ -210,9 +254,10 @@ class MembershipPlanner:
             if blocked.reason:
                 self.run.set_reason(blocked.reason)
             self.run.timers.wake(blocked.until)
-        elif self._leadership.claimed <= self._generation.number:
+        elif not self._has_number:
             self.run.apply(Transition.CLAIM_SENT)
-            self._leadership.claim(self._generation.number, now)
+            if not self._leadership.claiming:
+                self._leadership.claim(self._generation.number, now)
         else:
             self._form(self._assign(source, now), now)
 
@@ -319,7 +364,7 @@ class MembershipPlanner:
             config.forming_timeout_s,
             lineage.lineage_id,
             restore=lineage.checkpoint_step is not None,
-            previous=self._generation.aborted_shares,
+            prepared=self._prepared(assignment),
         )
         joins = {worker.has_state for worker in assignment.members} == {True, False}
         if joins:

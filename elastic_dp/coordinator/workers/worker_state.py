@@ -101,6 +101,8 @@ class WorkerState:
     has_state: bool = False
     at_head: bool = True
     lineage_id: int = 0  # the lineage that its state descends from
+    # subtrees that it has finished in the step after `position`, see WorkerStopped
+    finished_nodes: tuple[tuple[int, int], ...] = ()
     finished: str | None = None  # digest of its final weights
     finished_because: str = ""
     draining: bool = False
@@ -191,13 +193,14 @@ class WorkerState:
 
     def stopped(self, event: WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
+        self.finished_nodes = event.finished
         if event.has_state:
             self.lineage_id = event.lineage_id
 
     def finish(self, event: WorkerFinished) -> None:
         self.finished, self.position, self.has_state = event.digest, event.position, True
         self.finished_because, self.lineage_id = event.reason, event.lineage_id
-        self.at_head = True
+        self.at_head, self.finished_nodes = True, ()
 
     def reported(self, event: WorkerReported) -> None:
         self.signature, self.can_source = event.signature, event.can_source

@@ -1,6 +1,9 @@
 """The process groups of one worker: those of its generation, and older ones that peers may still
 use.
 
+The controller may say who the next members will most likely be while this worker is still in the
+present generation (`prepare`): their group then forms in the background, and is taken if they are.
+
 A generation has up to three groups: one for the steps, one between the members that send and
 receive state, formed at the same time where both are needed, and one for evaluations, formed when
 it is first used. All end with the generation.
@@ -9,16 +12,24 @@ it is first used. All end with the generation.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from elastic_dp.coordinator.messages import Membership, WorkerId
+from elastic_dp.coordinator.messages import Membership, PrepareGroup, WorkerId
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.device_connection import load_kernels
 from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous, connect_devices
 from elastic_dp.errors import FormingFailed, GroupError
 from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    command: PrepareGroup
+    forming: Forming
 
 
 class GenerationGroups:
@@ -40,6 +51,8 @@ class GenerationGroups:
         self._form: FormGroup | None = None
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
+        self._prepared: _Prepared | None = None
+        self._preparing = threading.Lock()
 
     @property
     def membership(self) -> Membership | None:
@@ -63,6 +76,25 @@ class GenerationGroups:
         if self._connects:
             load_kernels(accelerator_of(self._device))
 
+    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+        """Starts to form the group of all members of a generation that is not announced yet. Any
+        thread may call it."""
+        with self._preparing:
+            before = self._prepared
+            newest = (before.command.generation, before.command.number) if before else (0, 0)
+            if (command.generation, command.number) <= max(newest, (self.generation, 1 << 62)):
+                return
+            forming = Forming(
+                _meeting_of_all(rendezvous, command.generation, command.number),
+                rank=command.workers.index(self._worker),
+                world_size=len(command.workers),
+                device=self._device,
+                timeout_s=command.forming_timeout_s,
+            )
+            self._prepared = _Prepared(command, forming.start())
+        if before is not None:
+            before.forming.abandon()
+
     def enter(self, form: FormGroup) -> None:
         """Makes this the present generation."""
         self._form, self.unreachable = form, ()
@@ -72,7 +104,7 @@ class GenerationGroups:
         transfer."""
         assert self._form is not None
         self._involved = involved
-        self._main_forming = self._forming("main", range(len(self._form.membership.members)))
+        self._main_forming = self._forming_of_all()
         self._state_forming = self._forming("state", involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
@@ -123,13 +155,31 @@ class GenerationGroups:
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
+    def _forming_of_all(self) -> Forming:
+        """Takes what was prepared for this membership, or starts to form its group."""
+        assert self._form is not None
+        membership = self._form.membership
+        with self._preparing:
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            told = prepared.command
+            if (told.generation, told.number) == (membership.generation, membership.prepared):
+                self._control.abort_at_end(prepared.forming)
+                return prepared.forming
+            prepared.forming.abandon()
+        meeting = _meeting_of_all(self._form.rendezvous, membership.generation, membership.prepared)
+        return self._start_forming(meeting, range(len(membership.members)))
+
     def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
         """Starts to form a group of the members with these ranks, in this order, this worker
         included."""
+        return self._start_forming(self._meeting(purpose), ranks)
+
+    def _start_forming(self, meeting: Rendezvous, ranks: Sequence[int]) -> Forming:
         assert self._form is not None
         membership = self._form.membership
         forming = Forming(
-            self._meeting(purpose),
+            meeting,
             rank=ranks.index(membership.rank(self._worker)),
             world_size=len(ranks),
             device=self._device,
@@ -152,3 +202,8 @@ class GenerationGroups:
             members = self._form.membership.members
             self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
             raise
+
+
+def _meeting_of_all(meet: Rendezvous, generation: int, preparation: int) -> Rendezvous:
+    """Returns where all members meet. Workers that prepared something else left keys of theirs."""
+    return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/main-{preparation}")

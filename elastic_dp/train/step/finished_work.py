@@ -19,9 +19,14 @@ from elastic_dp.train.step.micro_batch import MicroBatchResult
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Everything besides the weights and the rows that the gradients of a step depend on."""
+    """What the gradients of a step depend on: a sum is used again only if all of it is the same.
+
+    Step and lineage stand for the weights and the rows.
+    """
 
     step: int
+    lineage_id: int  # of the worker's state
+    exact: bool
     expected_weight: float
     loss_scale: float | None
     bad_row_groups: frozenset[int]

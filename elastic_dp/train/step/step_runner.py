@@ -85,8 +85,9 @@ class StepRunner:
     speed: ComputeSpeed
     _group: ProcessGroup | None = None
     _shares: list[Share] = field(default_factory=list)
-    # The gradients of the last committed step, until they are dropped.
-    _gradients: list[torch.Tensor] | None = None
+    _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
+    # The gradients of the last committed step by parameter, until they are dropped.
+    _gradients: list[torch.Tensor | None] | None = None
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
@@ -101,9 +102,11 @@ class StepRunner:
         self,
         group: ProcessGroup,
         shares: Sequence[Share],
-        topology: Sequence[Sequence[int]] = (),
+        topology: Sequence[Sequence[int]],
+        lineage_id: int,
     ) -> None:
         self._group, self._shares = group, list(shares)
+        self._lineage_id = lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
         self.gradients.open(group, shares, self.virtual_workers, self.exact, topology)
         self.speed.open()
@@ -115,6 +118,14 @@ class StepRunner:
         self.gradients.close()
         self.buffers.undo()
         self._group = None
+
+    def finished_nodes(self, step: int) -> tuple[Node, ...]:
+        """Returns the subtrees of virtual workers that this worker has finished of an aborted
+        attempt at `step`."""
+        finished = self._finished
+        if finished is None or finished.inputs.step != step:
+            return ()
+        return tuple(sorted(finished.nodes))
 
     def forget_finished(self) -> None:
         """Forgets what is finished of an aborted step: the state is about to change."""
@@ -252,6 +263,8 @@ class StepRunner:
         """Forgets what was finished of another step, or from other inputs."""
         inputs = StepInputs(
             step,
+            self._lineage_id,
+            self.exact,
             expected,
             self.state.loss_scale.scale if self.state.loss_scale else None,
             frozenset(self.state.bad_row_groups),
@@ -381,7 +394,8 @@ class StepRunner:
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
         grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
-        self._gradients, self._norm = self.gradients.assign(header.used), None
+        self.gradients.assign(header.used)
+        self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
@@ -419,9 +433,14 @@ class StepRunner:
         parameters = list(self.state.parameters.values())
         if self.state.norm_over == PARAMETERS:
             return torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = gradient_norm(self._units, [p.grad for p in parameters])
+        norm = self._norm_of([p.grad for p in parameters])
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
+
+    def _norm_of(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        if self.state.norm_over == PARAMETERS:
+            return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        return gradient_norm(self._units, gradients)
 
     def complete_record(self) -> None:
         """Adds the norm of the last committed step's gradients to its record, unless it is there
@@ -431,7 +450,7 @@ class StepRunner:
             return
         norm = self._norm
         if norm is None:
-            norm = torch.nn.utils.get_total_norm(self._gradients)
+            norm = self._norm_of(self._gradients)
         record.add_grad_norm(float(norm))
 
 

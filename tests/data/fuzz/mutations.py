@@ -588,7 +588,7 @@ _ARRAY_MARKS = (*_JSON_MARKS, b",", b"]", b"],[", b"[", b"{},", b',{"n": 3}', b"
 
 
 def _json_file(rng: random.Random) -> Damaged:
-    """A file with the ending `.json`: an array of objects, one in eight JSON Lines; one in four is
+    """A file named `.json`: an array of objects, one in eight JSON Lines; one in four is
     compressed."""
     inner = _json_array if rng.randrange(8) else _jsonl
     made = _compressed(rng, inner) if rng.randrange(4) == 0 else inner(rng)

@@ -165,6 +165,6 @@ def test_fuzzing_that_was_ended_goes_on_behind_what_it_wrote_down(monkeypatch, t
     seeds["tar"].append("again")  # no end this time
     fuzz_data.main()
     assert seeds == {"csv": [0, 1, 2, 3, 4], "tar": [0, 1, 2, "again", 3, 4]}
-    written = json.loads((tmp_path / "tried.json").read_text())
+    written = json.loads((tmp_path / "tried.json").read_text())["results"]
     assert written["inputs"] == 10 and written["findings"] == 0
     assert written["kinds"]["csv"]["outcomes"] == {"rows": 5}

@@ -1,0 +1,115 @@
+"""A group that forms before its generation is announced: taken if the members are those that were
+likely, else thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup, WorkerId
+from elastic_dp.distributed import process_group
+from elastic_dp.distributed.process_group import (
+    ProcessGroup,
+    Rendezvous,
+    RendezvousStoreServer,
+    open_rendezvous_store,
+)
+from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+from tests.patience import PATIENCE_S, eventually
+
+LIKELY = ("w1", "w2")
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The groups that are closed. They go with their test."""
+    left: list[object] = []
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    yield left
+    left.clear()
+
+
+@pytest.fixture
+def meet() -> Rendezvous:
+    store: RendezvousStoreServer = open_rendezvous_store("127.0.0.1", b"secret")
+    return Rendezvous("127.0.0.1", store.port, "test", b"secret")
+
+
+def groups_of(worker: WorkerId) -> GenerationGroups:
+    return GenerationGroups(worker, torch.device("cpu"), False, WorkerControl())
+
+
+def preparation(workers: Sequence[WorkerId], number: int = 1) -> PrepareGroup:
+    return PrepareGroup(2, number, tuple(workers), PATIENCE_S)
+
+
+def forms(
+    groups: Sequence[GenerationGroups],
+    workers: Sequence[WorkerId],
+    meet: Rendezvous,
+    prepared: int,
+) -> list[ProcessGroup]:
+    members = tuple(Member(w, ((i, i + 1),), START, True) for i, w in enumerate(workers))
+    membership = Membership(2, members, workers[0], PATIENCE_S, prepared=prepared)
+
+    def form(one: GenerationGroups) -> ProcessGroup:
+        one._control.form(membership, meet)
+        told = one._control.wait()
+        assert isinstance(told, FormGroup)
+        one.enter(told)
+        one.start(())
+        one.formed()
+        assert one.main is not None
+        one.main.gather_bytes(b"connected")
+        return one.main
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(form, groups))
+
+
+def test_prepared_group_of_the_members_is_taken(meet: Rendezvous) -> None:
+    groups = [groups_of(worker) for worker in LIKELY]
+    for one in groups:
+        one.prepare(preparation(LIKELY), meet)
+    formings = [one._prepared.forming for one in groups if one._prepared is not None]
+    eventually(lambda: all(forming._ended.is_set() for forming in formings))
+    assert forms(groups, LIKELY, meet, prepared=1) == [forming.wait() for forming in formings]
+
+
+def test_member_that_was_not_told_meets_those_who_were(meet: Rendezvous) -> None:
+    groups = [groups_of(worker) for worker in LIKELY]
+    groups[0].prepare(preparation(LIKELY), meet)
+    assert [one.rank for one in forms(groups, LIKELY, meet, prepared=1)] == [0, 1]
+
+
+def test_prepared_group_of_others_is_closed(meet: Rendezvous, closed: list[object]) -> None:
+    groups = {worker: groups_of(worker) for worker in ("w1", "w2", "w3")}
+    for worker in LIKELY:
+        groups[worker].prepare(preparation(LIKELY), meet)
+    prepared = groups["w1"]._prepared
+    assert prepared is not None
+    eventually(prepared.forming._ended.is_set)
+    members = ("w1", "w3")
+    made = forms([groups[worker] for worker in members], members, meet, prepared=0)
+    assert [one.world_size for one in made] == [2, 2] and len(closed) == 1
+    assert prepared.forming._group is not None and prepared.forming._group.aborted
+
+
+def test_newer_preparation_takes_the_place_of_the_older_one(meet: Rendezvous) -> None:
+    groups = [groups_of(worker) for worker in LIKELY]
+    groups[0].prepare(preparation(("w1", "w3")), meet)
+    for one in groups:
+        one.prepare(preparation(LIKELY, number=2), meet)
+    groups[0].prepare(preparation(("w1", "w3")), meet)  # the same again
+    assert [one.rank for one in forms(groups, LIKELY, meet, prepared=2)] == [0, 1]
+
+
+def test_preparation_of_a_generation_that_was_entered_comes_too_late(meet: Rendezvous) -> None:
+    groups = [groups_of(worker) for worker in LIKELY]
+    forms(groups, LIKELY, meet, prepared=1)
+    groups[0].prepare(preparation(LIKELY), meet)
+    assert groups[0]._prepared is None
