@@ -28,7 +28,7 @@ All measurements of this project. This page is written by `python -m benchmarks.
 
 Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
-`benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `join`, `planned`,
+`benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `device_pause`, `join`, `planned`,
 `step_overhead`, `against_commit`, `coordinator_scale` and `command_line` end with exit code 1 where
 a target is missed, and name it. V is the number of virtual workers and W the number of workers.
 Square brackets are 95 % intervals.
@@ -81,6 +81,29 @@ def recovery(r: dict[str, Any]) -> Iterator[Row]:
         ", ".join(f"{kill['to_new_step_s']:.1f}" for kill in kills)
         + f" s; {min(k['steps_redone'] for k in kills)} to "
         f"{max(k['steps_redone'] for k in kills)} steps redone",
+    )
+
+
+def device_pause(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.device_pause import SLOW_S, TARGET_MS
+
+    fast, slow = (r[f"connecting takes {s:g} s"] for s in (0.0, SLOW_S))
+    for kind, what in (("kills", "Pause after SIGKILL of a worker"), ("joins", "Pause of a join")):
+        more = slow[kind]["median_ms"] - fast[kind]["median_ms"]
+        yield Row(
+            f"{what}, 3 workers, communicators that take {SLOW_S:g} s to connect, and that stand "
+            f"at once; {slow[kind]['count']} and {fast[kind]['count']}",
+            f"medians {slow[kind]['median_ms']:.0f} and {fast[kind]['median_ms']:.0f} ms",
+            f"at most {TARGET_MS:.0f} ms more",
+            more <= TARGET_MS,
+        )
+    same = fast["same_weights"] and slow["same_weights"]
+    yield Row(
+        "Weights of these runs, before and after gradients change to the communicator, beside an "
+        "undisturbed run",
+        "equal" if same else "different",
+        "equal",
+        same,
     )
 
 
@@ -511,6 +534,11 @@ SECTIONS = {
         "A worker is killed on a full machine", "benchmarks.recovery_gpt", recovery_gpt
     ),
     "kill_in_step": Section("A kill within a long step", "benchmarks.kill_in_step", kill_in_step),
+    "device_pause": Section(
+        "Pauses with slow communicators, on a simulated device",
+        "benchmarks.device_pause",
+        device_pause,
+    ),
     "join": Section("A worker joins", "benchmarks.join", join),
     "planned": Section("Planned changes", "benchmarks.planned", planned),
     "notice": Section("Spot notices", "benchmarks.notice", notice),

@@ -70,6 +70,8 @@ class DeviceConnection:
         self._changed = threading.Condition()
         self._in_use = threading.Lock()  # held by a launch
         self._communicator: Communicator | None = None  # one that stands
+        # Aborted ones. To destroy one blocks, so they go with this object, on a thread of its own.
+        self._ended: list[Communicator] = []
         self._aborted = False
         self._fault: FormingFailed | None = None  # this device has failed
         # Of the present attempt:
@@ -132,7 +134,7 @@ class DeviceConnection:
         """Ends the present attempt and begins the next one after a pause, whose seconds it returns.
         Every member does, between the same two steps."""
         with self._changed:
-            communicator, self._communicator = self._communicator, None
+            communicator = self._take()
             pause_s = min(FIRST_PAUSE_S * 2.0**self._attempt, LONGEST_PAUSE_S)
             self._attempt += 1
             self._begins_at = time.monotonic() + pause_s
@@ -145,9 +147,15 @@ class DeviceConnection:
         """Ends the communicator and everything that it is doing. Returns at once."""
         with self._changed:
             self._aborted = True
-            communicator, self._communicator = self._communicator, None
+            communicator = self._take()
             self._changed.notify_all()
         self._end(communicator)
+
+    def _take(self) -> Communicator | None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            self._ended.append(communicator)
+        return communicator
 
     # ------------------------------------------------------------------- thread that connects
 

@@ -282,7 +282,9 @@ class SimulatedCommunicator:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            _block(self._settings.destroy_s)
+            # A stream of a real device owns no communicator.
+            if threading.current_thread().name != "device":
+                _block(self._settings.destroy_s)
 
     def all_reduce(self, tensor: torch.Tensor) -> _Work:
         given = tensor.clone()

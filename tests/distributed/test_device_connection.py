@@ -164,7 +164,11 @@ def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_form
     monkeypatch.setattr(generation_groups, "connect_devices", connects)
     member = types.SimpleNamespace(worker="a")
     membership = types.SimpleNamespace(
-        members=[member], forming_timeout_s=0.5, generation=1, rank=lambda worker: 0
+        members=[member],
+        forming_timeout_s=0.5,
+        generation=1,
+        prepared=0,
+        rank=lambda worker: 0,
     )
     control = WorkerControl(_generation=1, _inside=True)
     groups = generation_groups.GenerationGroups("a", CPU, True, control)

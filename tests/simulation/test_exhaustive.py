@@ -311,7 +311,7 @@ SLOW = pytest.mark.slow
         ({}, 8, 5_000),
         ({"checkpoints": True}, 7, 3_000),
         ({"trains": True, "config": ALL_TRAIN}, 6, 1_500),
-        ({"trains": True, "disturbances": 1}, 5, 5_000),
+        ({"trains": True, "disturbances": 1}, 5, 4_500),
         ({"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True}, 4, 4_000),
         pytest.param({}, 9, 12_000, marks=SLOW),
         pytest.param({"checkpoints": True}, 8, 7_000, marks=SLOW),

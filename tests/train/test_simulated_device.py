@@ -433,10 +433,9 @@ def test_join_on_a_device_with_kills_has_the_local_digest(seconds, tmp_path):
     test_kills.test_killed_while_a_generation_forms(seconds, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize(
-    ("point", "rank"), [("sending_state", 0), pytest.param("receiving_state", 3, marks=SLOW)]
-)
+@pytest.mark.parametrize(("point", "rank"), [("sending_state", 0), ("receiving_state", 3)])
 def test_hand_over_on_a_device_torn_half_way_has_the_local_digest(point, rank, tmp_path):
     test_kills.test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path)
 
