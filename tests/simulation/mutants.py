@@ -743,7 +743,7 @@ else:
     self.commit()""",
         "self.commit()",
         LEASES,
-        first=815,
+        first=2290,
     ),
     Mutant(
         "lease from the answer's arrival",
