@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from benchmarks import device_pause
 from elastic_dp.config import FailureConfig
 from elastic_dp.distributed import abort_limit, device_connection
@@ -38,6 +40,7 @@ def test_devices_that_connect_later_than_a_group_must_form_end_no_generation(tmp
     assert len(generations(run)) <= 2  # of one worker, and of two
 
 
+@pytest.mark.slow  # a body may wait for a device whose peer has given this attempt up
 def test_devices_that_cannot_be_connected_are_said_once_and_tried_again(tmp_path):
     spec = job(tmp_path, workers=2, steps=12)
 
