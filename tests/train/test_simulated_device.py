@@ -368,6 +368,7 @@ def destroyed_at_once(train, file):
     return drops
 
 
+@pytest.mark.slow  # on a machine that is full, a second worker may be lost
 def test_run_whose_communicators_are_never_destroyed_to_the_end_has_the_local_digest(tmp_path):
     """To destroy one blocks for ever. So no thread of the training does it."""
     file = tmp_path / "destroyed"
