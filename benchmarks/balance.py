@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from benchmarks.report import write
 from elastic_dp.cluster.heartbeat.shared_memory_page import SharedMemoryPage
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.coordinator.planning import assignment
+from elastic_dp.coordinator.planning import member_selection
 from elastic_dp.data import open_data
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.local_run import LocalRun
@@ -128,7 +128,7 @@ def main() -> int:
     digests = {alone(job("equal", "", sleeps=False))}
     for _ in range(repeats):
         with patch.object(
-            assignment, "assign_ranges", lambda seconds, virtual_workers, nodes: IDEAL
+            member_selection, "assign_ranges", lambda seconds, virtual_workers, nodes: IDEAL
         ):
             (ideal,), digest = steps_ms("equal")
         (equal, *_, measured), other = steps_ms("measured")

@@ -1,7 +1,7 @@
 """How fast, how steadily and in how much memory data arrives, beside bare loops and other systems.
 
-    python -m benchmarks.data [--part local|store|waiting|memory|packing …] [--peers] [--rounds 15]
-    [--folder F]
+    python -m benchmarks.data [--part local|store|waiting|memory|packing|images …] [--peers]
+    [--rounds 15] [--folder F]
 
 All read the same rows (token_rows.py), in turn, several times; a ratio is the median of those of
 single rounds.
@@ -12,8 +12,10 @@ single rounds.
   (data_store.py).
 - waiting, memory: see data_budget.py.
 - packing: documents packed while training, beside rows packed before (data_packing.py).
+- images: JPEG files decoded while training, with `--peers` beside the same and WebDataset
+  (data_images.py, peers/images.py).
 
-Parts that are not measured keep their last results.
+Parts that are not measured keep their last results. Those of images are a file of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data_budget, data_local, data_packing, data_store, token_rows
+from benchmarks import data_budget, data_images, data_local, data_packing, data_store, token_rows
 from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, write
 
 
 def main() -> None:
-    parts = ("local", "store", "waiting", "memory", "packing")
+    parts = ("local", "store", "waiting", "memory", "packing", "images")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--peers", action="store_true")
@@ -63,6 +65,11 @@ def main() -> None:
         write("data", results)
         busy = outside_load()
     print(path)
+    if "images" in given.part:
+        busy = outside_load()
+        images = data_images.measure(given.folder, given.rounds, given.peers)
+        print(json.dumps(images, indent=2), flush=True)
+        print(write("data_images", {"cores_busy_with_other_work": busy, **images}))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ def pauses(commits: list[Commit], struck: list[float]) -> dict[str, list[float]]
     kills, joins = [], []
     order = sorted(first)
     for before, after in itertools.pairwise(order):
-        strokes = [at for at in struck if last[before] - 0.1 < at < first[after]]
+        # Of one generation, however late a survivor commits the step in flight.
+        strokes = [at for at in struck if first[before] < at < first[after]]
         if strokes and size[after] < size[before]:
             kills.append(first[after] - strokes[-1])
         elif size[after] > size[before] > 1:
@@ -155,7 +156,7 @@ def undisturbed(steps: int) -> str:
 def _wait_full(folder: str, after: int, *, used: bool) -> int:
     """Waits until a later generation, of all workers, has made its steps, and uses its
     communicator if `used`. Returns its number."""
-    limit = time.monotonic() + 60.0
+    limit = time.monotonic() + 150.0
     while time.monotonic() < limit:
         commits = commits_of(folder)
         newest = max((c.generation for c in commits), default=0)

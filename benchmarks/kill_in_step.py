@@ -61,7 +61,7 @@ def train(ctx: Any) -> None:
     log = open(f"{folder}/{session.worker}", "a", buffering=1)
 
     def loss_fn(m: torch.nn.Module, batch: Any) -> torch.Tensor:
-        log.write(f"pass {session.position.step + 1} {int(batch['i'][0])}\n")
+        log.write(f"pass {session.position.step + 1} {int(batch['i'][0])} {time.time():.6f}\n")
         time.sleep(ctx.config["leaf_s"])
         return F.cross_entropy(m(batch["x"]), batch["y"])
 
@@ -102,8 +102,8 @@ def passes_of(folder: str, worker: str = "*") -> Counter[int]:
     return Counter(
         int(line.split()[1])
         for path in Path(folder).glob(worker)
-        for line in path.read_text().splitlines()
-        if line.startswith("pass")
+        for line in path.read_text().splitlines(keepends=True)
+        if line.startswith("pass") and line.endswith("\n")  # a killed worker may leave a part
     )
 
 
@@ -125,7 +125,7 @@ def measure(kills: int, leaf_s: float, exact: bool) -> dict[str, Any]:
             outcome = run.wait()
         assert outcome.error is None, outcome.traceback
         if exact:
-            same = dataclasses.replace(spec, max_steps=outcome.step, config=spec.config | QUICK)
+            same = dataclasses.replace(spec, max_steps=outcome.step)
             assert outcome.digest == undisturbed(same), "the weights are not the undisturbed run's"
         commits, passes = commits_of(folder), passes_of(folder)
         again = [passes[step] - VIRTUAL for step in struck]
@@ -145,14 +145,12 @@ def measure(kills: int, leaf_s: float, exact: bool) -> dict[str, Any]:
     }
 
 
-QUICK = {"folder": tempfile.gettempdir(), "leaf_s": 0.0}
-
-
 def undisturbed(spec: JobSpec) -> str:
     from elastic_dp.data import open_data
 
     with tempfile.TemporaryDirectory() as folder:
-        spec = dataclasses.replace(spec, config=spec.config | {"folder": folder})
+        quick = spec.config | {"folder": folder, "leaf_s": 0.0}
+        spec = dataclasses.replace(spec, config=quick)
         data = open_data(spec.data, virtual_workers=VIRTUAL)
         run = LocalRun(spec, data, torch.device("cpu"))
         run.run(train)

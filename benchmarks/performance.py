@@ -28,10 +28,11 @@ All measurements of this project. This page is written by `python -m benchmarks.
 
 Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
-`benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `device_pause`, `join`, `planned`,
-`step_overhead`, `against_commit`, `coordinator_scale` and `command_line` end with exit code 1 where
-a target is missed, and name it. V is the number of virtual workers and W the number of workers.
-Square brackets are 95 % intervals.
+`benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `work_lost`, `device_pause`,
+`join`, `planned`, `data_cache`, `step_overhead`, `telemetry_overhead`, `first_five_minutes`,
+`against_commit`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
+missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
+are 95 % intervals.
 """
 
 
@@ -233,6 +234,47 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
         )
 
 
+def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.telemetry_overhead import TARGET, targets
+
+    for one, met in zip(r, targets(r).values(), strict=True):
+        low, high = one["interval"]
+        yield Row(
+            f"Step time with all telemetry beside none, {one['parameters']} parameters, "
+            f"{one['workers']} workers, {one['pairs']} pairs of {one['steps_a_block']} steps, "
+            f"step of {one['without_ms']:.0f} ms",
+            f"{one['ratio']:.4f} [{low:.4f}, {high:.4f}]",
+            f"{TARGET}",
+            met,
+        )
+        if added := one.get("added_cpu_us"):
+            us, low, high = added["all"]
+            yield Row(
+                "Processor time that telemetry adds to such a step, in the workers and the "
+                "controller",
+                f"{us / 1e3:.2f} ms [{low / 1e3:.2f}, {high / 1e3:.2f}]",
+            )
+
+
+def first_five_minutes(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.first_five_minutes import TARGET_S, targets
+
+    in_time, shown = targets(r).values()
+    installs = sum(s for what, s in r["seconds"].items() if "pip" in what or "venv" in what)
+    yield Row(
+        "From an empty environment to the report of a run with a worker killed",
+        f"{r['total_s']:.0f} s, of which {installs:.0f} s to install",
+        f"{TARGET_S:.0f} s",
+        in_time,
+    )
+    yield Row(
+        "The report shows the kill, and that the run finished",
+        "yes" if shown else "no",
+        "yes",
+        shown,
+    )
+
+
 def soak(r: dict[str, Any]) -> Iterator[Row]:
     yield Row(
         f"{r['minutes']} minutes on five emulated hosts, {sum(r['faults'].values())} faults "
@@ -328,6 +370,7 @@ PEERS = {
     "litdata": "litdata",
     "mosaicml": "mosaicml streaming",
     "ray_data": "Ray Data",
+    "webdataset": "WebDataset",
 }
 
 
@@ -390,6 +433,19 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
             f"at most {waiting['target_share']:.0%}",
             max(changes) <= waiting["target_share"],
         )
+
+
+def data_cache(r: dict[str, Any]) -> Iterator[Row]:
+    for name, found in r.items():
+        if isinstance(found, dict):
+            low, high = found["interval"]
+            yield Row(
+                "The second epoch from a far store, kept in the cache on the disk, beside local "
+                f"shards: {name}",
+                f"{found['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                f"at least {r['target']}",
+                found["ratio"] >= r["target"],
+            )
 
 
 def command_line(r: dict[str, Any]) -> Iterator[Row]:
@@ -471,6 +527,104 @@ def kill_in_step(r: dict[str, Any]) -> Iterator[Row]:
         )
 
 
+def work_lost(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.work_lost import EVERY, VIRTUAL, targets
+
+    ours, died = r["elastic_dp"], r["what died"]
+    met = targets(r)
+    yield Row(
+        f"Micro-batches lost by a kill of one of 4 workers, {VIRTUAL} in a step, {ours['kills']} "
+        "kills",
+        _lost(ours),
+        f"what died: mean {died['mean']:.1f}",
+        met["a kill costs what died"],
+    )
+    theirs = r["torchft 0.2"]
+    if isinstance(theirs, dict):
+        yield Row(f"torchft 0.2 beside it, {theirs['kills']} kills", _lost(theirs))
+    yield Row(
+        f"A restart from a checkpoint each {EVERY} steps, at the kills of the first line",
+        _lost(r[f"restart, checkpoint each {EVERY} steps"]),
+    )
+    same = met["the weights of the undisturbed run"]
+    yield Row(
+        f"Weights after these {r['steps']} steps beside an undisturbed run",
+        "equal" if same else "different",
+        "equal",
+        same,
+    )
+
+
+def _lost(one: dict[str, Any]) -> str:
+    return f"median {one['median']:g}, mean {one['mean']:.1f}, max {one['max']}"
+
+
+def goodput_at_scale(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.goodput_at_scale import STANDBY
+
+    def lost(row: dict[str, Any], name: str) -> str:
+        return f"{1 - row[name]['goodput']:.2g}".replace("e-0", "e-")
+
+    for row in r["failures"]:
+        yield Row(
+            f"Share of the time lost, {row['workers']:,} workers, a failure each "
+            f"{row['hours_between_failures']:,.0f} hours",
+            f"{lost(row, 'elastic_dp')}; with {STANDBY} standbys "
+            f"{lost(row, f'elastic_dp, {STANDBY} standbys')}; dropped batch "
+            f"{lost(row, 'dropped batch')}; restart "
+            f"{lost(row, 'restart, as fast as measured')}, or "
+            f"{lost(row, 'restart, 10 minutes')} with 10 minutes to find the cause; best possible "
+            f"{lost(row, 'best possible')}",
+        )
+    for row in r["spot"]:
+        yield Row(
+            f"Goodput on 17 hours of AWS g4dn.xlarge, us-east-1c, {row['workers']:,} workers, "
+            f"{row['changes']} changes",
+            f"{row['elastic_dp']:.3f}; dropped batch {row['dropped batch']:.3f}; restart "
+            f"{row['restart, as fast as measured']:.3f}",
+        )
+
+
+def data_images(r: dict[str, Any]) -> Iterator[Row]:
+    images = {
+        name: found["median"]
+        for name, found in r["images_per_s"].items()
+        if isinstance(found, dict)
+    }
+    for order in ("in order", "shuffled"):
+        others = {
+            PEERS[who]: images[f"{who}, {order}"] for who in PEERS if f"{who}, {order}" in images
+        }
+        parquet, tar = (images[f"ours, {name}, {order}"] for name in ("parquet", "tar"))
+        yield Row(
+            f"JPEG images of 224 x 224 a second, {order}",
+            f"{parquet} (Parquet), {tar} (tar); "
+            + ", ".join(f"{name} {n}" for name, n in others.items()),
+            "ahead",
+            min(parquet, tar) > max(others.values()),
+        )
+
+
+def packing_waste(r: dict[str, Any]) -> Iterator[Row]:
+    for documents, found in r.items():
+        ways = {name: way for name, way in found["ways"].items() if isinstance(way, dict)}
+        wasted = {name: way["padding"] + way["dropped"] for name, way in ways.items()}
+        ours = {name: count for name, count in wasted.items() if name.startswith("ours")}
+        others = {name: count for name, count in wasted.items() if name not in ours}
+        yield Row(
+            f"Tokens padded or dropped of {found['tokens']:,}: {documents}",
+            "; ".join(f"{name} {count:,}" for name, count in (ours | others).items()),
+            "ours, `tail=short`, at most the others'",
+            ours["ours, tail=short"] <= min(others.values()),
+        )
+    for documents, found in r.items():
+        padding = {name: way["padding_percent"] for name, way in found["padded"].items()}
+        yield Row(
+            f"Padding of micro-batches of 8 for each 100 tokens, {documents}",
+            "; ".join(f"{name} {percent:.1f}" for name, percent in padding.items()),
+        )
+
+
 def fuzz_data(r: dict[str, Any]) -> Iterator[Row]:
     yield Row(
         f"Damaged files of {len(r['kinds'])} kinds, read, converted and inspected: crashes, hangs, "
@@ -534,6 +688,28 @@ SECTIONS = {
         "A worker is killed on a full machine", "benchmarks.recovery_gpt", recovery_gpt
     ),
     "kill_in_step": Section("A kill within a long step", "benchmarks.kill_in_step", kill_in_step),
+    "work_lost": Section(
+        "Work that a kill costs",
+        "benchmarks.work_lost",
+        work_lost,
+        "![How many micro-batches are lost by one kill](assets/work-lost.svg)\n\n"
+        "Counted, not timed: each forward pass leaves a line. What died is what the killed worker "
+        "had begun of its step.",
+    ),
+    "goodput_at_scale": Section(
+        "The price of failures by the number of workers",
+        "benchmarks.goodput_at_scale",
+        goodput_at_scale,
+        "![The price of failures for 8 to 16,384 workers](assets/goodput-at-scale.svg)\n\n"
+        "**Simulated, not measured**: the real coordinator in simulated time, with pauses, copies "
+        "and starts that other benchmarks measured with at most five workers, and the failures of "
+        "Llama 3; the largest group with one failure of each kind. The command prints each "
+        "assumption with its source. One of them is kinder than the defaults are: heartbeats come "
+        "each second, above 8,000 workers each 6 seconds (`FailureConfig` has 4 a second unless "
+        "told otherwise). The message that forms a group, 0.7 MB with 16,384 members, is "
+        "serialized once for all. The dropped batch and the restart are arithmetic on the same "
+        "assumptions; the batch that is dropped is not trained on.",
+    ),
     "device_pause": Section(
         "Pauses with slow communicators, on a simulated device",
         "benchmarks.device_pause",
@@ -561,6 +737,19 @@ SECTIONS = {
         "target counts as missed where the whole "
         "interval is above it.",
     ),
+    "telemetry_overhead": Section(
+        "Steps with and without telemetry",
+        "benchmarks.telemetry_overhead",
+        telemetry_overhead,
+        "`ctx.log` in each step, journal, TensorBoard, times by phase, goodput and metrics, on and "
+        "off in turn in one run.",
+    ),
+    "first_five_minutes": Section(
+        "The first five minutes",
+        "benchmarks.first_five_minutes",
+        first_five_minutes,
+        "Each command ends with exit code 0. Installing depends on pip's cache and on the network.",
+    ),
     "against_commit": Section(
         "This package beside earlier commits",
         "benchmarks.against_commit COMMIT",
@@ -571,6 +760,9 @@ SECTIONS = {
     "soak": Section("A long run with faults", "benchmarks.soak", soak),
     "checkpoint": Section("Checkpoints", "benchmarks.checkpoint", checkpoint),
     "data": Section("Data", "benchmarks.data --peers", data),
+    "data_cache": Section("A cache on the disk", "benchmarks.data_cache", data_cache),
+    "data_images": Section("Images", "benchmarks.data --part images --peers", data_images),
+    "packing_waste": Section("Packing", "benchmarks.packing_waste", packing_waste),
     "coordinator_scale": Section(
         "The coordinator", "benchmarks.coordinator_scale", coordinator_scale
     ),
@@ -583,6 +775,8 @@ SECTIONS = {
 def page(results: Path = RESULTS) -> str:
     parts = [INTRODUCTION]
     for name, section in SECTIONS.items():
+        if not (results / f"{name}.json").exists():
+            continue  # not measured yet
         record = json.loads((results / f"{name}.json").read_text())
         found = record.get("results", record)
         parts.append(f"## {section.title}\n\n```bash\npython -m {section.command}\n```\n")
@@ -618,7 +812,11 @@ def readme(text: str, results: Path = RESULTS) -> str:
 def highlights(results: Path) -> str:
     found = {
         name: json.loads((results / f"{name}.json").read_text())["results"]
-        for name in ("recovery", "recovery_gpt", "join", "step_overhead", "spot", "checkpoint")
+        for name in (
+            *("recovery", "recovery_gpt", "work_lost", "join", "spot", "goodput_at_scale"),
+            *("step_overhead", "telemetry_overhead", "checkpoint", "data_cache"),
+            "first_five_minutes",
+        )
     }
     kills, full = found["recovery"], found["join"]["with a standby"]["kill_to_full_size"]
     three = kills["3 workers"]["pause"]
@@ -631,6 +829,10 @@ def highlights(results: Path) -> str:
         (us["pause"]["median_ms"], them["pause"]["median_ms"])
         for us, them in (found["recovery_gpt"][size].values() for size in SMALL)
     ]
+    lost, died = found["work_lost"]["elastic_dp"], found["work_lost"]["what died"]
+    scale = next(row for row in found["goodput_at_scale"]["failures"] if row["workers"] == 4096)
+    price = {name: 1 - row["goodput"] for name, row in scale.items() if isinstance(row, dict)}
+    cache = [one["ratio"] for one in found["data_cache"].values() if isinstance(one, dict)]
     lines = (
         (
             f"pause after SIGKILL of a worker, 3 workers, {three['count']} kills",
@@ -647,6 +849,11 @@ def highlights(results: Path) -> str:
             "benchmarks.recovery_gpt",
         ),
         (
+            f"micro-batches lost by a kill of one of 4 workers, {lost['kills']} kills",
+            f"{lost['mean']:.1f} on average (the killed worker had begun {died['mean']:.1f})",
+            "benchmarks.work_lost",
+        ),
+        (
             f"from a kill to full size with a standby, {full['count']} kills",
             f"median {full['median_ms']:.0f} ms",
             "benchmarks.join",
@@ -657,6 +864,11 @@ def highlights(results: Path) -> str:
             "benchmarks.step_overhead",
         ),
         (
+            "step with all telemetry beside one without",
+            f"{found['telemetry_overhead'][0]['ratio']:.3f} of its time",
+            "benchmarks.telemetry_overhead",
+        ),
+        (
             "useful steps on 17 hours of AWS spot capacity, compressed, of what is possible",
             (
                 f"{spot['goodput']:.1%} ({spot['goodput_all_restarted']:.0%} if all are "
@@ -665,9 +877,25 @@ def highlights(results: Path) -> str:
             "benchmarks.spot",
         ),
         (
+            "share of the time that failures cost 4,096 workers, simulated",
+            f"{price['elastic_dp']:.2%} (dropped batch {price['dropped batch']:.2%}, restart "
+            f"{price['restart, as fast as measured']:.1%})",
+            "benchmarks.goodput_at_scale",
+        ),
+        (
             "time that a checkpoint takes from the loop, beside torch's `async_save`",
             f"{stall['median']:.2f}",
             "benchmarks.checkpoint",
+        ),
+        (
+            "second epoch from a far store, kept on the disk, beside local shards",
+            f"{min(cache):.2f} to {max(cache):.2f} of their speed",
+            "benchmarks.data_cache",
+        ),
+        (
+            "from an empty environment to the report of a run with a killed worker",
+            f"{found['first_five_minutes']['total_s']:.0f} s",
+            "benchmarks.first_five_minutes",
         ),
     )
     return "\n".join(

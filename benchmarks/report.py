@@ -9,11 +9,13 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.models import SIZES
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -54,6 +56,40 @@ def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[st
         if keep:
             write(name, results)
     return results
+
+
+def of_pairs(
+    description: str, sizes: Iterable[str], arguments: Sequence[str] | None = None, **more: int
+) -> argparse.Namespace:
+    """Return the options of a benchmark that measures models in pairs. `sizes`: the models of
+    `models.SIZES` that it measures unless others are given. `more`: further numbers, with their
+    defaults."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, default in {"pairs": 60, **more}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sizes", nargs="*", default=list(sizes), choices=list(SIZES))
+    parser.add_argument("--no-write", action="store_true")
+    add_quick(parser)
+    return parser.parse_args(arguments)
+
+
+def conclude(
+    name: str,
+    options: argparse.Namespace,
+    measured: Iterable[dict[str, Any]],
+    targets: Callable[[list[dict[str, Any]]], Mapping[str, bool]],
+) -> int:
+    """Print each result when it is found, write all of them, and judge the targets. Returns the
+    exit code."""
+    results = []
+    for one in measured:
+        results.append(one)
+        print(one, flush=True)
+    if options.quick:
+        return 0
+    if not options.no_write:
+        print(write(name, results))
+    return exit_code(targets(results))
 
 
 def add_quick(parser: argparse.ArgumentParser) -> None:

@@ -11,13 +11,13 @@ the median of the paired ratios of rank 0. Ends with 1, and says why, if a targe
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
-from benchmarks.report import add_quick, exit_code, median_interval, write
+from benchmarks.report import conclude, median_interval, of_pairs
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
 from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.session import Session
-from elastic_dp.train.worker_run import run_worker
+from elastic_dp.train.train_function import train_until_released
+from elastic_dp.train.worker_session import WorkerSession
 from elastic_dp.wording import counted
 
 WORLD = 2
@@ -105,7 +105,7 @@ def worker(
     control = WorkerControl()
     link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
-    session = Session(
+    session = WorkerSession(
         spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
     )
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
@@ -128,7 +128,7 @@ def worker(
             dist.barrier()
             started = time.perf_counter()
 
-    run_worker(train, session)
+    train_until_released(train, session)
     if rank == 0:
         out.put((ours, theirs))
         time.sleep(0.3)
@@ -190,26 +190,20 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = of_pairs(__doc__, SIZES, arguments)
     if options.quick:
-        options.sizes, options.pairs, options.no_write = list(SIZES)[:1], 5, True
+        options.sizes, options.pairs = list(SIZES)[:1], 5
     prepare_environment(os.environ, 1)  # as workers have it, for both
-    results = []
-    for size in options.sizes:
+    return conclude("step_overhead", options, cases(options.sizes, options.pairs), targets)
+
+
+def cases(sizes: Iterable[str], pairs: int) -> Iterator[dict[str, Any]]:
+    for size in sizes:
         for exact in (False, True):
             for per_worker in (1, 4):
-                pairs = round(options.pairs * PAIRS[size] / (1 if per_worker == 1 else 2.5))
-                results.append(measure(size, exact, per_worker, pairs))
-                print(results[-1], flush=True)
-    if not options.no_write:
-        print(write("step_overhead", results))
-    return 0 if options.quick else exit_code(targets(results))
+                of_case = pairs * PAIRS[size] / (1 if per_worker == 1 else 2.5)
+                yield measure(size, exact, per_worker, round(of_case))
 
 
 if __name__ == "__main__":

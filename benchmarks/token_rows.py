@@ -38,17 +38,17 @@ KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
 Tokens = npt.NDArray[np.int32]
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, rows: int = ROWS) -> None:
     """What is there already stays."""
     done = folder / "tokens.npy"
     if done.exists():
         return
-    tokens = np.random.default_rng(0).integers(0, 50_000, (ROWS, LENGTH), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, 50_000, (rows, LENGTH), dtype=np.int32)
     for name in ("parquet", "arrow"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for number, rows in enumerate(np.split(tokens, SHARDS)):
-        write_parquet(folder / f"parquet/part-{number}.parquet", rows, GROUP_ROWS)
-        table = as_table(rows)
+    for number, shard in enumerate(np.split(tokens, SHARDS)):
+        write_parquet(folder / f"parquet/part-{number}.parquet", shard, GROUP_ROWS)
+        table = as_table(shard)
         with pa.ipc.new_file(folder / f"arrow/part-{number}.arrow", table.schema) as file:
             file.write_table(table, max_chunksize=GROUP_ROWS)
     np.save(folder / "tokens.part.npy", tokens)

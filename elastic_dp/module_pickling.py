@@ -17,6 +17,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import linecache
 import pickle
 import sys
@@ -44,8 +45,34 @@ class _Module:
 
 def pickle_with_modules(value: Any) -> bytes:
     """Return `value` and the user's modules as a pickle. Raises what pickling raises."""
-    pickled = cloudpickle.dumps(value)
+    pickled = pickle_by_value(value)
     return pickle.dumps(_PickledWithModules(zlib.compress(pickle.dumps(_own_modules())), pickled))
+
+
+def pickle_by_value(value: Any) -> bytes:
+    """Return `value` as a pickle, with the file names of its code. Raises what pickling raises."""
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class Pickler(cloudpickle.Pickler):
+    """Keeps the file name of code, without which a traceback shows no source lines.
+
+    cloudpickle 3.1.3 writes "<dynamic-code>" instead, so that equal code gives equal pickles.
+    `torch.save` uses this class where this module is its `pickle_module`.
+    """
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, CodeType):
+            function, arguments = self.dispatch_table[CodeType](item)
+            return _code, (item.co_filename, function, *arguments)
+        return super().reducer_override(item)
+
+
+def _code(file: str, function: Any, *arguments: Any) -> CodeType:
+    code: CodeType = function(*arguments)
+    return code.replace(co_filename=file)
 
 
 def is_installed(file: str) -> bool:

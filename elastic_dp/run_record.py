@@ -50,7 +50,8 @@ class Result:
     - `exact`: the weights do not depend on which workers ran; otherwise `inexact_because` says why.
     - `skipped`: row groups that could not be decoded and were left out.
     - `metrics`: the newest value of every logged metric.
-    - `generations`: how many generations there were.
+    - `generations`: the number of the last generation. Some numbers may be left out: a controller
+      that hears no worker for a while claims one to confirm that it leads.
     - `workers_lost`: processes lost before the end, without those that were released.
     - `wall_s`: seconds from start to end.
     """

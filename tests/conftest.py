@@ -11,7 +11,9 @@ import pytest
 
 from tests.storage.servers import azurite, azurite_server, gcs_binary, gcs_server, moto_server
 
-hypothesis.settings.register_profile("patient", deadline=None)
+# How long it takes to draw examples is a matter of the machine, too.
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("patient", **PATIENT)
 hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

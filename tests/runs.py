@@ -120,6 +120,21 @@ def lines_of(run: ProcessRun) -> list[dict[str, Any]]:
     return [line for *_, line in list(run.journal._kept)]
 
 
+def formed_of(run: ProcessRun) -> list[int]:
+    """Return the numbers of the generations that were formed, in order. Some may be left out: a
+    controller that hears no worker for a second claims one to confirm that it leads."""
+    formed = [line for line in lines_of(run) if line.get("command") == "FormGeneration"]
+    return sorted({line["generation"] for line in formed})
+
+
+def losses_of(run: ProcessRun) -> str:
+    """Return which workers were lost, and why, for a message."""
+    lost = ("WorkerLost", "WorkerFailed", "EvictWorker")
+    return "\n".join(
+        str(line) for line in lines_of(run) if {line.get("event"), line.get("command")} & {*lost}
+    )
+
+
 def texts_of(run: ProcessRun) -> list[str]:
     return [line["text"] for line in lines_of(run) if line.get("command") == "Explain"]
 

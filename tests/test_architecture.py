@@ -76,6 +76,7 @@ ALLOWED = {
     },
     "cli": {
         "report",
+        "urls",
         "ui",
         "errors",
         "config",
@@ -99,11 +100,12 @@ ALLOWED = {
             "telemetry",
             "cluster",
         ),
-        *("threads", "run_record", "testing"),
+        *("threads", "run_record", "module_pickling", "testing"),
     },
     "integrations": {
         "errors",
         "integrations",
+        "module_pickling",
         "telemetry.run_logger",
         "__init__",
     },  # as a user's script does
@@ -515,8 +517,8 @@ PARAMETERS = {
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
         url *micro_batch_size epochs seed tail format csv_options source_column columns filter
-        pack decode transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction
-        fill_nulls storage_options
+        pack group_by_length decode transform collate_fn workers shuffle memory_bytes cache_dir
+        cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
     """,
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint
@@ -530,7 +532,8 @@ PARAMETERS = {
         checkpoint_score_order
     """,
     "FailureConfig": """
-        *heartbeat_timeout_s lease_s forming_timeout_s hang_timeout_s release_timeout_s
+        *heartbeat_timeout_s heartbeat_interval_s lease_s forming_timeout_s hang_timeout_s
+        release_timeout_s
         compare_weights_every max_losses_without_progress max_losses_of_micro_batch
         max_out_of_memory max_user_errors storage_timeout_s run_lease_s orphan_timeout_s
     """,

@@ -177,6 +177,48 @@ def test_paths_in_the_text_exist(page):
         assert list(ROOT.glob(path.rstrip("/"))), path
 
 
+def names_defined_in(source: str) -> set[str]:
+    """Functions, classes, constants, and methods as `Class.method`, of a module."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {f"{node.name}.{each.name}" for each in inner}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def where_is_rows() -> list[tuple[str, str, list[str]]]:
+    """(question, file, names) of each row of the page's tables."""
+    page, rows = PAGES["docs/architecture/where-is.md"], []
+    for line in re.findall(r"^\|(.*)\|$", page, re.M):
+        question, file, names = line.split("|")
+        if "`" in file:
+            rows.append((question.strip(), file.strip(" `"), re.findall(r"`([^`]+)`", names)))
+    return rows
+
+
+@pytest.mark.parametrize(("question", "file", "names"), where_is_rows())
+def test_page_of_questions_names_what_its_files_define(question, file, names):
+    defined = names_defined_in((ROOT / "elastic_dp" / file).read_text())
+    assert names and set(names) <= defined, question
+
+
+def test_page_of_questions_has_a_file_and_a_name_in_each_row():
+    page = PAGES["docs/architecture/where-is.md"]
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    heads = 2 * page.count("\n|---|---|---|\n")
+    assert len(where_is_rows()) == len(lines) - heads > 30
+
+
+def test_names_defined_in_finds_each_kind_and_no_other():
+    source = "def f(): pass\nclass A:\n    x = 1\n    def m(self): y = 2\nB = 1\nC: int = 2"
+    assert names_defined_in(source) == {"f", "A", "A.m", "B", "C"}
+
+
 @every_page
 def test_commands_exist_with_their_options(page):
     app = typer.main.get_command(cli.app)

@@ -132,3 +132,22 @@ def test_module_that_is_imported_already_stays(module):
         importlib.import_module("ours_by_folder.part").__loader__.__module__
         != "elastic_dp.module_pickling"
     )
+
+
+def test_code_that_is_sent_by_value_keeps_the_name_of_its_file():
+    def outer():
+        def inner():
+            return 1
+
+        return inner
+
+    received = pickle.loads(pickle_with_modules(as_of_main(outer)))
+    assert received is not outer
+    assert received.__code__.co_filename == received().__code__.co_filename == __file__
+    assert received().__code__.co_firstlineno == outer().__code__.co_firstlineno
+
+
+def as_of_main(function):
+    """Return the function as if it were defined in `__main__`, and so sent by value."""
+    function.__module__ = "__main__"
+    return function

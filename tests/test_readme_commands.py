@@ -34,6 +34,11 @@ COMMANDS = {
     "python -m benchmarks.step_overhead": "python -m benchmarks.step_overhead --quick",
     "python -m benchmarks.spot": "python -m benchmarks.spot --quick",
     "python -m benchmarks.checkpoint": "python -m benchmarks.checkpoint --quick",
+    "python -m benchmarks.data_cache": "python -m benchmarks.data_cache --quick",
+    "python -m benchmarks.first_five_minutes": "python -m benchmarks.first_five_minutes --quick",
+    "python -m benchmarks.goodput_at_scale": "python -m benchmarks.goodput_at_scale --quick",
+    "python -m benchmarks.telemetry_overhead": "python -m benchmarks.telemetry_overhead --quick",
+    "python -m benchmarks.work_lost": "python -m benchmarks.work_lost --quick",
 }
 
 

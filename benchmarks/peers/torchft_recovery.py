@@ -25,6 +25,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,20 +74,23 @@ class Text:
         return self._loss(self.net, {"tokens": tokens})
 
 
-def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str, *size: str) -> None:
+_stores: list[Any] = []  # served by this process for as long as it runs
+
+
+def open_manager(
+    name: str, lighthouse: str, heartbeat_ms: int, net: nn.Module, adamw: torch.optim.Optimizer
+) -> Any:
+    """The torchft.Manager of a replica of one process."""
     import torchft
 
-    torch.set_num_threads(1)
-    model = Text(*size) if size else Classifier()
-    net = model.net
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    _stores.append(store)
 
     def load(state: dict) -> None:
         net.load_state_dict(state["net"])
         adamw.load_state_dict(state["adamw"])
 
-    manager = torchft.Manager(
+    return torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "adamw": adamw.state_dict()},
@@ -101,17 +105,31 @@ def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str, *size: str)
         hostname="127.0.0.1",
         heartbeat_interval=timedelta(milliseconds=heartbeat_ms),
     )
+
+
+def average_gradients(manager: Any, net: nn.Module) -> None:
+    flat = nn.utils.parameters_to_vector(p.grad for p in net.parameters())
+    manager.allreduce(flat).wait()
+    parts = flat.split([p.numel() for p in net.parameters()])
+    for p, part in zip(net.parameters(), parts, strict=True):
+        p.grad.copy_(part.view_as(p))
+
+
+def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str, *size: str) -> None:
+    import torchft
+
+    torch.set_num_threads(1)
+    model = Text(*size) if size else Classifier()
+    net = model.net
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    manager = open_manager(name, lighthouse, heartbeat_ms, net, adamw)
     optimizer = torchft.Optimizer(manager, adamw)
     with open(log, "w", buffering=1) as file:
         while True:
             step = manager.current_step()
             optimizer.zero_grad()
             model.loss().backward()
-            flat = nn.utils.parameters_to_vector(p.grad for p in net.parameters())
-            manager.allreduce(flat).wait()
-            parts = flat.split([p.numel() for p in net.parameters()])
-            for p, part in zip(net.parameters(), parts, strict=True):
-                p.grad.copy_(part.view_as(p))
+            average_gradients(manager, net)
             optimizer.step()
             if manager.current_step() > step:
                 file.write(f"{time.time():.6f} {step + 1} {manager.num_participants()}\n")

@@ -16,7 +16,7 @@ from elastic_dp.cli.run_options import Json, StoragePath
 from elastic_dp.cli.run_tables import TextTable, print_table
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
-from elastic_dp.storage import StorageURL, Store, redact_url
+from elastic_dp.urls import StorageURL, redact_url
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.catalog import Catalog, CommitName
@@ -133,6 +133,7 @@ def export(
 
 def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Catalog:
     from elastic_dp.checkpoint.catalog import Catalog
+    from elastic_dp.storage import Store
 
     options = storage_options(said)
     if storage_path is not None:

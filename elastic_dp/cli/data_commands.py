@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from elastic_dp.cli.store_options import StorageOption, storage_options
-from elastic_dp.storage import redact_url
+from elastic_dp.urls import redact_url
 
 if TYPE_CHECKING:
     from elastic_dp.data.discovery.skipped_files import Skipped

@@ -14,11 +14,8 @@ from elastic_dp.cli.run_options import Json, connect_to
 from elastic_dp.cli.run_tables import one_line, screen
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.cluster.doctor.check_result import CheckLevel, CheckResult, fails
-from elastic_dp.cluster.doctor.node_checks import check_machine
-from elastic_dp.cluster.doctor.node_facts import facts_of_this_machine, own_address
-from elastic_dp.cluster.doctor.store_check import check_store
 from elastic_dp.errors import ClusterError
-from elastic_dp.storage import StorageURL
+from elastic_dp.urls import StorageURL
 from elastic_dp.wording import counted
 
 _STYLES = {CheckLevel.OK: "green", CheckLevel.WARNING: "yellow", CheckLevel.FAILS: "bold red"}
@@ -47,6 +44,10 @@ def doctor(
     Each line is ok, a warning (a run works, but slowly, or it recovers slowly) or a failure, with
     what to do. The exit code is 1 if something fails.
     """
+    from elastic_dp.cluster.doctor.node_checks import check_machine
+    from elastic_dp.cluster.doctor.node_facts import facts_of_this_machine, own_address
+    from elastic_dp.cluster.doctor.store_check import check_store
+
     token = secrets.token_hex(8)
     storage = None
     if storage_path is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import typer
 
 from elastic_dp.cli.run_options import Address, AllStoragePath, Json, Name, StoragePath
-from elastic_dp.cli.run_sources import SeenRun, run_source, runs_source
 from elastic_dp.cli.run_tables import (
     TextTable,
     age,
@@ -22,6 +22,9 @@ from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.report.report_model import Report, WorkerCondition
 from elastic_dp.wording import counted
 
+if TYPE_CHECKING:
+    from elastic_dp.cli.run_sources import SeenRun
+
 _GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
 
 
@@ -34,6 +37,8 @@ def list_(
     """List the runs of the cluster, or those at --storage-path: health, step, loss, workers,
     goodput, the age of the newest checkpoint, and the last event.
     """
+    from elastic_dp.cli.run_sources import runs_source
+
     source = runs_source(address, storage_path, storage_option)
     seen = source.look()
     if as_json:
@@ -54,6 +59,8 @@ def status(
     """Print the health of a run and the reason for it, how far it is, and its workers; or how it
     ended.
     """
+    from elastic_dp.cli.run_sources import run_source
+
     (seen,) = run_source(name, address, storage_path, storage_option).look()
     if as_json:
         print(json.dumps(seen.to_json(), default=str))

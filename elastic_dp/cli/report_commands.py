@@ -20,7 +20,7 @@ from elastic_dp.cli.run_options import (
 )
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import ClusterError, SpecError
-from elastic_dp.storage import StorageURL
+from elastic_dp.urls import StorageURL
 
 
 def report(

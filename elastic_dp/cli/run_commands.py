@@ -106,11 +106,19 @@ def logs(
     The run's folder keeps the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
+    printed = False
     for each, line in find_run(name, address, storage_path, storage_option).logs(
         worker, tail=tail, follow=follow
     ):
         words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
         print(words, flush=True)
+        printed = True
+    if not printed:
+        print(
+            f"no worker of {name} has printed anything that is kept. A run in one process "
+            "(fit(local=True)) prints to its own terminal",
+            file=sys.stderr,
+        )
 
 
 def scale(

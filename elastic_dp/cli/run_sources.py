@@ -15,6 +15,7 @@ from elastic_dp.cli.store_options import storage_options
 from elastic_dp.cluster.runs.ended_run import EndedRun, names_at
 from elastic_dp.cluster.runs.run_history import total_steps_of
 from elastic_dp.errors import ElasticError
+from elastic_dp.report.report_builder import is_committed_checkpoint
 from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_overview import (
@@ -112,7 +113,7 @@ class StoredRun:
         now = time.time()
         report = self._folder.report(now)
         overview = overview_of_report(report, now, self._total)
-        decisions = [(each.time, each.text) for each in report.decisions[-MOST_DECISIONS:]]
+        decisions = newest_decisions([(each.time, each.text) for each in report.decisions])
         return SeenRun(overview, self._status, report, decisions)
 
     def _status(self) -> dict[str, Any]:
@@ -138,8 +139,18 @@ class LiveRun:
             self._newest = seen.overview.last_event
             lines = self._run.events(follow=False)
             texts = [(x["time"], x["text"]) for x in lines if x.get("command") == "Explain"]
-            self._decisions = texts[-MOST_DECISIONS:]
+            self._decisions = newest_decisions(texts)
         return [seen._replace(decisions=self._decisions)]
+
+
+def newest_decisions(decisions: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return the newest decisions, and of committed checkpoints the last one alone: frequent ones
+    would leave no room for others.
+    """
+    checkpoints = [at for at, (_, text) in enumerate(decisions) if is_committed_checkpoint(text)]
+    dropped = set(checkpoints[:-1])
+    kept = [each for at, each in enumerate(decisions) if at not in dropped]
+    return kept[-MOST_DECISIONS:]
 
 
 def runs_source(

@@ -105,14 +105,20 @@ def overview_table(overviews: Sequence[RunOverview]) -> TextTable:
 
 def overview_facts(one: RunOverview, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
     """Return one run as (name, value), what matters first. `more` follows the workers."""
-    workers = "" if one.is_over else f"{one.world_size} of {one.size}, "
+    workers = f"generation {one.generation}"
+    if not one.is_over:
+        workers = f"{one.world_size} of {one.size}, {workers}"
+    elif not one.generation:  # it never had a group of workers, or was trained in one process
+        workers = ""
     facts = [
         ("step", _step(one, " of ") + _part(one)),
         ("loss", _number(one.loss)),
-        ("workers", f"{workers}generation {one.generation}"),
+        ("workers", workers),
         *more,
         ("last event", _ago(one.last_event_age_s, one_line(one.last_event))),
         ("goodput", "" if one.goodput is None else share(one.goodput, 1.0)),
+        ("rows/s", "" if one.rows_per_s is None else f"{one.rows_per_s:,.0f}"),
+        ("cache", _cache(one)),
     ]
     if one.checkpoint_step is not None:
         facts.append(("checkpoint", _ago(one.checkpoint_age_s, f"step {one.checkpoint_step}")))
@@ -194,6 +200,20 @@ def print_run(
 
 def _step(one: RunOverview, of: str) -> str:
     return f"{one.step}" if one.total_steps is None else f"{one.step}{of}{one.total_steps}"
+
+
+def _cache(one: RunOverview) -> str:
+    read = one.cache
+    if not read.total:
+        return ""
+    part = share(read.from_cache, read.total)
+    return f"{part} of the data from disks, {_gib(read.from_cache)} that the store did not send"
+
+
+def _gib(nbytes: int) -> str:
+    return (
+        f"{nbytes / (1 << 30):,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.1f} MiB"
+    )
 
 
 def _part(one: RunOverview) -> str:

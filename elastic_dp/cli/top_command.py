@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -21,7 +21,6 @@ from rich.text import Text
 
 from elastic_dp.cli.look_commands import run_facts, run_workers
 from elastic_dp.cli.run_options import Address, AllStoragePath, Json
-from elastic_dp.cli.run_sources import RunSource, SeenRun, run_source, runs_source
 from elastic_dp.cli.run_tables import (
     TextTable,
     drawn_run,
@@ -34,6 +33,9 @@ from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.errors import ElasticError
 from elastic_dp.report.run_overview import Health
 from elastic_dp.wording import counted
+
+if TYPE_CHECKING:
+    from elastic_dp.cli.run_sources import RunSource, SeenRun
 
 _MOST_DECISIONS = 8  # of one run, where there is room
 # Runs that somebody has to look at come first, those that have ended last.
@@ -64,6 +66,8 @@ def top(
 
     Where the output is no terminal, and with --json, one frame is printed.
     """
+    from elastic_dp.cli.run_sources import run_source, runs_source
+
     source: RunSource
     if name is None:
         source = runs_source(address, storage_path, storage_option)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import queue
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import RunEvent
+from elastic_dp.telemetry.batch_queue import BatchQueue
 from elastic_dp.telemetry.journal import MAX_KEPT, read_events
 from elastic_dp.telemetry.loggers import log_to, warn_of
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
@@ -28,6 +28,7 @@ from elastic_dp.threads import background
 Line = Mapping[str, Any]
 MAX_WAITING = 100_000  # lines that a logger has not taken yet
 CLOSE_S = 30.0  # how long the end of a run waits for its loggers
+_GATHER_S = 1.0  # how long metrics wait, so that several steps are logged together
 _FLUSH_S = 2.0
 _AGAIN_S = 10.0  # until a logger that failed is opened again
 
@@ -163,7 +164,8 @@ class _Feed:
         self._at = float(line["time"])
         if _is_metrics(line):
             self._log(line)
-            self._builder.line(line)
+            # Events need the step alone, and curves of all metrics cost time.
+            self._builder.line({"time": line["time"], "step": line["step"]})
             return
         key = hash(json.dumps(line, default=str))
         if key not in self._seen:
@@ -196,31 +198,38 @@ class _LoggerThread:
 
     def __init__(self, taker: _Taker) -> None:
         self._taker = taker
-        self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._waiting: BatchQueue[Line | None] = BatchQueue(_GATHER_S)
+        self._taken: deque[Line | None] = deque()  # from the queue, and not logged yet
         self._dropped = 0
         self._lock = threading.Lock()
         self._thread = background("logger", self._run)
         self._thread.start()
 
     def put(self, line: Line | None) -> None:
-        if line is not None and self._waiting.qsize() >= MAX_WAITING:
+        if line is not None and self._left >= MAX_WAITING:
             with self._lock:
                 self._dropped += 1
         else:
-            self._waiting.put(line)
+            self._waiting.put(line, urgent=line is None or not _is_metrics(line))
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            slow = TimeoutError(f"{self._waiting.qsize()} lines wait after {CLOSE_S:.0f} s")
+            slow = TimeoutError(f"{self._left} lines wait after {CLOSE_S:.0f} s")
             warn_of(self._taker.logger, slow)
+
+    @property
+    def _left(self) -> int:
+        return len(self._waiting) + len(self._taken)
 
     def _run(self) -> None:
         due = None
         while True:
-            wait_s = None if due is None else max(0.0, due - time.monotonic())
-            with contextlib.suppress(queue.Empty):
-                line = self._waiting.get(timeout=wait_s)
+            if not self._taken:
+                wait_s = None if due is None else max(0.0, due - time.monotonic())
+                self._taken.extend(self._waiting.take(wait_s))
+            if self._taken:
+                line = self._taken.popleft()
                 if line is None:
                     break
                 due = due or time.monotonic() + _FLUSH_S

@@ -56,6 +56,7 @@ class MetricsExporter:
             controller.times.goodput(),
             controller.times.times(),
             controller.store_retries,
+            controller.times.cache(),
             self._sink,
         )
 

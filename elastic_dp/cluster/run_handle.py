@@ -365,6 +365,8 @@ def status_without_controller(phase: str, reason: str, step: int, **known: Any) 
         "waits_for": "",
         "avoided_nodes": {},
         "goodput": None,
+        "rows_per_s": None,
+        "cache": {},
         "labels": {},
     }
     return {"phase": phase, "reason": reason, "step": step} | unknown | known

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import signal
@@ -55,7 +56,7 @@ from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from elastic_dp.train.loop_guard.steps_arguments import check_function
-from elastic_dp.train.worker_run import TrainFunction
+from elastic_dp.train.train_function import TrainFunction
 
 
 class ElasticTrainer:
@@ -137,6 +138,7 @@ class ElasticTrainer:
         self.spec = JobSpec(**job)
         overrides.created(self.url)
         self.loggers = tuple(loggers)
+        self._total_steps = self.spec.max_steps  # and by epochs, once the data is open
         self.runtime_env = dict(runtime_env or {})
 
     @property
@@ -153,7 +155,7 @@ class ElasticTrainer:
         again; a second signal ends it at once. On a cluster the run continues. `fit` then raises
         Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        progress = ProgressPrinter(total=self.spec.max_steps)
+        progress = ProgressPrinter()
         try:
             return self._fit_local(progress) if local else self._fit_on_ray(progress)
         except KeyboardInterrupt as error:
@@ -170,6 +172,7 @@ class ElasticTrainer:
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()
             stored = self._check_and_record(data)
+            self._total_steps = self._steps_by_limits(data)
             if stored is not None:
                 catch_up(self.loggers, self.spec.name, self.url)
                 return Run(self.spec, self.url, stored=stored)
@@ -190,6 +193,7 @@ class ElasticTrainer:
         if run.controller is None:
             progress.say(console.stored(run.result()))
             return run.result()
+        progress.expect(self._total_steps)
         progress.say(console.start_on_ray(self.spec.name, self.url, run.is_new))
         with console.sigterm_interrupts():  # Ray has set a handler of its own by now
             try:
@@ -244,6 +248,7 @@ class ElasticTrainer:
             catch_up(self.loggers, self.spec.name, self.url)
             progress.say(console.stored(stored))
             return stored
+        progress.expect(self._steps_by_limits(data))
         progress.say(console.start_of_local(self.spec.name, self.url))
         started_at = time.time()
         journal = Journal(self.url)
@@ -318,6 +323,13 @@ class ElasticTrainer:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
                 console.warn_at_call(f"{text}; the stored result is returned all the same")
         return stored
+
+    def _steps_by_limits(self, data: Dataset) -> int | None:
+        """Return the number of steps of the run by `max_steps` and epochs; None: only time limits
+        it.
+        """
+        steps = RunLimits.of(self.spec).steps(data.steps_per_epoch)
+        return int(steps) if steps < math.inf else None
 
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))

@@ -1,8 +1,12 @@
-"""One worker process: a control side that takes commands, and a training side that runs the job."""
+"""One worker process: a control side that takes commands, and a training side that runs the job.
+
+`Worker.run` is what a worker does from its start until it is released.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Mapping
@@ -39,13 +43,15 @@ from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
+from elastic_dp.storage.disk_cache import on_cached_read
+from elastic_dp.storage.retry import on_retry
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
-from elastic_dp.train.session import Session
-from elastic_dp.train.worker_run import fail_worker, run_worker
+from elastic_dp.train.train_function import fail_worker, train_until_released
+from elastic_dp.train.worker_session import WorkerSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,11 @@ class WriteParts:
 Request = Command | WriteParts
 
 
+def serialize_request(command: Request, rendezvous: Rendezvous | None) -> bytes:
+    """Return what `pickle.loads` turns into the arguments of `Worker.deliver`."""
+    return pickle.dumps((command, rendezvous), pickle.HIGHEST_PROTOCOL)
+
+
 class Worker:
     """A worker process. `deliver` may be called from any thread; `run` trains until the worker is
     released.
@@ -85,8 +96,10 @@ class Worker:
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
         self._is_source = False
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._page = SharedMemoryPage()
+        on_retry(self._page.count_retry)
+        on_cached_read(self._page.count_cached)
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
         self._control = WorkerControl(
@@ -101,7 +114,7 @@ class Worker:
         self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
         use_interface(address)
         self.hear_from(job.controller)
-        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval_s)
+        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval)
 
     def hear_from(self, controller: ControllerAddress) -> None:
         """Send heartbeats to this controller: the first one, or one that took over."""
@@ -177,7 +190,7 @@ class Worker:
             )
         except Exception as error:  # also what a user's dataset raises
             return fail_worker(self.identity, self._link, self._control, self._page, error)
-        self._session = Session(
+        self._session = WorkerSession(
             spec=self._spec,
             worker=self.identity,
             data=data,
@@ -193,7 +206,7 @@ class Worker:
             code=code_fingerprint(self._train, constants=False),
             faults=FaultInjector(self._job.faults, self.identity),
         )
-        return run_worker(self._train, self._session)
+        return train_until_released(self._train, self._session)
 
     def _checkpoints(self) -> WorkerCheckpointer | None:
         if self._job.url is None:

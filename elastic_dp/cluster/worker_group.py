@@ -4,6 +4,7 @@ A controller starts a worker, sends it commands and kills it. No method waits, o
 worker that is gone: what happens to workers is reported as events.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from elastic_dp.cluster.worker import Request
@@ -18,7 +19,12 @@ class WorkerGroup(Protocol):
         """Request one more process with this identity; it may never start."""
         ...
 
-    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None: ...
+    def send(
+        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
+    ) -> None:
+        """Send a command to these workers. It is serialized once: one that forms a generation names
+        all members."""
+        ...
 
     def kill(self, worker: WorkerId) -> None: ...
 

@@ -19,7 +19,7 @@ from elastic_dp.config.source_weights import Weights, sources_of, weights_by_ste
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
-Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
+FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,9 @@ class DataConfig(_Order):
     - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
       end, with the columns "position_ids" and "document_ids". All columns must be lists with one
       number for each token, such as "input_ids". None: rows are as they are.
+    - `group_by_length`: a column of lists or texts, or of lengths: rows of similar length share a
+      micro-batch, so that a `collate_fn` pads less. They are sorted within windows of 50 steps.
+      None: rows are in the order of `shuffle`.
     - `decode`: {"image": "rgb"} decodes the images in a column of bytes to uint8 arrays [height,
       width, 3], before `transform`, in threads or in the processes of `workers`.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
@@ -77,6 +80,9 @@ class DataConfig(_Order):
     - `tail`: what happens to rows that do not fill the last global batch of an epoch: "drop" them,
       or make a "short" batch with the right weights.
     - `memory_bytes`: limit for the row groups that one worker holds or is reading.
+    - `cache_dir`: a folder of each machine in which its workers keep what they read from the store,
+      for the next epochs and runs; an absolute path. Files of the machine itself are not copied.
+    - `cache_bytes`: limit for the files in `cache_dir`.
     - `on_bad_shard`: "fail" the run if a row group cannot be decoded, or "skip" its rows and report
       them.
     - `max_bad_fraction`: the run fails if more than this fraction of the rows is skipped (with
@@ -85,19 +91,22 @@ class DataConfig(_Order):
     """
 
     url: str | Sequence[str] | Weights | Mapping[int, Weights]
-    format: Format | None = field(default=None, kw_only=True)
+    format: FormatName | None = field(default=None, kw_only=True)
     csv_options: Mapping[str, Any] | None = field(default=None, kw_only=True)
     source_column: str | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
     pack: int | None = field(default=None, kw_only=True)
+    group_by_length: str | None = field(default=None, kw_only=True)
     decode: Mapping[str, str] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
     shuffle: Literal["none", "rows", "full"] = field(default="rows", kw_only=True)
     memory_bytes: int = field(default=2 << 30, kw_only=True)
+    cache_dir: str | None = field(default=None, kw_only=True)
+    cache_bytes: int | None = field(default=None, kw_only=True)
     on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
     max_bad_fraction: float = field(default=0.01, kw_only=True)
     fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
@@ -105,8 +114,9 @@ class DataConfig(_Order):
 
     def __post_init__(self) -> None:
         self._check("DataConfig")
-        if hasattr(self.url, "__fspath__"):  # a pathlib.Path
-            object.__setattr__(self, "url", self.url.__fspath__())
+        for name in ("url", "cache_dir"):
+            if hasattr(given := getattr(self, name), "__fspath__"):  # a pathlib.Path
+                object.__setattr__(self, name, given.__fspath__())
         several = isinstance(self.url, Sequence | Mapping)
         if not several or not self.urls or not all(isinstance(u, str) and u for u in self.urls):
             raise SpecError(
@@ -120,16 +130,18 @@ class DataConfig(_Order):
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
         if self.format is not None:
-            one_of("DataConfig.format", self.format, get_args(Format))
+            one_of("DataConfig.format", self.format, get_args(FormatName))
         CsvOptions.of(self.csv_options)
         one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
         if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         whole_number("DataConfig.workers", self.workers, 0)
         whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
+        self._check_cache()
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         self._check_pack()
+        self._check_group_by_length()
         kinds = self.decode or {}
         if not isinstance(kinds, Mapping) or any(kind != "rgb" for kind in kinds.values()):
             raise SpecError(
@@ -148,6 +160,21 @@ class DataConfig(_Order):
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
             raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")
 
+    def _check_cache(self) -> None:
+        given: Any = self.cache_dir
+        if given is not None and not (isinstance(given, str) and given.startswith("/")):
+            raise SpecError(
+                f"DataConfig.cache_dir is {given!r}, must be the absolute path of a "
+                "folder on the machines of the workers"
+            )
+        whole_number("DataConfig.cache_bytes", self.cache_bytes, 1 << 20)
+        if (self.cache_dir is None) != (self.cache_bytes is None):
+            alone = "cache_bytes" if self.cache_dir is None else "cache_dir"
+            raise SpecError(
+                f"DataConfig.{alone} is set alone; cache_dir is the folder of the cache, and "
+                "cache_bytes its limit"
+            )
+
     def _check_pack(self) -> None:
         whole_number("DataConfig.pack", self.pack, 1)
         if self.pack is None:
@@ -165,6 +192,31 @@ class DataConfig(_Order):
             )
         if self.source_column is not None:
             raise SpecError(f"{alone} source_column has one value for each row, not for each token")
+
+    def _check_group_by_length(self) -> None:
+        column: Any = self.group_by_length
+        if column is None:
+            return
+        if not (isinstance(column, str) and column):
+            raise SpecError(
+                f"DataConfig.group_by_length is {column!r}, must be the name of a column, such as "
+                '"input_ids"'
+            )
+        alone = "DataConfig.group_by_length is set, and"
+        if self.pack is not None:
+            raise SpecError(f"{alone} pack makes rows of one length; leave one of the two out")
+        if isinstance(self.url, Mapping):
+            raise SpecError(
+                f"{alone} url has weights, which hold in every step; sources of different lengths "
+                "would not be mixed then; leave the weights out"
+            )
+        if self.shuffle == "none":
+            raise SpecError(f'{alone} shuffle is "none", which keeps rows in their order')
+        if self.on_bad_shard == "skip":
+            raise SpecError(
+                f'{alone} on_bad_shard is "skip"; rows without a length cannot be sorted, so it '
+                'must be "fail"'
+            )
 
     def __repr__(self) -> str:
         """Return the fields without credentials."""

@@ -15,6 +15,9 @@ class FailureConfig:
     `heartbeat_timeout_s` is the one timeout to set; those that are None follow from it.
 
     - `heartbeat_timeout_s`: a worker whose heartbeats are missing for so long is evicted.
+    - `heartbeat_interval_s`: a worker sends a heartbeat so often (default: 0.25 s, or an eighth of
+      `heartbeat_timeout_s` if that is less). Shorter ones make planned changes sooner; longer ones
+      cost the controller of thousands of workers less.
     - `lease_s`: a worker that no controller has answered for so long stops training (default: 2 ×
       `heartbeat_timeout_s`).
     - `forming_timeout_s`: how long the forming of a group may take (default:
@@ -47,6 +50,7 @@ class FailureConfig:
     """
 
     heartbeat_timeout_s: float = 5.0
+    heartbeat_interval_s: float | None = None
     lease_s: float | None = None
     forming_timeout_s: float | None = None
     hang_timeout_s: float | None = None
@@ -63,7 +67,16 @@ class FailureConfig:
     def __post_init__(self) -> None:
         none_only_by_default("FailureConfig", self)
         at_least("FailureConfig.heartbeat_timeout_s", self.heartbeat_timeout_s, 0.1)
+        at_least("FailureConfig.heartbeat_interval_s", self.heartbeat_interval_s, 0.01)
         at_least("FailureConfig.lease_s", self.lease_s, 0.1)
+        longest_s = min(self.heartbeat_timeout_s, self.lease) / 4
+        if self.heartbeat_interval_s is not None and self.heartbeat_interval_s > longest_s:
+            raise SpecError(
+                f"FailureConfig.heartbeat_interval_s is {self.heartbeat_interval_s}, more than a "
+                f"quarter of heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s) or of the lease "
+                f"({self.lease:g} s): the network may lose heartbeats, and a few lost ones would "
+                f"count as a lost worker. Set at most {longest_s:g}, or raise the timeouts"
+            )
         at_least("FailureConfig.run_lease_s", self.run_lease_s, 0.5)
         at_least("FailureConfig.forming_timeout_s", self.forming_timeout_s, 0.1)
         at_least("FailureConfig.hang_timeout_s", self.hang_timeout_s, 1.0)
@@ -84,9 +97,11 @@ class FailureConfig:
             )
 
     @property
-    def heartbeat_interval_s(self) -> float:
+    def heartbeat_interval(self) -> float:
         """Seconds between two heartbeats of a worker."""
-        return min(0.25, self.heartbeat_timeout_s / 8)
+        if self.heartbeat_interval_s is None:
+            return min(0.25, self.heartbeat_timeout_s / 8)
+        return self.heartbeat_interval_s
 
     @property
     def lease(self) -> float:

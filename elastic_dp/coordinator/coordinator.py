@@ -27,20 +27,20 @@ enough to end the run.
 
 Each part owns its state and knows only the parts before it. No part assigns another part's fields:
 
-    run_state            configuration, sizes, phase, timers, commands to be sent
-    leadership           claims; events that are deferred while leadership is in doubt
-    state_lineage        which worker's state is the run's, and which workers fit it
-    generation           the present generation: its members, their progress, and its end
-    failure_policy       what failures cost: budgets and pauses
-    worker_registry      every worker, from its request to its confirmed end
-    hang_detector        workers that are alive and make no progress
-    run_termination              how a run ends
-    replica_mismatch     what follows when the weights of members differ
-    admission            which workers may become members, and whose initial weights count
-    drain_checkpointer   checkpoints on request, and the last one before draining workers leave
-    generation_change_policy        when the present generation should end for a better one
-    membership_planner   the members of the next generation, and when it is safe to form it
-    takeover             replacing a controller that is gone
+    run_state              configuration, sizes, phase, timers, commands to be sent
+    leadership             claims; events that are deferred while leadership is in doubt
+    state_lineage          which worker's state is the run's, and which workers fit it
+    generation             the present generation: its members, their progress, and its end
+    failure_counter        what failures cost: budgets and pauses
+    worker_registry        every worker, from its request to its confirmed end
+    hang_detector          workers that are alive and make no progress
+    run_termination        how a run ends
+    replica_mismatch       what follows when the weights of members differ
+    worker_eligibility     which workers may become members, and whose initial weights count
+    drain_checkpointer     checkpoints on request, and the last one before draining workers leave
+    generation_end_policy  when the present generation should end for a better one
+    membership_planner     the members of the next generation, and when it is safe to form it
+    takeover               replacing a controller that is gone
 """
 
 import math
@@ -54,13 +54,13 @@ from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import Command, Event, Membership, WorkerId
 from elastic_dp.coordinator.phases import Phase as Phase
-from elastic_dp.coordinator.planning.admission import Admission
-from elastic_dp.coordinator.planning.generation_change_policy import GenerationChangePolicy
+from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndPolicy
 from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
+from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.takeover import Takeover
-from elastic_dp.coordinator.workers.failure_policy import FailurePolicy
+from elastic_dp.coordinator.workers.failure_counter import FailureCounter
 from elastic_dp.coordinator.workers.hang_detector import HangDetector
 from elastic_dp.coordinator.workers.worker_registry import DEPARTED_STAGES, WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Identities, Stage, WorkerState
@@ -88,15 +88,15 @@ class Coordinator:
         self._lineage = lineage = StateLineage()
         self._generation = generation = Generation(run, lineage)
         identities = Identities()
-        self._failures = failures = FailurePolicy(run, generation, identities)
+        self._failures = failures = FailureCounter(run, generation, identities)
         self._registry = WorkerRegistry(run, generation, lineage, failures, identities)
         registry = self._registry
         self._hang_detector = HangDetector(run, registry, generation)
-        self._admission = admission = Admission(run, registry, generation, lineage)
+        self._eligibility = eligibility = WorkerEligibility(run, registry, generation, lineage)
         self._checkpointer = DrainCheckpointer(run, registry, generation)
-        self._changes = GenerationChangePolicy(run, registry, generation, self._checkpointer)
-        parts = (run, leadership, registry, generation, lineage, admission)
-        self._planner = MembershipPlanner(*parts, self._checkpointer, self._changes)
+        self._end_policy = GenerationEndPolicy(run, registry, generation, self._checkpointer)
+        parts = (run, leadership, registry, generation, lineage, eligibility)
+        self._planner = MembershipPlanner(*parts, self._checkpointer, self._end_policy)
         self._takeover = Takeover(*parts)
 
     # -------------------------------------------------------------------------------- status
@@ -257,12 +257,12 @@ class Coordinator:
                 self._heartbeat_received(worker, event, now)
             case m.WorkerStarted():
                 if worker is not None and worker.stage is Stage.STARTING:
-                    self._admission.begin(worker, now)
+                    self._eligibility.begin(worker, now)
             case m.WorkerPlaced(worker=worker_id, location=location):
                 if worker_id in registry.workers:
                     registry.workers[worker_id].locate(location)
             case m.WorkerReady(signature=signature, can_source=can_source):
-                self._admission.became_ready(worker, signature, can_source, now)
+                self._eligibility.became_ready(worker, signature, can_source, now)
             case m.WorkerStopped():
                 if self._generation.stopped(worker, event, now) and worker is not None:
                     self._failures.count(worker, now, blamed="")
@@ -317,7 +317,7 @@ class Coordinator:
         if self._generation.is_over:
             self._planner.generation_over(now)
         if run.phase is Phase.RUNNING:
-            self._changes.plan_end_if_needed(now)
+            self._end_policy.plan_end_if_needed(now)
         if run.phase is Phase.ENDING:
             self._planner.claim_ahead(now)
             self._planner.prepare_ahead()
@@ -344,7 +344,7 @@ class Coordinator:
             run.emit(m.EvictWorker(event.worker, "not a worker of this run any more", stuck))
             return
         if worker.stage is Stage.STARTING:
-            self._admission.begin(worker, now)
+            self._eligibility.begin(worker, now)
         if not self._generation.is_in_earlier_generation(event):
             worker.renew(now)
             run.emit(m.RenewLease(worker.id, event.beat))
@@ -377,7 +377,7 @@ class Coordinator:
         """
         if now > worker.since + self.config.heartbeat_timeout_s:
             worker.touch(now)
-            self._admission.tell_to_begin(worker)
+            self._eligibility.tell_to_begin(worker)
 
     def _failed(self, worker: WorkerState | None, event: m.WorkerFailed, now: float) -> None:
         if worker is None or worker.stage in DEPARTED_STAGES:
@@ -397,7 +397,7 @@ class Coordinator:
             self._run.explain(f"min_workers {least} refused: not within 1..{event.size}")
             return
         self._run.resize(event.size, least)
-        self._admission.resized()
+        self._eligibility.resized()
         self._registry.resized(now)
 
     def _size_limited(self, event: m.SizeLimited, now: float) -> None:

@@ -9,15 +9,15 @@ out of order. Identities (`worker`) are never used twice.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_dp.coordinator.planning.membership import START as START
-from elastic_dp.coordinator.planning.membership import UNKNOWN_LOCATION as UNKNOWN_LOCATION
-from elastic_dp.coordinator.planning.membership import Member as Member
-from elastic_dp.coordinator.planning.membership import Membership as Membership
-from elastic_dp.coordinator.planning.membership import ReplicaMismatch as ReplicaMismatch
-from elastic_dp.coordinator.planning.membership import Signature as Signature
-from elastic_dp.coordinator.planning.membership import TrainingPosition as TrainingPosition
-from elastic_dp.coordinator.planning.membership import WorkerId as WorkerId
-from elastic_dp.coordinator.planning.membership import WorkerLocation as WorkerLocation
+from elastic_dp.coordinator.message_values import START as START
+from elastic_dp.coordinator.message_values import UNKNOWN_LOCATION as UNKNOWN_LOCATION
+from elastic_dp.coordinator.message_values import Member as Member
+from elastic_dp.coordinator.message_values import Membership as Membership
+from elastic_dp.coordinator.message_values import ReplicaMismatch as ReplicaMismatch
+from elastic_dp.coordinator.message_values import Signature as Signature
+from elastic_dp.coordinator.message_values import TrainingPosition as TrainingPosition
+from elastic_dp.coordinator.message_values import WorkerId as WorkerId
+from elastic_dp.coordinator.message_values import WorkerLocation as WorkerLocation
 
 # ------------------------------------------------------------------------------------------------
 # events
@@ -92,6 +92,10 @@ class HeartbeatReceived:
     virtual_s: float = 0.0  # time to compute one virtual worker in this generation; 0: not known
     # seconds by what the worker did, for reports alone (`telemetry.phase_clock.PhaseTimes`)
     times: tuple[float, ...] = ()
+    store_retries: int = 0  # requests to stores that the worker has retried, for reports alone
+    # bytes of data that it read from the cache on its disk, and from the store because they were
+    # not there, for reports alone
+    cache_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +227,12 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommitted:
-    """The complete state after `step` is in the storage."""
+    """The complete state after `step` is in the storage. `duration_s`: from the first member's
+    snapshot to the commit; 0 if it is not known.
+    """
 
     step: int
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

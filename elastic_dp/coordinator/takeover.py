@@ -14,7 +14,7 @@ from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.phases import Transition
-from elastic_dp.coordinator.planning.admission import Admission
+from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
@@ -32,10 +32,10 @@ class Takeover:
         registry: WorkerRegistry,
         generation: Generation,
         lineage: StateLineage,
-        admission: Admission,
+        eligibility: WorkerEligibility,
     ) -> None:
         self.run, self._leadership, self._registry = run, leadership, registry
-        self._generation, self._lineage, self._admission = generation, lineage, admission
+        self._generation, self._lineage, self._eligibility = generation, lineage, eligibility
 
     def begin(
         self, workers: Iterable[WorkerId], highest_claimed: int, established: bool, now: float
@@ -61,7 +61,7 @@ class Takeover:
         if worker is None:
             return
         if worker.stage is Stage.BUILDING and event.signature is not None and event.generation == 0:
-            self._admission.became_ready(worker, event.signature, event.can_source, now)
+            self._eligibility.became_ready(worker, event.signature, event.can_source, now)
         if worker.stage is not Stage.UNREPORTED or event.asked != registry.inquiry:
             return
         registry.reported(worker, event)
@@ -69,7 +69,7 @@ class Takeover:
             registry.move(worker, Stage.BUILDING, -math.inf)
         elif generation.number == 0:  # no generation was ever announced
             registry.move(worker, Stage.BUILDING, now)
-            self._admission.became_ready(worker, event.signature, event.can_source, now)
+            self._eligibility.became_ready(worker, event.signature, event.can_source, now)
         else:
             registry.move(worker, Stage.MEMBER, now)
             generation.add_reported_member(worker)
@@ -93,5 +93,5 @@ class Takeover:
             lineage.only_candidates(w for w in members if w.can_source and w.entered == 0)
         for worker in members:
             if not worker.has_state:
-                self._admission.fits(worker, now)
+                self._eligibility.fits(worker, now)
         self.run.set_reason(f"generation {generation.number} ends: its controller is gone")

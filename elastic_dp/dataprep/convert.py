@@ -19,7 +19,7 @@ from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skip
 from elastic_dp.dataprep.destination import Destination
 from elastic_dp.dataprep.shard_writer import (
     Compression,
-    Format,
+    OutputFormat,
     ShardWriter,
     refuse_columns_parquet_cannot_give_back,
 )
@@ -52,7 +52,7 @@ def convert(
     rows_per_group: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     columns: Sequence[str] | None = None,
-    format: Format | None = None,
+    format: OutputFormat | None = None,
     compression: Compression | None = None,
     tokenizer: str | Tokenizer | None = None,
     end_of_text: str | None = None,
@@ -134,7 +134,7 @@ def convert(
     )
 
 
-def _check_schema(schema: pa.Schema, format: Format, source: str) -> None:
+def _check_schema(schema: pa.Schema, format: OutputFormat, source: str) -> None:
     """Raises DataError if files of `format` cannot give back every column."""
     if not len(schema):
         raise DataError(f"{redact_url(source)!r} has no columns")
@@ -175,7 +175,7 @@ def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped,
     )
 
 
-def _compression(format: Format, schema: pa.Schema) -> Compression:
+def _compression(format: OutputFormat, schema: pa.Schema) -> Compression:
     """The default. Images are compressed already, numbers hardly get smaller, and Arrow without
     compression can be memory mapped."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -213,7 +213,7 @@ def _check(
         raise DataError(f"text_glob is {text_glob!r}, must be a list of patterns: [{text_glob!r}]")
     if text_glob and pack is None:
         raise DataError("text_glob goes with tokenizer and pack: text alone has no columns")
-    if format not in (None, *get_args(Format)):
+    if format not in (None, *get_args(OutputFormat)):
         raise DataError(f"format is {format!r}, must be 'parquet' or 'arrow'")
     is_arrow = format == "arrow" or (format is None and pack is not None)
     allowed = ("none", "lz4", "zstd") if is_arrow else get_args(Compression)

@@ -20,7 +20,7 @@ from elastic_dp.errors import DataError
 GROUP_BYTES = 2 << 20  # of the widest column, where rows_per_group is not given
 GROUP_LIMIT_BYTES = 2 << 30  # Arrow's strings count bytes in 31 bits
 
-Format = Literal["parquet", "arrow"]
+OutputFormat = Literal["parquet", "arrow"]
 Compression = Literal["none", "snappy", "lz4", "zstd"]
 
 
@@ -35,7 +35,7 @@ class ShardWriter:
         *,
         rows_per_group: int | None,
         shard_bytes: int,
-        format: Format,
+        format: OutputFormat,
         compression: Compression,
     ) -> None:
         self.rows_per_group = rows_per_group
@@ -149,7 +149,7 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
     sink = io.BytesIO()
     with _named_errors("parquet"):
         try:
-            pq.write_table(schema.empty_table(), sink)
+            pq.write_table(pa.Table.from_batches([], schema), sink)  # `empty_table` imports pandas
             pq.read_schema(sink)
         except OSError as error:
             raise DataError(
@@ -160,7 +160,7 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
 
 
 @contextmanager
-def _named_errors(format: Format) -> Iterator[None]:
+def _named_errors(format: OutputFormat) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:

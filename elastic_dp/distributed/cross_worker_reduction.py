@@ -2,17 +2,20 @@
 sum.
 
 Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
-sends the finished part to all ranks (all-gather, into the buffer that the first collective
-emptied). Where members share nodes, sums within a node come first, in a round of their own
+sends the finished part to all ranks (all-gather, into the buffer that the first all-to-all
+filled). Where members share nodes, sums within a node come first, in a round of their own
 (`reduction_rounds`); the all-gather is a ring in the order of ranks, which crosses from node to
 node once. Two members with one subtree each exchange the whole bucket instead, since a sum of two
 has one order. Fast mode is one all-reduce per bucket.
+
+In exact mode nothing is added or received in the buffers that a worker sends its own sums from. So
+when a peer is lost during the exchange, what the survivors have finished is still there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,9 +24,26 @@ import torch
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
+from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share, middle
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
+
+
+def sum_gradients(
+    subtrees: Mapping[Node, torch.Tensor], root: Node, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the sum of `root`, added along the tree from the sums of its subtrees, whose memory
+    it takes. The last addition writes to `out`, which may be the memory of a subtree.
+
+    `LocalReduction.sum_gradient` is the same within a worker.
+    """
+    if out is None:
+        return add_up(subtrees, root, lambda one, other: one.add_(other))
+    if root in subtrees:
+        return out.copy_(subtrees[root])
+    split = middle(root)
+    one = sum_gradients(subtrees, (root[0], split))
+    return torch.add(one, sum_gradients(subtrees, (split, root[1])), out=out)
 
 
 class ReductionPlan:
@@ -110,8 +130,8 @@ class GradientBufferPool:
 class BucketReduction:
     """The exchange of one bucket within one generation.
 
-    `views[j][i]` is where the sum of subtree j for parameter i of the bucket is written. `views[0]`
-    holds the finished sum afterwards.
+    `views[j][i]` is where this worker writes the sum of its subtree j for parameter i of the
+    bucket, `total_views[i]` where the finished sum of all workers is afterwards.
     """
 
     def __init__(
@@ -127,12 +147,23 @@ class BucketReduction:
             flat[bucket.numel :] = 0.0
         self.views = [bucket.views(flat) for flat in self._flats]
         # [round][j]: this rank's chunks of the j-th sum of every part.
-        self._received = [
-            [self._buffer(pool, sum(sizes) * chunk) for sizes in each.received]
-            for each in plan.rounds
-        ]
+        self._received: list[list[torch.Tensor]] = []
+        self._total = self._flats[0]  # where the finished sum is in the end: (world_size * chunk,)
         if plan.swaps:
-            self._received = [[self._buffer(pool, world_size * chunk)]]
+            self._total = self._buffer(pool, world_size * chunk)
+            self._received = [[self._total]]
+        elif plan.rounds:
+            received = [[sum(sizes) * chunk for sizes in each.received] for each in plan.rounds]
+            # The first is no longer needed when finished parts arrive. It is shorter than the sum
+            # only where nodes have different numbers of members.
+            self._total = self._buffer(pool, max(received[0][0], world_size * chunk))
+            first, *others = received[0]
+            self._received = [
+                [self._total[:first], *(self._buffer(pool, numel) for numel in others)],
+                *([self._buffer(pool, numel) for numel in sizes] for sizes in received[1:]),
+            ]
+            self._total = self._total[: world_size * chunk]
+        self.total_views = bucket.views(self._total)
         self.begin()
 
     def _buffer(self, pool: GradientBufferPool, numel: int) -> torch.Tensor:
@@ -146,10 +177,9 @@ class BucketReduction:
         """Starts a new step."""
         self._launched: list[list[Any]] = []  # operations of the transport, by round
         self._gathering: Any = None
-        self._written = False  # whether the first buffer holds anything but this worker's sum
-        self._sums: list[
-            torch.Tensor
-        ] = []  # sums of all elements, piece by piece, once they are known
+        self._overwritten = False  # whether this worker's last sum is no longer in its buffer
+        # Of the finished sum, piece by piece, once it is known: one number for all elements.
+        self._element_totals: list[torch.Tensor] = []
 
     def begin_leaf(self) -> None:
         self._waiting = len(self.bucket.parameters)
@@ -169,8 +199,7 @@ class BucketReduction:
         if group.world_size == 1:
             return
         if plan.all_reduces:
-            self._written = True
-            self._launched = [[group.all_reduce(self._flats[0])]]
+            self._launched = [[group.all_reduce(self._total)]]
             return
         if plan.swaps:
             mine = self._flats[0]
@@ -201,40 +230,36 @@ class BucketReduction:
         if 0 < len(self._launched) < len(self._plan.rounds):
             self._send(self._received_sums())
             return
-        part = self.add_up()
-        if len(part) < len(self._flats[0]):
-            self._written = True
-            self._gathering = self._plan.group.all_gather(self._flats[0], part)
+        part = self.sum_part()
+        if len(part) < len(self._total):
+            self._gathering = self._plan.group.all_gather(self._total, part)
 
-    def add_up(self) -> torch.Tensor:
+    def sum_part(self) -> torch.Tensor:
         """Returns this rank's part of the sum, or the whole sum if the bucket is not divided."""
         plan = self._plan
-        if plan.all_reduces:
-            return self._flats[0]
-        if plan.swaps or plan.group.world_size == 1:
-            self._written = True
         if plan.swaps:
             if plan.on_device:
-                return self._flats[0].add_(self._received[0][0])
-            received = self._received[0][0].split(_PIECE_NUMEL)
+                return torch.add(self._flats[0], self._total, out=self._total)
+            received = self._total.split(_PIECE_NUMEL)
             for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
-                self._sums.append(_sum(mine.add_(theirs)))
-            return self._flats[0]
-        if plan.group.world_size == 1:
-            nodes = dict(zip(plan.covers[0], self._flats, strict=True))
-            return add_up(nodes, (0, plan.virtual_workers), lambda a, b: a.add_(b))
-        (part,) = self._received_sums()
+                both = torch.add(mine, theirs, out=theirs)
+                self._element_totals.append(_total_of_elements(both))
+        if not plan.rounds:
+            return self._total
+        # Where the all-gather would copy it to, so that it may lie in the output.
+        first = plan.group.rank * plan.chunk(self.bucket)
+        (part,) = self._received_sums(self._total[first : first + plan.chunk(self.bucket)])
         return part
 
-    def _received_sums(self) -> list[torch.Tensor]:
-        """Adds up what has arrived in the latest round."""
+    def _received_sums(self, out: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Adds up what has arrived in the latest round. `out` is for the only sum of the last."""
         number = len(self._launched) - 1
         current = self._plan.rounds[number]
         size = current.owned * self._plan.chunk(self.bucket)
         arrived: dict[Node, torch.Tensor] = {}
         for nodes, received in zip(current.nodes, self._received[number], strict=True):
             arrived |= zip(nodes, received.view(len(nodes), size), strict=True)
-        return [add_up(arrived, root, lambda a, b: a.add_(b)) for root in current.sums]
+        return [sum_gradients(arrived, root, out) for root in current.sums]
 
     def settle(self) -> None:
         """Waits until the finished parts of all ranks have arrived. Raises GroupError."""
@@ -243,37 +268,37 @@ class BucketReduction:
 
     def scale(self, factor: float) -> None:
         """Multiplies the finished sum by `factor`."""
-        if factor != 1.0:
-            self._flats[0].mul_(factor)
-        if factor != 1.0 or not self._sums:
-            self._sums = [_sum(self._flats[0])]  # while the next bucket is on its way
+        self.scale_on_device(factor)
+        if factor != 1.0 or not self._element_totals:  # while the next bucket is on its way
+            self._element_totals = [_total_of_elements(self._total)]
 
     def scale_on_device(self, factor: float) -> None:
         if factor != 1.0:
-            self._flats[0].mul_(factor)
+            self._overwritten |= self._total is self._flats[0]
+            self._total.mul_(factor)
 
     def extremes(self) -> torch.Tensor:
         """Returns the least and the largest element of the finished sum; NaN if there is one."""
-        flat = self._flats[0]
+        flat = self._total
         return torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
 
-    def sums_are_finite(self) -> bool:
-        """Returns whether the sums of all elements are finite.
+    def totals_are_finite(self) -> bool:
+        """Returns whether the totals of all elements are finite.
 
-        It is False, too, if the sum of finite elements overflows: then check each element.
+        It is False, too, if the total of finite elements overflows: then check each element.
         """
-        return all(math.isfinite(x.item()) for x in self._sums)
+        return all(math.isfinite(x.item()) for x in self._element_totals)
 
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self._flats[0]).all())
+        return bool(torch.isfinite(self._total).all())
 
     # ----------------------------------------------------------------------------- end
 
     @property
     def holds_last_subtree(self) -> bool:
-        """Whether the sum of this worker's last subtree is still there as it was sent."""
-        alone = self._plan.group.world_size == 1
-        return not self._written or (len(self._flats) > 1 and not alone)
+        """In exact mode: whether the sum of this worker's last subtree is still there as it was
+        sent."""
+        return not self._overwritten
 
     def keep_last_subtree(self) -> list[torch.Tensor]:
         """Returns the views of that sum, whose memory is the caller's from now on."""
@@ -295,5 +320,6 @@ class BucketReduction:
             pool.give_back(self._memory)
 
 
-def _sum(flat: torch.Tensor) -> torch.Tensor:
+def _total_of_elements(flat: torch.Tensor) -> torch.Tensor:
+    """Returns one number, by which a value that is not finite is found."""
     return flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)

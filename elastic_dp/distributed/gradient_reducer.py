@@ -78,6 +78,7 @@ class GradientReducer:
         """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
         self._plan = None
+        self._error = None  # or its traceback is the last to hold a communicator
         self._sums.clear()
         for exchange in self._exchanges:
             exchange.release(self._pool)
@@ -152,7 +153,7 @@ class GradientReducer:
             if is_last:
                 p.grad = gradient  # `send` takes it
             else:
-                self._sums.add(index, gradient)
+                self._sums.add_gradient(index, gradient)
         if not is_last:
             self._sums.end_leaf()
 
@@ -191,7 +192,7 @@ class GradientReducer:
         sums = self._sums
         for i, p in enumerate(self._layout.parameters):
             if self.sequential or (sums.merges and not sums.fired[i]):
-                sums.add(i, p.grad)
+                sums.add_gradient(i, p.grad)
                 p.grad = None
         sums.end_leaf()
 
@@ -244,7 +245,7 @@ class GradientReducer:
         for exchange in self._exchanges:
             exchange.settle()
             exchange.scale(factor)
-        if all(exchange.sums_are_finite() for exchange in self._exchanges):
+        if all(exchange.totals_are_finite() for exchange in self._exchanges):
             return True
         return all(exchange.is_finite() for exchange in self._exchanges)
 
@@ -274,7 +275,10 @@ class GradientReducer:
         for exchange in self._exchanges:
             bucket = exchange.bucket
             for i, p, view in zip(
-                range(bucket.first, bucket.last), bucket.parameters, exchange.views[0], strict=True
+                range(bucket.first, bucket.last),
+                bucket.parameters,
+                exchange.total_views,
+                strict=True,
             ):
                 p.grad = view if used[i] else None
 
@@ -319,7 +323,7 @@ class GradientReducer:
                 self.late, parameter.grad = True, None
                 return
             if not self._is_last:
-                sums.add(index, gradient)
+                sums.add_gradient(index, gradient)
                 parameter.grad = None
                 return
             exchange = self._exchanges[number]
@@ -351,7 +355,7 @@ class GradientReducer:
     def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
         """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
         view = exchange.views[-1][index - exchange.bucket.first]
-        value = self._sums.merged(index, p.grad, out=view)
+        value = self._sums.sum_gradient(index, p.grad, out=view)
         self._in_last[index] = value is not None
         _write(view, value)
         p.grad = None

@@ -57,9 +57,9 @@ class LocalReduction:
         self.fired[index] = 1
         return first
 
-    def add(self, index: int, gradient: torch.Tensor | None) -> None:
+    def add_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Adds the gradient of this leaf, whose tensor the caller gives up. Raises ModelError."""
-        value = self.merged(index, gradient)
+        value = self.sum_gradient(index, gradient)
         if value is not None and value is gradient and self._copies:
             value = value.clone()
         self._current[index] = value
@@ -81,7 +81,7 @@ class LocalReduction:
         to."""
         return dict(zip(self._nodes, self.complete(), strict=False))
 
-    def merged(
+    def sum_gradient(
         self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Returns this leaf's gradient, added to the sums on the stack that it completes.

@@ -39,9 +39,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceConnection
+from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gloo_device import GlooDevice
-from elastic_dp.distributed.peer_watch import PeerWatch
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
@@ -94,7 +94,7 @@ class ProcessGroup:
         self._backend, self._store = backend, store
         self._aborted = False
         self._pending: set[Operation] = set()
-        self._watch: PeerWatch | None = None
+        self._watch: DevicePeerWatch | None = None
         accelerator = accelerator_of(device)
         # None: the gradients are on the host, too.
         self.on_device = DeviceTransport(self, accelerator) if accelerator.asynchronous else None
@@ -124,7 +124,7 @@ class ProcessGroup:
     def watch_peer(self) -> None:
         """From now on `lost_peer` says that the next rank has ended. For a host that will wait for
         something else than operations of this group. All members do, or none."""
-        self._watch = PeerWatch(self._backend, self.rank, self.world_size)
+        self._watch = DevicePeerWatch(self._backend, self.rank, self.world_size)
 
     @property
     def lost_peer(self) -> str | None:
@@ -257,7 +257,7 @@ def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
     return RendezvousStoreServer(host, secret)
 
 
-class Forming:
+class GroupFormation:
     """Forms one process group on a thread of its own.
 
     `wait` returns the group. It raises FormingFailed, whose `absent` names the ranks that did not
@@ -282,7 +282,7 @@ class Forming:
         self._group: ProcessGroup | None = None
         self._error: Exception | None = None
 
-    def start(self) -> Forming:
+    def start(self) -> GroupFormation:
         if self._world_size == 1:
             self._group = ProcessGroup(None, 0, 1, self._device)
             self._ended.set()

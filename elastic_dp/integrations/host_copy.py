@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import cloudpickle
 import torch
+
+from elastic_dp import module_pickling
 
 
 def on_host(module: torch.nn.Module | None, *others: Any) -> tuple[Any, ...]:
@@ -24,6 +25,6 @@ def on_host(module: torch.nn.Module | None, *others: Any) -> tuple[Any, ...]:
 def copied_to_host(*parts: Any) -> tuple[Any, ...]:
     """Returns copies on the host, which refer to each other as the originals do."""
     file = io.BytesIO()
-    torch.save(parts, file, pickle_module=cloudpickle)
+    torch.save(parts, file, pickle_module=module_pickling)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=False)

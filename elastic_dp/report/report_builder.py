@@ -27,6 +27,7 @@ from elastic_dp.report.report_model import (
 )
 from elastic_dp.report.verdict import verdict
 from elastic_dp.report.worker_histories import WorkerHistories
+from elastic_dp.telemetry.data_rates import DataRates
 from elastic_dp.telemetry.goodput import GoodputMeter
 from elastic_dp.urls import redact_url
 from elastic_dp.wording import counted, first_few
@@ -41,6 +42,11 @@ SILENT_S = 60.0
 SILENT_S_PER_WORKER = 0.3
 _COMMITTED = re.compile(r"checkpoint of step (\d+) is (?:committed|sealed)")
 _ENDS = re.compile(r"generation \d+ ends: (.*)", re.DOTALL)
+
+
+def is_committed_checkpoint(text: str) -> bool:
+    """Return whether a decision says that a checkpoint is committed."""
+    return _COMMITTED.fullmatch(text) is not None
 
 
 class StoredEnd(NamedTuple):
@@ -60,7 +66,7 @@ class ReportBuilder:
     def __init__(self, name: str, on_event: Callable[[RunEvent], object] | None = None) -> None:
         self._name = name
         self._on_event = on_event
-        self._goodput = GoodputMeter()
+        self._goodput, self._rates = GoodputMeter(), DataRates()
         self._curves = MetricCurves()
         self._workers = WorkerHistories()
         self._group = _Group()
@@ -119,6 +125,8 @@ class ReportBuilder:
             pause_s=group.pause_s,
             last_line=self._now,
             goodput=self._goodput.goodput(None if over else until),
+            rows_per_s=self._rates.rows_per_s,
+            cache=self._rates.cache,
             inexact_because=tuple(map(_text, result.inexact_because if result else ())),
             curves=self._curves.points(),
             band=list(group.band),
@@ -157,6 +165,7 @@ class ReportBuilder:
             self._reach(int(line["step"]))
             return
         self._goodput.line(line)
+        self._rates.line(line)
         for takes in (self._of_run, self._of_worker, self._of_group, self._of_checkpoint):
             takes(kind, now, line)
 
@@ -294,6 +303,8 @@ class ReportBuilder:
                 self._checkpoints.request(now)
             case "CheckpointCommitted":
                 self._commit(now, int(line["step"]))
+                if seconds := float(line.get("duration_s", 0.0)):
+                    self._checkpoints.took(int(line["step"]), seconds)
             case "Explain":
                 if found := _COMMITTED.fullmatch(str(line["text"])):
                     self._commit(now, int(found[1]))
@@ -427,6 +438,12 @@ class _Checkpoints:
         for old in list(self._rows)[: max(0, len(self._rows) - MOST_CHECKPOINTS)]:
             del self._rows[old]
         return row
+
+    def took(self, step: int, seconds: float) -> None:
+        """A checkpoint that nobody requested took so long from its snapshot."""
+        row = self._rows.get(step)
+        if row is not None and row.seconds is None:
+            self._rows[step] = dataclasses.replace(row, seconds=seconds)
 
     def go_back(self, step: int) -> None:
         """The run goes on from here: later checkpoints do not belong to it any more."""

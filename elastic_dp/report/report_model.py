@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 
 _DIGITS = 6  # significant digits of a number in JSON that is no time
@@ -114,7 +115,8 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """One checkpoint. `seconds` from the request to the commit; None: the journal has no request.
+    """One checkpoint. `seconds` from the request to the commit, or from the snapshot if nobody
+    requested it; None: the journal has neither.
 
     `stored`: it is in the store; None: nobody looked.
     """
@@ -153,6 +155,8 @@ class Report:
     pause_s: float  # of the group, until the next generation was formed
     last_line: float
     goodput: Goodput
+    rows_per_s: float | None = None  # in the last minute of reports
+    cache: CacheBytes = field(default_factory=CacheBytes)
     inexact_because: tuple[str, ...] = ()
     curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     band: list[GroupSize] = field(default_factory=list)

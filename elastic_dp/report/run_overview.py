@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from elastic_dp.report.report_model import Report, RunPhase
 from elastic_dp.report.verdict import concerns, workers_train
+from elastic_dp.telemetry.data_rates import CacheBytes
 
 
 class Health(StrEnum):
@@ -46,6 +47,8 @@ class RunOverview:
     size: int = 0
     generation: int = 0
     goodput: float | None = None
+    rows_per_s: float | None = None
+    cache: CacheBytes = field(default_factory=CacheBytes)
     checkpoint_step: int | None = None
     checkpoint_age_s: float | None = None
     last_event: str = ""
@@ -83,6 +86,8 @@ def overview_of_report(report: Report, now: float, total_steps: int | None = Non
         size=report.wanted,
         generation=report.generation,
         goodput=report.goodput.fraction if report.goodput.total else None,
+        rows_per_s=report.rows_per_s,
+        cache=report.cache,
         checkpoint_step=None if newest is None else newest.step,
         checkpoint_age_s=None if saved_at is None else max(0.0, now - saved_at),
         last_event=text,
@@ -108,6 +113,8 @@ def overview_of_status(name: str, status: Mapping[str, Any]) -> RunOverview:
         size=int(status.get("size", 0)),
         generation=int(status.get("generation", 0)),
         goodput=status.get("goodput"),
+        rows_per_s=status.get("rows_per_s"),
+        cache=CacheBytes(**status.get("cache", {})),
         checkpoint_step=checkpoint.get("step"),
         checkpoint_age_s=checkpoint.get("age_s"),
         last_event=str(event.get("text") or status.get("reason", "")),

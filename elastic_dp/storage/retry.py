@@ -25,7 +25,13 @@ LONGEST_PAUSE_S = 5.0
 LONGEST_RETRY_AFTER_S = 60.0
 # Retries for a cache that serves an old copy; after them the object counts as rewritten.
 STALE_TRIES = 4
+_on_retry: list[Callable[[], None]] = []
 _chance = random.SystemRandom()  # independent of user code, and different in each fork
+
+
+def on_retry(tell: Callable[[], None]) -> None:
+    """Calls `tell` at each retry of any store of this process, on the thread that waits."""
+    _on_retry.append(tell)
 
 
 @dataclass
@@ -152,6 +158,8 @@ class Retry:
         with self._counting:
             self._counts.retries += 1
             self._counts.wait_s += pause
+        for tell in _on_retry:
+            tell()
         self._closed.wait(pause)
 
     def _tell(self, on_wait: Callable[[str], None], words: str) -> None:

@@ -25,6 +25,8 @@ from elastic_dp.urls import StorageURL, redact_url
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from elastic_dp.storage.disk_cache import DiskCache
+
 _GLOB_MARKS = "*?["
 
 
@@ -35,7 +37,8 @@ class Store:
     `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec
     file system takes; None: those of a `StorageURL`, else none. `on_wait(message)`: called, from
     whatever thread meets it, when a call has gone `timeout_s` without success, and when all such
-    calls are through; it must not call the store. Raises StorageError if the URL cannot be opened.
+    calls are through; it must not call the store. `cache`: keeps what `read` returns of a version,
+    unless the store is a folder of this machine. Raises StorageError if the URL cannot be opened.
 
     A pickled Store holds its options, credentials included, since it reopens with them: keep it in
     memory and on the wire, never in a file. `repr` shows none.
@@ -48,6 +51,7 @@ class Store:
         *,
         timeout_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
+        cache: DiskCache | None = None,
     ) -> None:
         self.url = redact_url(url)  # for people
         if options is None and isinstance(url, StorageURL):
@@ -57,6 +61,7 @@ class Store:
         self._retry = Retry(self.url, self._clean, timeout_s, on_wait)
         self._backend = self._open()
         self.path = self._backend.path
+        self._cache = cache if self.local_path(self.path) is None else None
 
     @property
     def counts(self) -> StoreCounts:
@@ -110,7 +115,13 @@ class Store:
         assert 0 <= start <= end, (start, end)
         if start == end:
             return b""
-        return self._read(path, start, end, version)
+        if self._cache is None or not version:
+            return self._read(path, start, end, version)
+        return self._cache.read(
+            f"{self.url} {path} {version} {start} {end}",
+            end - start,
+            lambda: self._read(path, start, end, version),
+        )
 
     def read_all(self, path: str, version: str = "") -> Buffer:
         return self._read(path, 0, None, version)

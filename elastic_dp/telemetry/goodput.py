@@ -36,14 +36,18 @@ class ControllerStarted:
 
     size: int  # the number of workers that the run wants
     takes_over: bool
+    rows_per_step: int = 0  # 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class TimesReported:
-    """What workers have reported: the last committed step and the times of each."""
+    """What workers have reported: the last committed step, the times of each, and the bytes that
+    each has read so far from the cache on its disk and, beside it, from the store.
+    """
 
     step: int
     times: Mapping[str, tuple[float, ...]]
+    cache_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class GoodputMeter:
         self._missing = 0.0  # worker-seconds of workers that were wanted
         self._redone = 0.0  # useful before the run went back to a checkpoint
         self._step = 0
-        self._points: list[tuple[int, float]] = []  # (step, useful seconds when it was reached)
+        self._points: list[tuple[int, float]] = []  # (step, useful seconds up to its end)
 
     @property
     def step(self) -> int:
@@ -161,11 +165,14 @@ class GoodputMeter:
 
     def reached(self, step: int) -> None:
         """Take the last step that is committed."""
-        if step > self._step:
-            self._step = step
-            self._points.append((step, self._useful()))
-            if len(self._points) > _MOST_POINTS:
-                del self._points[::2]
+        if step < self._step:
+            return
+        self._step = step
+        if self._points and self._points[-1][0] == step:
+            self._points.pop()  # the loop body and evaluations after the step belong to it
+        self._points.append((step, self._useful()))
+        if len(self._points) > _MOST_POINTS:
+            del self._points[::2]
 
     def goodput(self, now: float | None = None) -> Goodput:
         """Return the goodput up to `now`, or up to the last line.

@@ -2,9 +2,9 @@
 `metrics.jsonl`.
 
 Lines are kept in memory for clients that follow the run, up to a limit, and written to the run's
-folder at any fsspec URL: on a local disk line by line, elsewhere the whole file at intervals.
-Nothing waits for the disk. A store that is unavailable is waited for, and nothing is written before
-the existing files have been read.
+folder at any fsspec URL: on a local disk they are appended at once, several together if they come
+together; elsewhere the whole file is written at intervals. Nothing waits for the disk. A store that
+is unavailable is waited for, and nothing is written before the existing files have been read.
 
 A process that takes over a run reads what the previous one wrote and continues its numbering. A
 client passes a `JournalPosition`, so it receives each line once: events that were sent but never
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import heapq
+import io
 import itertools
 import json
 import os
-import queue
 import secrets
 import sys
 import threading
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from elastic_dp.errors import FileDamaged
 from elastic_dp.storage import ObjectMissing, Store
 from elastic_dp.storage.json_files import path_in
+from elastic_dp.telemetry.batch_queue import BatchQueue
 from elastic_dp.telemetry.former_names import with_current_names
 from elastic_dp.threads import background
 
@@ -74,7 +76,7 @@ class Journal:
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         self._count = dict.fromkeys(_FILES, 0)
         self._changed = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._queue: BatchQueue[tuple[str, str] | None] = BatchQueue(gather_s=0.0)
         self._writer: threading.Thread | None = None
         self._closing = threading.Event()
         if since is not None:
@@ -86,15 +88,16 @@ class Journal:
 
     def event(self, event: Any) -> None:
         """Record an event."""
-        self._line("events", "event", type(event).__name__, _fields(event))
+        self._message("event", event)
 
     def command(self, command: Any) -> None:
         """Record a command."""
-        self._line("events", "command", type(command).__name__, _fields(command))
+        self._message("command", command)
 
-    def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step."""
-        self._line("metrics", "metrics", "metrics", {"step": step, **metrics})
+    def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
+        """Record the metrics of a step, which were logged at `at` (of `time.time`; None: now)."""
+        at = time.time() if at is None else at
+        self._add({"time": round(at, _DIGITS), "step": step, **metrics}, "metrics")
 
     def since(
         self, position: JournalPosition | None, timeout_s: float
@@ -137,15 +140,16 @@ class Journal:
             self._closing.set()
             assert self._store is not None
             self._store.close()  # a request that fails from now on is not retried
-            self._queue.put(None)
+            self._queue.put(None, urgent=True)
             self._writer.join(timeout=30)
 
     # ------------------------------------------------------------------------------ private
 
-    def _line(self, file: str, what: str, name: str, fields: dict[str, Any]) -> None:
-        line = {"time": round(time.time(), _DIGITS), what: name} | fields
-        if what == "metrics":
-            line = {"time": line["time"]} | fields
+    def _message(self, what: str, message: Any) -> None:
+        line = {"time": round(time.time(), _DIGITS), what: type(message).__name__}
+        self._add(line | _fields(message), "events")
+
+    def _add(self, line: dict[str, Any], file: str) -> None:
         with self._changed:
             self._keep(file, line)
             for listener in self._listeners:
@@ -154,7 +158,8 @@ class Journal:
         if self._on_line is not None:
             self._on_line(line)
         if self._writer is not None:
-            self._queue.put((file, json.dumps(line, default=str)))
+            entry = file, json.dumps(line, default=str)
+            self._queue.put(entry, urgent=True)
 
     def _keep(self, file: str, line: dict[str, Any]) -> None:
         self._count[file] += 1
@@ -209,33 +214,42 @@ class Journal:
             self._append(folder)
 
     def _append(self, path: str) -> None:
-        for name in _FILES:
-            self._patiently(_add, f"{path}/{name}.jsonl", "")
-        while (entry := self._queue.get()) is not None:
-            name, text = entry
-            self._patiently(_add, f"{path}/{name}.jsonl", text + "\n")
-
-    def _rewrite(self, store: Store) -> None:
-        """Write whole files at intervals, because stores cannot append."""
-        written = {name: self._patiently(self._written, name) for name in _FILES}
-        texts = {name: "".join(line + "\n" for line in written[name]) for name in _FILES}
-        changed: set[str] = set()
-        due, open_ = 0.0, True
+        files = {name: f"{path}/{name}.jsonl" for name in _FILES}
+        lines: dict[str, deque[str]] = {name: deque() for name in _FILES}
+        for name in _FILES:  # a reader finds both, whatever comes
+            self._patiently(_append_lines, files[name], lines[name])
+        open_ = True
         while open_:
-            with contextlib.suppress(queue.Empty):
-                wait_s = max(0.0, due - time.monotonic()) if changed else None
-                entry = self._queue.get(timeout=wait_s)
+            for entry in self._queue.take():
                 if entry is None:
                     open_ = False
                 else:
-                    texts[entry[0]] += entry[1] + "\n"
+                    lines[entry[0]].append(entry[1])
+            for name in _FILES:
+                if lines[name]:
+                    self._patiently(_append_lines, files[name], lines[name])
+
+    def _rewrite(self, store: Store) -> None:
+        """Write whole files at intervals, because stores cannot append."""
+        texts = {name: bytearray() for name in _FILES}
+        for name, text in texts.items():
+            text += "".join(line + "\n" for line in self._patiently(self._written, name)).encode()
+        changed: set[str] = set()
+        due, open_ = 0.0, True
+        while open_:
+            wait_s = max(0.0, due - time.monotonic()) if changed else None
+            for entry in self._queue.take(wait_s):
+                if entry is None:
+                    open_ = False
+                else:
+                    texts[entry[0]] += entry[1].encode() + b"\n"
                     changed.add(entry[0])
             began = time.monotonic()
             if changed and (began >= due or not open_):
                 # A store may raise anything; it may be available later.
                 with contextlib.suppress(Exception):
                     for name in sorted(changed):
-                        store.write(path_in(store, f"{name}.jsonl"), texts[name].encode())
+                        store.write(path_in(store, f"{name}.jsonl"), bytes(texts[name]))
                         changed.discard(name)
                 due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
 
@@ -273,21 +287,32 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _add(path: str, text: str) -> None:
-    """Append a line to a local file.
+def _append_lines(path: str, lines: deque[str]) -> None:
+    """Append lines to a local file. What was written is removed from `lines`, also if this raises.
 
-    An unfinished line before it gets a line of its own. If that unfinished line is this one without
-    its newline, only the newline is added.
+    An unfinished line before them gets a line of its own. If that unfinished line is the first of
+    them without its newline, only the newline is added.
     """
-    content = text.encode()
-    with open(path, "ab+") as file:
-        file.seek(max(0, file.tell() - max(1, len(content))))
+    with open(path, "ab+", buffering=0) as file:
+        if not lines:
+            return
+        first = lines[0].encode()
+        file.seek(max(0, file.tell() - max(1, len(first) + 1)))
         there = file.read()
         if there and not there.endswith(b"\n"):
-            file.write(b"\n")
-            if there.removeprefix(b"\n") + b"\n" == content:
-                return
-        file.write(content)
+            _write(file, b"\n")
+            if there.removeprefix(b"\n") == first:
+                lines.popleft()
+        content = "".join(line + "\n" for line in lines).encode()
+        written = _write(file, content)
+        for _ in range(content.count(b"\n", 0, written)):
+            lines.popleft()
+        if lines:
+            raise OSError(errno.ENOSPC, "only some lines were written", path)
+
+
+def _write(file: io.FileIO, content: bytes) -> int:
+    return file.write(content)
 
 
 def _fields(message: Any) -> dict[str, Any]:

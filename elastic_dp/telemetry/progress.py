@@ -18,23 +18,27 @@ class ProgressPrinter:
 
     A metric is printed at most every `interval_s` seconds, and its last value always; a line with
     any metric that is due is printed completely. None: 0.5 s, or 30 s beside a progress bar, which
-    shows every value. `total` is the number of steps of the run, if it is known.
+    shows every value.
     """
 
     def __init__(
         self,
         stream: TextIO | None = None,
         interval_s: float | None = None,
-        total: int | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._bar = _Bar(self._stream, total) if _shows_a_bar(self._stream) else None
+        self._bar = _Bar(self._stream) if _shows_a_bar(self._stream) else None
         usual_s = 0.5 if self._bar is None else 30.0
         self._interval_s = usual_s if interval_s is None else interval_s
         self._shown: dict[str, float] = {}  # when each metric was last printed
         self._held: dict[str, tuple[int, Any]] = {}  # step and newest value that was not printed
         self._started = time.time()
         self._over = False  # after the end of the run, lost workers are not reported
+
+    def expect(self, total: int | None) -> None:
+        """Show how far the run is of `total` steps, and the remaining time. None: not known."""
+        if self._bar is not None:
+            self._bar.expect(total)
 
     def show(self, line: dict[str, Any]) -> None:
         """Print a line of the journal, if it is of interest."""
@@ -106,22 +110,24 @@ class _Bar:
     fork.
     """
 
-    def __init__(self, stream: TextIO, total: int | None) -> None:
+    def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
-        columns = "step {task.completed}", "{task.fields[workers]}  {task.fields[metrics]}"
         self._rich = Progress(
-            TextColumn(columns[0] if total is None else f"{columns[0]}/{total}"),
+            TextColumn("step {task.completed}{task.fields[of]}"),
             BarColumn(30),
             TimeRemainingColumn(),
-            TextColumn(columns[1], markup=False),
+            TextColumn("{task.fields[workers]}  {task.fields[metrics]}", markup=False),
             console=self._console,
             auto_refresh=False,
             transient=True,
         )
-        self._task = self._rich.add_task("", total=total, workers="", metrics="")
+        self._task = self._rich.add_task("", total=None, of="", workers="", metrics="")
+
+    def expect(self, total: int | None) -> None:
+        self._rich.update(self._task, total=total, of="" if total is None else f"/{total}")
 
     def show(self, line: Mapping[str, Any]) -> None:
         if "members" in line:

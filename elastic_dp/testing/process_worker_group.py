@@ -15,15 +15,20 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
+from elastic_dp.cluster.worker import (
+    Request,
+    Worker,
+    WorkerJob,
+    prepare_environment,
+    serialize_request,
+)
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -36,6 +41,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.module_pickling import pickle_by_value
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
@@ -43,6 +49,7 @@ from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.worker_progress import LogCall
+from elastic_dp.train.log_sender import LogSender
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
@@ -80,15 +87,19 @@ class ProcessWorkerGroup:
             self._pending.append(worker)
         self._place()
 
-    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
-        """Send a command to a worker. A pending worker that is released never starts."""
-        with self._lock:
-            outbox = self._outboxes.get(worker)
-            pending = worker in self._pending
-        if pending and isinstance(command, ReleaseWorker):
-            self.kill(worker)
-        if outbox is not None:
-            outbox.put((command, rendezvous))
+    def send(
+        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
+    ) -> None:
+        """Send a command to these workers. A pending worker that is released never starts."""
+        message = serialize_request(command, rendezvous)
+        for worker in workers:
+            with self._lock:
+                outbox = self._outboxes.get(worker)
+                pending = worker in self._pending
+            if pending and isinstance(command, ReleaseWorker):
+                self.kill(worker)
+            if outbox is not None:
+                outbox.put(message)
 
     def kill(self, worker: WorkerId) -> None:
         """Kill a worker."""
@@ -156,7 +167,7 @@ class ProcessWorkerGroup:
 def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
     while (message := outbox.get()) is not None:
         with contextlib.suppress(OSError):
-            pipe.send(message)
+            pipe.send_bytes(message)
 
 
 class _PipeLink:
@@ -164,12 +175,13 @@ class _PipeLink:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
+        self._logs = LogSender(lambda calls: self._put("log_all", calls, time.monotonic()))
 
     def post(self, event: Event) -> None:
         self._send("post", event)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        self._send("log", call, previous, dict(metrics))
+        self._logs.log(call, previous, metrics)
 
     def say(self, text: str) -> None:
         self._send("say", text)
@@ -180,7 +192,14 @@ class _PipeLink:
     def skipped(self, row_groups: Sequence[str]) -> None:
         self._send("skip", tuple(row_groups))
 
+    def flush(self) -> None:
+        self._logs.flush()
+
     def _send(self, *message: Any) -> None:
+        self.flush()
+        self._put(*message)
+
+    def _put(self, *message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._pipe.send(message)
 
@@ -193,7 +212,8 @@ def _main(
     if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
-    worker = Worker(identity, job, _PipeLink(pipe), _HOST)
+    link = _PipeLink(pipe)
+    worker = Worker(identity, job, link, _HOST)
 
     def listen() -> None:
         while True:
@@ -205,6 +225,7 @@ def _main(
 
     background("control", listen, lambda _: os._exit(1)).start()
     worker.run()
+    link.flush()
     os._exit(0)  # abandoned groups may block an orderly exit
 
 
@@ -235,7 +256,7 @@ class ProcessRun:
         self.journal = Journal(None) if journal is None else journal
         self.controller = Controller(spec, run, _HOST, secret, self.journal, url=url, check=check)
         job = WorkerJob(
-            cloudpickle.dumps((spec, train)),
+            pickle_by_value((spec, train)),
             index,
             run,
             url,

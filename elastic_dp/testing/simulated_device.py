@@ -49,7 +49,7 @@ class SimulatedDevice:
 
     connect_s: float = 0.0  # that connecting takes
     connect_hangs: bool = False  # ... it never ends
-    connect_fails: int = 0  # the first attempts of each process that fail
+    connect_fails: int = 0  # the first attempts of a run that fail, each on all its members
     # An abort blocks until connecting has ended, since torch then holds its lock; otherwise it ends
     # connecting.
     abort_waits_for_connect: bool = True
@@ -175,7 +175,6 @@ class SimulatedAccelerator:
     def __init__(self, settings: SimulatedDevice | None = None) -> None:
         self.settings = settings or SimulatedDevice()
         self._of_thread = threading.local()
-        self.connects = 0  # that failed
 
     @property
     def stream(self) -> _SimulatedStream:
@@ -258,8 +257,7 @@ class SimulatedCommunicator:
                 check()
             time.sleep(0.005)
         check()
-        if self._accelerator.connects < self._settings.connect_fails:
-            self._accelerator.connects += 1
+        if self._settings.connect_fails and _number_of(self._store) <= self._settings.connect_fails:
             raise RuntimeError("no route to a peer")
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -306,9 +304,10 @@ class SimulatedCommunicator:
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
-        result, options = torch.empty_like(output), c10d.AllgatherOptions()
+        # A clone, since the input may be this rank's part of the output.
+        result, given, options = torch.empty_like(output), input.clone(), c10d.AllgatherOptions()
         return self._launch(
-            output, result, lambda: self._backend._allgather_base(result, input, options)
+            output, result, lambda: self._backend._allgather_base(result, given, options)
         )
 
     def _launch(
@@ -356,6 +355,14 @@ class SimulatedCommunicator:
         timer.daemon = True
         timer.start()
         return timer
+
+
+def _number_of(attempt: dist.PrefixStore) -> int:
+    """The number of an attempt to connect among those of a run: the same on all its members, also
+    where one of them has left out the attempt before."""
+    if attempt.add("simulated/member", 1) == 1:
+        attempt.set("simulated/number", str(attempt.underlying_store.add("simulated/attempts", 1)))
+    return int(attempt.get("simulated/number"))
 
 
 def _block(seconds: float) -> None:

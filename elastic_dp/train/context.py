@@ -12,11 +12,11 @@ from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.train.session import Session
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.training_parts import StepsArguments
+from elastic_dp.train.worker_session import WorkerSession
 
 _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
 
@@ -31,7 +31,7 @@ class Step:
     `p.grad` is None in every body.
     """
 
-    def __init__(self, record: StepRecord, session: Session) -> None:
+    def __init__(self, record: StepRecord, session: WorkerSession) -> None:
         self._record, self._session = record, session
         self.number, self.epoch, self.epoch_end = record.number, record.epoch, record.epoch_end
         self.loss, self.weight, self.metrics = record.loss, record.weight, dict(record.metrics)
@@ -64,7 +64,7 @@ class TrainContext:
     It has the same methods with `fit(local=True)`.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._evaluation_data: list[tuple[Any, EvaluationBatches]] = []
         self._told: set[str] = set()

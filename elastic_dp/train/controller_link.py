@@ -22,6 +22,7 @@ class WrittenParts:
       (checkpoint/state_dict_names.py), `versions` the software that wrote it.
     - `job` and `data` are fingerprints of the code and the data set.
     - `stall_s` is how long the snapshot blocked this member's training, in seconds.
+    - `took_s` is the time from the begin of the snapshot to this report, in seconds.
     - `lineage_id` is the generation in which the run of this state began or went back.
     """
 
@@ -34,6 +35,7 @@ class WrittenParts:
     lineage_id: int = 0
     job: str = ""
     data: str = ""
+    took_s: float = 0.0
 
 
 class ControllerLink(Protocol):

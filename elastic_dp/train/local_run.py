@@ -36,9 +36,9 @@ from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.interruption import INTERRUPTED, TIME_IS_UP, is_ours_to_handle
-from elastic_dp.train.session import Session
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.worker_run import TrainFunction, call_train_function
+from elastic_dp.train.train_function import TrainFunction, call_train_function
+from elastic_dp.train.worker_session import WorkerSession
 
 
 @dataclass
@@ -62,7 +62,7 @@ class LocalRun:
         self.control = WorkerControl()
         self._generation = 0
         self._failure: Exception | None = None
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._checkpoints: WorkerCheckpointer | None = None
         self._committer: CheckpointCommitter | None = None
         if self.url is not None:
@@ -77,7 +77,7 @@ class LocalRun:
                     request_parts=lambda worker, step, parts: kept.write(step, parts),
                     request_checkpoint=self.control.request_checkpoint,
                     tell=self.say,
-                    committed=lambda step: None,
+                    committed=lambda step, duration_s: None,
                     stand_down=lambda reason: self._fail(LeaseLost(reason)),
                     fail=self._fail,
                     check=lambda: self.check(),
@@ -90,13 +90,13 @@ class LocalRun:
         """The last committed step."""
         return 0 if self._session is None else self._session.position.step
 
-    def run(self, train: TrainFunction) -> Session:
+    def run(self, train: TrainFunction) -> WorkerSession:
         """Runs the train function. User errors are raised as they are, for pdb and pytest.
 
         Ctrl-C and SIGTERM take a checkpoint at the head of the loop and raise Interrupted there. A
         second signal ends the run at once.
         """
-        session = Session(
+        session = WorkerSession(
             spec=self.spec,
             worker="w1",
             data=self.data,
@@ -135,7 +135,7 @@ class LocalRun:
         return session
 
     @contextlib.contextmanager
-    def _interruptible(self, session: Session) -> Iterator[None]:
+    def _interruptible(self, session: WorkerSession) -> Iterator[None]:
         """Handles signals. Outside of the loop they end the run at once.
 
         Their handlers do not change if this is not the main thread.
@@ -190,7 +190,7 @@ class LocalRun:
         self._committer.wrote(worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:
-        """Does nothing: `Session.skipped` has the names."""
+        """Does nothing: `WorkerSession.skipped` has the names."""
 
     def write(self, generation: int, step: int, phase: str) -> None:
         pass

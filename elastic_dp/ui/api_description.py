@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_dp.ui.run_control import TYPES, VERBS
+from elastic_dp.ui.served_runs import MOST_LISTED
 
 _ERROR = {
     "type": "object",
@@ -35,10 +36,12 @@ _REFUSALS = {
 
 def api_description() -> dict[str, Any]:
     """Return the description as JSON values."""
-    runs = {"type": "object", "required": ["runs"], "properties": {"runs": {"type": "array"}}}
+    found = {"runs": {"type": "array"}, "number": {"type": "integer"}}
+    runs = {"type": "object", "required": list(found), "properties": found}
+    listed = f"The runs, the newest first: at most {MOST_LISTED} of the `number` there are."
     report = {"type": "object", "required": ["name", "phase", "verdict"]}
     paths: dict[str, Any] = {
-        "/api/runs": {"get": _read("The runs, the newest first.", runs, (401, 421, 503))},
+        "/api/runs": {"get": _read(listed, runs, (401, 421, 503))},
         "/api/runs/{run}": {
             "parameters": [_NAME],
             "get": _read("The report of a run.", report, (401, 404, 421, 503)),

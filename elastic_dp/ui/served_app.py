@@ -127,7 +127,8 @@ class _Server:
         return JSONResponse(api_description())
 
     async def list_runs(self, request: Request) -> Response:
-        return JSONResponse({"runs": await asyncio.to_thread(self._runs.summaries)})
+        runs, number = await asyncio.to_thread(self._runs.summaries)
+        return JSONResponse({"runs": runs, "number": number})
 
     async def report(self, request: Request) -> Response:
         run = await self._find(request)

@@ -69,6 +69,7 @@ class ServedRuns:
         self._open: OrderedDict[str, ServedRun] = OrderedDict()
         self._list_lock = threading.Lock()
         self._listed: list[dict[str, Any]] = []
+        self._number = 0  # of all runs, at the last listing
         self._listed_at = -float("inf")
 
     @property
@@ -92,9 +93,9 @@ class ServedRuns:
                 self._open.popitem(last=False)
         return run
 
-    def summaries(self) -> list[dict[str, Any]]:
-        """Return what the list of runs shows, the run that wrote last first. Raises
-        StorageError.
+    def summaries(self) -> tuple[list[dict[str, Any]], int]:
+        """Return what the list of runs shows, the run that wrote last first, and the number of all
+        runs: of many, the first ones by name are listed. Raises StorageError.
         """
         with self._list_lock:
             if time.monotonic() >= self._listed_at + _LIST_S:
@@ -102,8 +103,9 @@ class ServedRuns:
                 with ThreadPoolExecutor(_THREADS) as pool:
                     rows = list(pool.map(self._summary, names[:MOST_LISTED]))
                 self._listed = sorted(rows, key=lambda row: -(row["last_line"] or 0))
+                self._number = len(names)
                 self._listed_at = time.monotonic()
-            return self._listed
+            return self._listed, self._number
 
     def clean(self, text: str) -> str:
         """Return a text without credentials."""

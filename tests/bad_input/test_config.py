@@ -216,9 +216,45 @@ def test_failure_budget_out_of_range_is_refused(options, words):
         edp.FailureConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [({}, "1.25"), ({"heartbeat_timeout_s": 0.4}, "0.1"), ({"lease_s": 2.0}, "0.5")],
+    ids=["default", "timeout", "lease"],
+)
+def test_heartbeat_interval_above_a_quarter_of_the_timeouts_is_refused(options, longest):
+    with pytest.raises(SpecError, match=rf"a quarter of .* Set at most {longest}, or raise"):
+        edp.FailureConfig(heartbeat_interval_s=float(longest) * 1.01, **options)
+    allowed = edp.FailureConfig(heartbeat_interval_s=float(longest), **options)
+    assert allowed.heartbeat_interval == float(longest)
+    with pytest.raises(SpecError, match=r"heartbeat_interval_s is 0.001, must be at least 0.01"):
+        edp.FailureConfig(heartbeat_interval_s=0.001, **options)
+
+
+def test_heartbeat_interval_by_default_follows_the_timeout():
+    assert edp.FailureConfig().heartbeat_interval == 0.25
+    assert edp.FailureConfig(heartbeat_timeout_s=0.4).heartbeat_interval == 0.05
+
+
 def test_orphan_timeout_below_the_lease_is_refused():
     with pytest.raises(SpecError, match=r"orphan_timeout_s is 5.0, less than the lease \(10 s\)"):
         edp.FailureConfig(orphan_timeout_s=5.0)
     with pytest.raises(SpecError, match="orphan_timeout_s is 'never', must be a number"):
         edp.FailureConfig(orphan_timeout_s="never")
     assert edp.FailureConfig(heartbeat_timeout_s=1.0).orphan_timeout == 120.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache_dir": "cache", "cache_bytes": 1 << 30}, ["cache_dir is 'cache'", "absolute path"]),
+        ({"cache_dir": 5, "cache_bytes": 1 << 30}, ["cache_dir is 5", "absolute path"]),
+        ({"cache_dir": "/cache"}, ["cache_dir is set alone", "cache_bytes its limit"]),
+        ({"cache_bytes": 1 << 30}, ["cache_bytes is set alone", "cache_dir is the folder"]),
+        ({"cache_dir": "/cache", "cache_bytes": 100}, ["cache_bytes is 100", "1048576"]),
+        ({"cache_dir": "/cache", "cache_bytes": "1 GB"}, ["cache_bytes is '1 GB'", "whole number"]),
+    ],
+)
+def test_cache_of_shards_that_cannot_be_names_field_and_value(options, words):
+    with pytest.raises(SpecError) as caught:
+        edp.DataConfig("s3://bucket/rows", micro_batch_size=1, **options)
+    assert all(word in str(caught.value) for word in words), caught.value

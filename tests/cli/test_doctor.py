@@ -212,7 +212,7 @@ def test_doctor_prints_one_line_for_each_check_and_the_sum(tmp_path, colours):
 
 def test_doctor_ends_with_code_1_and_says_what_to_do_where_something_fails(tmp_path, monkeypatch):
     bad = dataclasses.replace(GOOD, open_files=100, port_errors=("TCP: refused",))
-    monkeypatch.setattr(doctor_command, "facts_of_this_machine", lambda host: bad)
+    monkeypatch.setattr(node_facts, "facts_of_this_machine", lambda host: bad)
     text = asked(code=1)
     assert re.search(r"^fails +ports +no free port .*TCP: refused\. To do: allow", text, re.M)
     assert re.search(r"^warning +open files .*\. To do: ulimit -n 65536", text, re.M)

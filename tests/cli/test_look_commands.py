@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app
+from elastic_dp.cli.run_tables import overview_facts
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
 from elastic_dp.errors import StorageError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_overview import Health, overview_of_status
+from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import Journal
 from tests.checkpoint.states import save, train_state
@@ -147,6 +149,24 @@ def test_list_of_an_empty_storage_path_says_so(tmp_path):
     assert asked("list", "--storage-path", tmp_path) == f"no runs at {tmp_path}\n"
 
 
+def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_path):
+    lines = [
+        {
+            "time": 100.0 + step,
+            "command": "Explain",
+            "text": f"checkpoint of step {step} is committed",
+        }
+        for step in range(1, 4)
+    ]
+    recorded(tmp_path, "alone", lines, total=3)
+    write_result(str(tmp_path / "alone"), Result("alone", "x", 3, "done", "0", True), RunLimits())
+    there = ("alone", "--storage-path", tmp_path)
+    assert "generation" not in asked("status", *there)
+    assert asked("logs", *there) == ""
+    said = CliRunner().invoke(app, ["logs", *map(str, there)])
+    assert "no worker of alone has printed anything that is kept" in said.stderr
+
+
 @pytest.mark.parametrize("terminal", [None, 80, 200])
 def test_status_shows_the_health_first_and_then_what_is_known(runs, terminal):
     text = asked("status", "going", "--storage-path", runs, terminal=terminal)
@@ -217,6 +237,15 @@ def test_health_of_a_live_run_is_what_its_controller_says(changes, health, reaso
     seen = overview_of_status("live", LIVE | changes)
     assert (seen.health, seen.health_reason) == (health, reason)
     json.dumps(seen.to_json(), allow_nan=False)
+
+
+def test_status_says_rows_per_second_and_what_the_cache_saved():
+    counts = {"rows_per_s": 1234.4, "cache": {"from_cache": 3 << 30, "from_store": 1 << 30}}
+    facts = dict(overview_facts(overview_of_status("live", LIVE | counts)))
+    assert facts["rows/s"] == "1,234"
+    assert facts["cache"] == "75 % of the data from disks, 3.0 GiB that the store did not send"
+    without = dict(overview_facts(overview_of_status("live", LIVE)))
+    assert not {"rows/s", "cache"} & without.keys()
 
 
 def test_overview_of_a_controller_that_does_not_answer_is_unknown():

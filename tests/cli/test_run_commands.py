@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import types
 
 import pytest
@@ -121,6 +122,7 @@ def test_connect_with_several_local_clusters_takes_the_newest_and_says_so(
     )
     monkeypatch.setattr(cluster_connection.services.psutil, "process_iter", lambda _: running)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
     cluster_connection.connect(None, told.append)
     assert connected == [taken]
     assert bool(told) is bool(others)
@@ -134,6 +136,36 @@ def test_connect_with_several_local_clusters_takes_the_newest_and_says_so(
     assert connected == [taken, "d:4", "auto"] and not told
 
 
+def test_address_where_nobody_listens_is_refused_without_asking_ray(monkeypatch):
+    from elastic_dp.cluster.ray import cluster_connection
+
+    monkeypatch.setattr(cluster_connection, "_LISTENER_S", 0.0)
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"cannot connect to a Ray cluster at {address}"):
+            cluster_connection.connect(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://head:10001", "auto"])
+def test_address_where_somebody_listens_or_that_ray_alone_knows_is_left_to_ray(
+    address, monkeypatch
+):
+    from elastic_dp.cluster.ray import cluster_connection
+
+    asked = []
+    monkeypatch.setattr(cluster_connection, "_LISTENER_S", 5.0)
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster_connection.ray, "init", lambda address, **_: asked.append(address))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = address.format(server.getsockname()[1])
+        cluster_connection.connect(address)
+    assert asked == [address]
+
+
 @pytest.mark.parametrize(
     ("saved", "mode", "wanted"),
     [(True, None, "token"), (False, None, None), (True, "disabled", "disabled")],
@@ -145,6 +177,7 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
 
     monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
     read_again = []
     config = types.SimpleNamespace(initialize=read_again.append)
     monkeypatch.setattr(cluster_connection, "Config", config)

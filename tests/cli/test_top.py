@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app, top_command
-from elastic_dp.cli.run_sources import StoredRun
+from elastic_dp.cli.run_sources import MOST_DECISIONS, StoredRun, newest_decisions
 from elastic_dp.errors import StorageError
 from tests.cli.recorded import runs_after_a_night
 from tests.patience import PATIENCE_S
@@ -121,6 +121,16 @@ def test_top_of_one_run_without_a_terminal_prints_its_workers_and_decisions(runs
     assert re.search(r"^\d\d:\d\d:\d\d +generation 2 ends: 1 worker joins$", text, re.M)
     assert json.loads(asked("top", "going", "--json", "--storage-path", runs))["step"] == 4
     assert len(json.loads(asked("top", "--json", "--storage-path", runs))) == 3
+
+
+def test_top_shows_the_newest_checkpoint_among_decisions_and_no_older_one():
+    texts = ["2 workers join"]
+    texts += [f"checkpoint of step {step} is committed" for step in range(100)]
+    texts += ["w1 leaves", "checkpoint of step 100 is being written"]
+    decisions = newest_decisions([*enumerate(texts)])
+    assert decisions == [(0, texts[0]), (100, texts[100]), (101, texts[101]), (102, texts[102])]
+    many = newest_decisions([(at, "w1 leaves") for at in range(1000)])
+    assert (many[-1][0], len(many)) == (999, MOST_DECISIONS)
 
 
 def test_top_of_an_unknown_run_suggests_one(runs):

@@ -13,6 +13,7 @@ from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.cluster.worker import pick_device
 from elastic_dp.coordinator.messages import Cause
+from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.errors import ClusterError
 from tests.runs import group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -24,6 +25,11 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
 
     return found
+
+
+@pytest.mark.parametrize(("gpus", "connects"), [(0, False), (0.25, False), (1, True)])
+def test_workers_that_share_a_gpu_or_have_none_connect_no_devices(gpus, connects):
+    assert has_own_communicator(gpus) is connects
 
 
 @pytest.mark.parametrize("resources", [{}, {"CPU": 1}, {"CPU": 1, "GPU": 0}])

@@ -83,30 +83,41 @@ def test_an_exit_is_an_error_of_the_job_and_not_a_death(code):
 
 
 def test_worker_that_was_asked_to_leave_does_not_count_as_lost():
-    def wait_for(run, size, gone=""):
+    killed = []
+
+    def trains(run, size, gone=""):
+        """Waits until so many train, so each has the state, and whoever left before is gone."""
+
         def so():
             status = run.controller.status()
-            return status["world_size"] == size and gone not in status["workers"]
+            stages = status["workers"]
+            whole = (status["phase"], status["world_size"]) == ("running", size)
+            return whole and list(stages.values()) == ["member"] * size and gone not in stages
 
         eventually(so, run.controller.status)
         return run.controller.coordinator.membership.members[0].worker
 
     def leave_one_by_one(run):
-        wait_for(run, 3)
+        trains(run, 3)
         run.controller.post(SizeRequested(2))
-        drained = wait_for(run, 2)
+        drained = trains(run, 2)
         run.controller.post(DrainNoticed(drained, None))
-        killed = wait_for(run, 2, gone=drained)
-        run.worker_group.kill(killed)
-        wait_for(run, 2, gone=killed)
+        killed.append(trains(run, 2, gone=drained))
+        run.worker_group.kill(killed[0])
+        trains(run, 2, gone=killed[0])
         run.controller.post(StopRequested("enough"))
 
     spec = spec_of(workers=3, steps=100_000)
     outcome, run = group(spec, stops, script=[(1, leave_one_by_one)])
     assert (outcome.error, outcome.reason, outcome.workers_lost) == (None, "enough", 1)
-    told = [(x["reason"], x["cause"]) for x in lines_of(run) if x.get("event") == "WorkerLost"]
+    told = [
+        (x["worker"], x["reason"], x["cause"])
+        for x in lines_of(run)
+        if x.get("event") == "WorkerLost"
+    ]
     asked = ("left, as it was asked to", "released")
-    assert [lost for lost in told if lost != asked] == [told[2]] and told[2][1] == "unknown", told
+    [(worker, _, cause)] = [lost for lost in told if lost[1:] != asked]
+    assert ([worker], cause) == (killed, "unknown"), told
 
 
 def test_error_while_data_is_opened_keeps_its_type_and_message():

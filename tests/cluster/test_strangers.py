@@ -1,6 +1,7 @@
 """A run whose every port is flooded by strangers, while a worker dies and another joins, ends as if
 there were none."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,7 +28,8 @@ def processes_of(run):
     children = []
     for pid in workers:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            children += map(int, task.read_text().split())
+            with contextlib.suppress(OSError):  # it has ended since
+                children += map(int, task.read_text().split())
     return [os.getpid(), *workers, *children]
 
 
@@ -35,11 +37,11 @@ def ports_of(pids):
     """{"tcp": …, "udp": …}: addresses at which one of these processes listens, or has a socket."""
     inodes = set()
     for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):  # it has ended since
+            links = list(Path(f"/proc/{pid}/fd").iterdir())
+            for link in links:
+                with contextlib.suppress(OSError):
+                    inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
     found = {}
     for kind, state in (("tcp", "0A"), ("udp", None)):
         ports = set()
@@ -75,11 +77,13 @@ def attack(run, connections, datagrams):
 
 def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
     """Not to its folder, an event, an argument list, a name or what is printed of its parts."""
-    spec = spec_of(steps=4, workers=2)
+    looked = tmp_path / "looked"
+    spec = spec_of(steps=4, workers=2, config={"hold": {1: 2}, "gates": {2: str(looked)}})
     journal = Journal(str(tmp_path))
     with ProcessRun(spec, plain, journal=journal, url=str(tmp_path)) as run:
-        eventually(lambda: reached(run, 1), run.controller.status)
+        eventually(lambda: reached(run, 2), run.controller.status)
         told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run)]
+        looked.touch()
         assert run.wait(PATIENCE_S).error is None
         told += [
             repr(x).encode() for x in (run.controller, run.worker_group._job, run.journal._kept)
@@ -101,9 +105,13 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
 )
 def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams):
     """One wave while a worker dies and its replacement joins, so that groups form under fire; one
-    at the new ports."""
+    at the new ports. All three train before, so that each has the state."""
+
+    def whole(status):
+        return (status["phase"], status["world_size"]) == ("running", 3)
 
     def under_fire(run):
+        eventually(lambda: whole(run.controller.status()), run.controller.status)
         first = attack(run, connections, datagrams // 2)
         goes_on(run)
         next(iter(run.worker_group.processes.values())).kill()

@@ -11,6 +11,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 from hypothesis import HealthCheck, settings
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from tests.data.test_index import config, opened
 
@@ -150,3 +151,14 @@ SHARDS = {
 
 
 ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
+
+
+def damage(config: DataConfig, *row_groups: int) -> None:
+    """Overwrites these row groups of a folder's shards with garbage."""
+    index = read_index(config)
+    for number in row_groups:
+        path = Path(str(config.url)) / index.name(index.shard_of(number))
+        content = bytearray(path.read_bytes())
+        start, end = int(index.starts[number]), int(index.ends[number])
+        content[start:end] = b"\xff" * (end - start)
+        path.write_bytes(content)

@@ -186,6 +186,14 @@ def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
+@pytest.mark.parametrize("at_once", range(1, 9))
+def test_json_line_that_is_null_is_found_wherever_it_lies(at_once, tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "_AT_ONCE", at_once)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 3 + "null")
+    with pytest.raises(DataError, match=r"a\.jsonl: row 4 is not a JSON object"):
+        read_index(config(tmp_path))
+
+
 def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"a": "} null"}\n{"a": "b"}\n{"a": null}\n{"a": "\xc2\xbf null"}'

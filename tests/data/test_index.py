@@ -20,7 +20,7 @@ from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.index import Builder, Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.listing import list_shards, path_of, prefix_of
-from elastic_dp.data.formats.format import Scan
+from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, Store
@@ -47,7 +47,7 @@ def config(url: Path | str | list | dict, **changes) -> DataConfig:
 
 
 def opened(wanted: DataConfig, index: Index | None = None) -> ShardRowGroups:
-    stores = [Store(url, wanted.storage_options, timeout_s=2) for url in wanted.urls]
+    stores = [Store(url, wanted.storage_options, timeout_s=PATIENCE_S) for url in wanted.urls]
     return ShardRowGroups(wanted, index or read_index(wanted), stores)
 
 
@@ -277,7 +277,7 @@ def test_many_shards_fit():
     """
     script = """
 import numpy as np, pyarrow as pa
-from elastic_dp.data.formats.format import Scan
+from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.discovery.index import Builder, Index
 from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.columns.schema import Columns

@@ -25,6 +25,7 @@ from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.data.shards import damage
 from tests.runs import group, local, spec_of
 
 V, B, LENGTH, DOCUMENTS = 4, 2, 16, 60
@@ -192,12 +193,7 @@ def test_tokens_are_counted_by_footers_as_by_reading(tmp_path, monkeypatch):
 
 def test_row_group_that_cannot_be_decoded_is_named_when_its_tokens_are_counted(tmp_path):
     config = packed(tmp_path / "in", "parquet_by_polars")
-    index = read_index(config)
-    path = tmp_path / "in/1.parquet"
-    content = bytearray(path.read_bytes())
-    start, end = int(index.starts[4]), int(index.ends[4])
-    content[start:end] = b"\xff" * (end - start)
-    path.write_bytes(content)
+    damage(config, 4)
     with pytest.raises(BadShard, match=r"row group 1 of 1\.parquet cannot be decoded"):
         read_index(config)
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.formats.format import RowGroupLocation, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
@@ -43,6 +43,21 @@ def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     groups.read(0)
     assert store.counts.requests - before.requests == 2
     assert store.counts.bytes_read - before.bytes_read < 0.7 * asked[1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_scan_of_text_rows_asks_for_the_first_bytes_and_then_for_each_piece(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("elastic_dp.data.formats.text.HEAD_BYTES", 64)
+    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 1000)
+    lines = {"a.jsonl": ['{"a": 1}\n'] * 300, "a.csv": ["a,b\n", *["1,2\n"] * 675]}[name]
+    (tmp_path / name).write_text("".join(lines))
+    url = in_memory(tmp_path)
+    store = Store(url)
+    path = f"{store.path}/{name}"
+    FORMATS[name[2:]]().scan(ShardAt(store, path, 2700 + 4 * (name == "a.csv"), "", name), None)
+    assert store.counts.requests == 1 + 3
 
 
 def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
+from tests.data.shards import damage
 from tests.data.test_rows_in_rows_out import dealt, evaluated, row, written
 from tests.data.values import in_place
 
@@ -127,15 +128,6 @@ def test_filter_keeps_rows_that_statistics_do_not_count(tmp_path):
     pq.write_table(made, tmp_path / "a.parquet")
     config = DataConfig(str(tmp_path), micro_batch_size=1)
     assert read_index(where(config, ~(pc.field("x") > 3))).num_rows == 1
-
-
-def damage(config: DataConfig, row_group: int) -> None:
-    index = read_index(config)
-    path = Path(str(config.url)) / index.name(index.shard_of(row_group))
-    content = bytearray(path.read_bytes())
-    start, end = int(index.starts[row_group]), int(index.ends[row_group])
-    content[start:end] = b"\xff" * (end - start)
-    path.write_bytes(content)
 
 
 def test_row_group_that_cannot_be_decoded_is_named_when_a_filter_is_applied(tmp_path, caplog):

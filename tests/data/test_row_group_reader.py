@@ -70,6 +70,35 @@ def test_reads_in_flight_are_limited_by_threads_and_memory(fit, at_once):
     assert most == at_once
 
 
+def test_reads_at_once_follow_a_limit_that_changes():
+    groups, goes = FakeRowGroups([10] * 60), threading.Semaphore(0)
+    inside, limit = set[int](), 2
+
+    def before(number: int) -> None:
+        inside.add(number)
+        assert goes.acquire(timeout=PATIENCE_S)
+        inside.discard(number)
+
+    groups.before = before
+    reader = opened(groups, 1 << 20, threads=8, at_once=lambda: limit)
+    reader.plan([((step, 0), [step]) for step in range(60)])
+    eventually(lambda: len(inside) == 2)
+    limit = 8  # it is looked at when a read ends
+    goes.release()
+    eventually(lambda: len(inside) == 8)
+    limit = 1
+
+    def ends_another() -> None:
+        if not goes._value:  # the one before has gone
+            goes.release()
+
+    eventually(lambda: len(inside) == 1 or ends_another())  # the others end, and begin no more
+    goes.release(60)
+    for step in range(60):
+        read_all(reader, (step, 0), [step])
+    reader.close()
+
+
 def test_row_group_that_no_plan_needs_is_dropped_and_a_needed_one_stays():
     groups = FakeRowGroups([10] * 4)
     reader = opened(groups, 1 << 20)

@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.data import read_index
+from elastic_dp.data.formats import csv_row_ends
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.data.formats.csv_row_ends import RowEnds
 from elastic_dp.dataprep import convert, inspect
@@ -79,6 +80,21 @@ def test_row_ends_of_any_text_and_cut_lie_outside_of_quotes(content, sizes):
         assert encoded[cut - 1 : cut] in (b"\n", b"\r") and not is_quoted(cut)
         assert encoded[cut - 1 : cut + 1] != b"\r\n"
     assert ends.is_quoted == ends_quoted(content)
+
+
+@settings(max_examples=300, deadline=None)
+@given(chunks=st.lists(texts, min_size=1, max_size=4), at_once=st.integers(1, 6))
+@example(chunks=["x\ry\r", "z"], at_once=2)
+@example(chunks=['a"\n"\r', '\n"b\n'], at_once=3)
+def test_row_ends_do_not_depend_on_how_many_bytes_are_looked_at_together(chunks, at_once):
+    def found() -> list[tuple[int, bool]]:
+        ends = RowEnds()
+        return [(ends.last(chunk.encode()), ends.is_quoted) for chunk in chunks]
+
+    expected = found()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csv_row_ends, "_AT_ONCE", at_once)
+        assert found() == expected
 
 
 @any_content

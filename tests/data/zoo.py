@@ -799,6 +799,48 @@ def tar_joined(folder):
     (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes() * 2)
 
 
+# ------------------------------------------------------------------------------------ Streaming
+
+STREAMING = Path(__file__).parent / "written_by_streaming"  # by its own MDSWriter
+
+
+def of_streaming(rows: int) -> dict[str, Any]:
+    ids = list(range(rows))
+    tokens = [list(range(i % 5 + 1)) for i in ids]
+    return {"id": ids, "text": ["x" * (i % 7) for i in ids], "tokens": tokens}
+
+
+@reads("Streaming", "`MDSWriter`: `index.json` and `shard.*.mds`", converts=False)
+def streaming_mds(folder):
+    shutil.copytree(STREAMING / "plain", folder / "d")
+    return At(folder / "d", of_streaming(96))
+
+
+@reads("Streaming", "`MDSWriter(compression=…)`: zstd, gz, bz2, br", converts=False)
+def streaming_compressed(folder):
+    shutil.copytree(STREAMING / "zstd", folder / "d")
+    return At(folder / "d", of_streaming(96))
+
+
+@refuses("Streaming", "the same with snappy", ".snappy")
+def streaming_snappy(folder):
+    shutil.copytree(STREAMING / "snappy", folder / "d")
+    return At(folder / "d")
+
+
+@refuses("Streaming", "a column of pickled values", "'pkl'")
+def streaming_pickled(folder):
+    shutil.copytree(STREAMING / "pickled", folder / "d")
+    return At(folder / "d")
+
+
+@refuses("Streaming", "a folder whose writer has not finished", "without index.json")
+def streaming_unfinished(folder):
+    shutil.copytree(STREAMING / "plain", folder / "d")
+    (folder / "d" / "index.json").unlink()
+    return At(folder / "d")
+
+
 # ------------------------------------------------------------------------------------ Spark's
 # layout
 

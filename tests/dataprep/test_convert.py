@@ -51,6 +51,22 @@ def test_rows_are_equal_and_in_order(tmp_path, monkeypatch, write, format):
         assert group_rows(tmp_path / "out") == [64] * 15 + [40]
 
 
+@pytest.mark.parametrize("write", [write_csv, write_jsonl], ids=lambda w: w.__name__)
+def test_convert_of_text_does_not_import_pandas(tmp_path, write):
+    """That takes a third of the time that 32 MB of CSV do."""
+    (source := tmp_path / "source").mkdir()
+    write(source)
+    run = "import sys; from elastic_dp.dataprep import convert; convert(*sys.argv[1:])"
+    command = f"{run}; print('pandas' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(source), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
 def test_convert_output_can_be_trained_on(tmp_path):
     write_jsonl(tmp_path)
     convert(str(tmp_path), str(tmp_path / "out"), rows_per_group=64, columns=["x", "id"])

@@ -6,18 +6,10 @@ environment variable DEVICE_MUTANT names, before anything imports it.
 
 from __future__ import annotations
 
-import ast
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
-import sys
-import types
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tests import patience
-from tests.simulation.mutants import Mutant, replaced
+from tests.module_mutants import ModuleMutant, take_out, take_out_in_workers
 
 TRANSPORT = "elastic_dp.distributed.device_transport"
 CONNECTION = "elastic_dp.distributed.device_connection"
@@ -30,14 +22,8 @@ WAITS_ONCE = (
 CONNECTION_TESTS = "tests/distributed/test_device_connection.py"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMutant(Mutant):
-    module: str
-    caught_by: str  # file::test
-
-
 DEVICE_MUTANTS = [
-    DeviceMutant(
+    ModuleMutant(
         "an output is read before its event",
         "DeviceTransport.read",
         "self.synchronize()",
@@ -45,7 +31,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_an_output_is_not_read_on_the_host_before_its_event",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an aborted collective is read",
         "DeviceTransport._check",
         "self._group.check()",
@@ -53,7 +39,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_an_aborted_collective_is_not_read",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a failure of the communicator is not noticed",
         "DeviceTransport._check",
         "raise CollectiveFailed(failure)",
@@ -62,7 +48,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_failure_of_the_communicator_is_noticed_while_the_host_waits",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "operations are kept for a generation",
         "DeviceTransport.synchronize",
         "self._unconfirmed.clear()",
@@ -70,7 +56,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_operations_do_not_pile_up_over_a_thousand_steps",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "staging memory is used once",
         "StagingMemory.give_back",
         "self._free.setdefault(flat.numel(), []).append(flat)",
@@ -78,7 +64,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_staging_memory_is_used_again",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "gradient memory is new in each generation",
         "GradientBufferPool.give_back",
         "self._free += memory",
@@ -86,7 +72,34 @@ DEVICE_MUTANTS = [
         module="elastic_dp.distributed.cross_worker_reduction",
         caught_by=f"{TRANSPORT_TESTS}::test_gradient_memory_is_the_same_after_fifty_generations",
     ),
-    DeviceMutant(
+    ModuleMutant(
+        "memory that a peer may still write to is used again",
+        "BucketReduction.release",
+        "all(map(self._plan.group.is_over, operations))",
+        "True",
+        module="elastic_dp.distributed.cross_worker_reduction",
+        caught_by="tests/distributed/test_gradient_reducer.py::"
+        "test_memory_of_an_exchange_is_used_again_only_when_that_is_over",
+    ),
+    ModuleMutant(
+        "gradient memory of a device stays between generations",
+        "GradientReducer._lay_out",
+        "self._pool.keep_host_memory_only()",
+        "pass",
+        module="elastic_dp.distributed.gradient_reducer",
+        caught_by="tests/distributed/test_gradient_reducer.py::"
+        "test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generations",
+    ),
+    ModuleMutant(
+        "workers that share a GPU connect over NCCL",
+        "has_own_communicator",
+        "gpus >= 1",
+        "True",
+        module="elastic_dp.device.accelerator",
+        caught_by="tests/cluster/test_device.py::"
+        "test_workers_that_share_a_gpu_or_have_none_connect_no_devices",
+    ),
+    ModuleMutant(
         "an abort blocks who asks for it",
         "DeviceConnection._end",
         "abort_in_background(abort)",
@@ -94,7 +107,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{TRANSPORT_TESTS}::test_no_lock_is_held_while_an_abort_hangs",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort may last for ever",
         "end_process",
         "os._exit(_EXIT_CODE)",
@@ -102,7 +115,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.distributed.abort_limit",
         caught_by=f"{TRANSPORT_TESTS}::test_a_worker_whose_abort_does_not_end_exits",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a planned end aborts in the training thread",
         "DeviceTransport.come_to_rest",
         "if self._unconfirmed:\n    self.abort()\n    until = time.monotonic() + REST_LIMIT_S",
@@ -110,7 +123,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_a_planned_end_does_not_abort_in_the_training_thread",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting begins without the others",
         "DeviceConnection._connect",
         "self._wait_for_presence(store, check)",
@@ -118,7 +131,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_names_who_is_absent",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting may last for ever",
         "DeviceConnection.failure",
         "time.monotonic() < self._deadline()",
@@ -126,7 +139,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort waits for a library that connects",
         "DeviceConnection._connect_members",
         "communicator.connect(check)",
@@ -134,7 +147,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_that_blocks_an_abort_ends_no_process",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a communicator that did not connect is never aborted",
         "DeviceConnection._connect_members",
         "_abort_here(communicator)",
@@ -142,7 +155,68 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
     ),
-    DeviceMutant(
+    ModuleMutant(
+        "a communicator that connects late is used",
+        "DeviceConnection._connect_members",
+        "check()",
+        "pass",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_communicator_that_connects_when_its_attempt_has_ended_is_aborted",
+    ),
+    ModuleMutant(
+        "the error of a launch keeps its communicator",
+        "GradientReducer.close",
+        "self._error = None",
+        "pass",
+        module="elastic_dp.distributed.gradient_reducer",
+        caught_by=f"{TRANSPORT_TESTS}::"
+        "test_gradients_of_a_generation_that_was_left_keep_no_error_of_its_communicator",
+    ),
+    ModuleMutant(
+        "a late error of an attempt is one of the next",
+        "DeviceConnection._connect",
+        "attempt == self._attempt",
+        "True",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_error_of_an_attempt_that_has_ended_is_not_one_of_the_next",
+    ),
+    ModuleMutant(
+        "whoever aborts a communicator destroys it",
+        "DeviceConnection._take",
+        "self._ended.append(communicator)",
+        "pass",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_communicator_that_was_aborted_is_destroyed_with_its_connection",
+    ),
+    ModuleMutant(
+        "nobody waits until NCCL is connected",
+        "NcclCommunicator.connect",
+        "event.query()",
+        "True",
+        module="elastic_dp.device.nccl_communicator",
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it",
+    ),
+    ModuleMutant(
+        "members change to the communicator in each step",
+        "DeviceTransport.agree",
+        "self._connection is None or self._switched",
+        "self._connection is None",
+        module=TRANSPORT,
+        caught_by=f"{TRANSPORT_TESTS}::test_members_change_to_the_communicator_once",
+    ),
+    ModuleMutant(
+        "what is read is not aligned",
+        "DeviceTransport.read",
+        "piece.clone()",
+        "piece",
+        module=TRANSPORT,
+        caught_by=f"{TRANSPORT_TESTS}::test_tensors_of_several_types_are_read_at_once",
+    ),
+    ModuleMutant(
         "an error of NCCL while it connects is a fault of the device",
         "DeviceConnection._connect",
         "fault_of(failed)",
@@ -150,7 +224,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_that_fails_ends_no_generation",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting is tried once",
         "DeviceTransport.agree",
         "self._connection.try_again()",
@@ -159,7 +233,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_members_agree_to_try_again_and_use_what_stands_on_all_of_them",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an attempt begins before the members have agreed",
         "DeviceConnection._next_attempt",
         "self._changed.wait_for(lambda: self._aborted or self._attempt > last)",
@@ -167,7 +241,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_connecting_is_tried_again_after_pauses_that_grow",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting has the time that a group has to form",
         "GenerationGroups.formed",
         'connect_devices(self.main, self._meeting("devices"), names=names)',
@@ -176,7 +250,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{CONNECTION_TESTS}::"
         "test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_forms",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort frees what a launch uses",
         "DeviceConnection._end",
         "self._in_use.acquire(timeout=_LAUNCH_LIMIT_S)",
@@ -184,7 +258,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{CONNECTION_TESTS}::test_abort_waits_for_a_launch_and_none_begins_after_it",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort waits for a launch that only it can end",
         "DeviceConnection._end",
         "self._in_use.acquire(timeout=_LAUNCH_LIMIT_S)",
@@ -193,7 +267,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{CONNECTION_TESTS}::"
         "test_abort_does_not_wait_long_for_a_launch_that_only_it_can_end",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a device that no abort frees is waited for",
         "DeviceTransport.come_to_rest",
         "time.monotonic() > until",
@@ -201,7 +275,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_device_that_no_abort_frees_ends_the_process",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a host that polls its device does not see that a peer is gone",
         "DeviceTransport.switch",
         "self._group.watch_peer()",
@@ -210,7 +284,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_peer_watch.py::"
         "test_peer_that_dies_while_the_host_waits_for_its_device_is_noticed_at_once",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a thread keeps a group in which nothing happens any more",
         "ProcessGroup.close",
         "self._watch is not None",
@@ -219,7 +293,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_peer_watch.py::"
         "test_peers_that_leave_say_goodbye_so_that_no_thread_keeps_the_group",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the first all-to-all of a step connects",
         "NcclCommunicator.connect",
         "self.all_to_all(taken, given, sizes, sizes).wait()",
@@ -228,7 +302,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{CONNECTION_TESTS}::"
         "test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "NCCL blocks while it connects",
         "NcclCommunicator.__init__",
         "options.config.blocking = 0",
@@ -237,7 +311,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{CONNECTION_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "NCCL does not know the ranks of its group",
         "NcclCommunicator.__init__",
         "options.global_ranks_in_group = list(range(world_size))",
@@ -246,16 +320,16 @@ DEVICE_MUTANTS = [
         caught_by=f"{CONNECTION_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "weights made on the device ignore the seed",
         "open_gpu_generators",
         "torch.cuda.init()",
         "pass",
         module="elastic_dp.device.gpu",
-        caught_by="tests/train/test_worker_run.py::"
+        caught_by="tests/train/test_train_function.py::"
         "test_initial_weights_made_on_a_device_follow_the_seed",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the precision of products is not of the kind",
         "gpu_kind",
         'f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}"',
@@ -264,7 +338,25 @@ DEVICE_MUTANTS = [
         caught_by="tests/train/exactness/test_machine_kind.py::"
         "test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels",
     ),
-    DeviceMutant(
+    ModuleMutant(
+        "the model of a GPU is not of the kind",
+        "gpu_kind",
+        'f"{p.name}, {p.multi_processor_count} SMs, capability {p.major}.{p.minor}"',
+        '""',
+        module="elastic_dp.device.gpu",
+        caught_by="tests/train/exactness/test_machine_kind.py::"
+        "test_kind_of_a_gpu_names_its_model_and_the_versions_of_its_libraries",
+    ),
+    ModuleMutant(
+        "the versions of its libraries are not of the kind",
+        "gpu_kind",
+        'f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}"',
+        '""',
+        module="elastic_dp.device.gpu",
+        caught_by="tests/train/exactness/test_machine_kind.py::"
+        "test_kind_of_a_gpu_names_its_model_and_the_versions_of_its_libraries",
+    ),
+    ModuleMutant(
         "a replay of a graph writes gradients that wait",
         "graphs_are_replayed",
         "_TREES in sys.modules",
@@ -273,7 +365,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_gradient_reducer.py::"
         "test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "torch's watchdog ends survivors",
         "set_nccl_environment",
         "environment[name] = value",
@@ -282,7 +374,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_nccl_environment.py::"
         "test_set_nccl_environment_with_a_value_that_ends_survivors_overrides_and_says_so",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a fault of the device is an error of the code",
         "_kind_of",
         "isinstance(error, torch.AcceleratorError) or _DEVICE.search(text)",
@@ -290,7 +382,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.faults",
         caught_by="tests/device/test_faults.py::test_fault_of_a_device_is_a_device_fault",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a joiner without memory joins",
         "suppress_errors_of_code",
         "fault_of(error) is not None",
@@ -298,7 +390,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.faults",
         caught_by="tests/device/test_faults.py::test_suppress_errors_of_code_lets_faults_through",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a step writes what a snapshot still copies",
         "HostCopies.copy",
         "current.wait_event(done)",
@@ -307,7 +399,16 @@ DEVICE_MUTANTS = [
         caught_by="tests/device/test_host_copies.py::"
         "test_copy_from_a_device_orders_streams_and_does_not_wait",
     ),
-    DeviceMutant(
+    ModuleMutant(
+        "memory is taken from the driver while copies arrive in it",
+        "HostCopies.unregister",
+        "self.wait()",
+        "pass",
+        module="elastic_dp.device.host_copies",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_memory_is_taken_from_the_driver_when_the_copies_into_it_have_arrived",
+    ),
+    ModuleMutant(
         "the first snapshot goes to memory that is not registered",
         "Uploader.prepare",
         "self._one.submit(self.snapshot.register)",
@@ -316,7 +417,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/device/test_host_copies.py::"
         "test_the_memory_of_snapshots_is_registered_before_the_first_one",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "memory for snapshots is made ready at the first one",
         "StepBoundaryCheckpoints.take_if_requested",
         "self._checkpointer.prepare(self._state)",
@@ -325,7 +426,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/device/test_host_copies.py::"
         "test_snapshots_are_prepared_for_after_the_first_step",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a worker without its GPU trains on the CPU",
         "pick_device",
         "gpu is not None",
@@ -334,7 +435,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/cluster/test_device.py::"
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "members switch when one of them is connected",
         "StepHeader.of",
         'all(text.get("connected") for text in texts)',
@@ -343,7 +444,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/train/step/test_step_header.py::"
         "test_members_are_connected_when_each_of_them_says_so",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a generation is left while the device is busy",
         "DeviceTransport.come_to_rest",
         "not event.query()",
@@ -351,7 +452,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{MEMORY_TESTS}::test_device_has_nothing_of_a_generation_to_do_when_it_is_left",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a generation is left without an abort",
         "DeviceTransport.come_to_rest",
         "self.abort()",
@@ -359,7 +460,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{MEMORY_TESTS}::test_device_has_nothing_of_a_generation_to_do_when_it_is_left",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "staging memory is used again while a peer reads it",
         "DeviceTransport.synchronize",
         "operation.sent is not None and operation.sent.work.is_completed()",
@@ -368,7 +469,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{MEMORY_TESTS}::"
         "test_staging_memory_of_an_operation_in_flight_is_not_used_again",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "operations of the host are kept for a generation",
         "ProcessGroup.wait",
         "self._pending.discard(operation)",
@@ -377,34 +478,34 @@ DEVICE_MUTANTS = [
         caught_by=f"{MEMORY_TESTS}::"
         "test_fifty_generations_leave_no_group_communicator_thread_and_memory",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the next generation is formed with a broken device",
-        "Session.leave",
+        "WorkerSession.leave",
         "isinstance(reason, GroupError) and fault_of(reason) is not None",
         "False",
-        module="elastic_dp.train.session",
+        module="elastic_dp.train.worker_session",
         caught_by="tests/train/test_device_faults.py::"
         "test_leaving_a_generation_is_refused_where_the_device_made_the_collective_fail",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a process goes on after a fault of its device",
         "exit_if_device_failed",
         "kind is not None",
         "False",
-        module="elastic_dp.train.worker_run",
-        caught_by="tests/train/test_worker_run.py::"
+        module="elastic_dp.train.train_function",
+        caught_by="tests/train/test_train_function.py::"
         "test_a_device_that_fails_after_the_loop_ends_the_process",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a process goes on with a lost context",
         "exit_if_device_failed",
         "broken is not None",
         "False",
-        module="elastic_dp.train.worker_run",
-        caught_by="tests/train/test_worker_run.py::"
+        module="elastic_dp.train.train_function",
+        caught_by="tests/train/test_train_function.py::"
         "test_any_error_on_a_device_whose_context_is_lost_ends_the_process",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "lack of device memory is an error of the code",
         "_kind_of",
         "isinstance(error, torch.OutOfMemoryError)",
@@ -412,7 +513,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.faults",
         caught_by="tests/device/test_faults.py::test_fault_of_lacking_device_memory_is_out_of_memory",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a worker takes several GPUs and uses one",
         "ScalingConfig.__post_init__",
         'name == "GPU" and amount > 1',
@@ -421,7 +522,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/bad_input/test_config.py::"
         "test_scaling_config_out_of_range_names_field_and_value",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the memory of snapshots is not registered",
         "Snapshot.register",
         "self._copies.register(self._memory)",
@@ -430,7 +531,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/device/test_host_copies.py::"
         "test_the_memory_of_snapshots_is_registered_once_in_the_background",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a restored state goes to the device twice",
         "rehome_state",
         "targets(encoded, metas)",
@@ -439,7 +540,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/train/state/test_state_payload.py::"
         "test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_their_own",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a joiner loads no kernels",
         "GenerationGroups.load_kernels",
         "self._connects",
@@ -447,7 +548,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.train.generations.generation_groups",
         caught_by=f"{ON_A_DEVICE}::test_joiner_loads_the_kernels_of_the_device_before_it_joins",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "micro-batches are one iteration of a graph",
         "MicroBatchRunner.forward",
         "begin_graph_iteration()",
@@ -455,15 +556,15 @@ DEVICE_MUTANTS = [
         module="elastic_dp.train.step.micro_batch",
         caught_by="tests/device/test_graph_replay.py::test_each_micro_batch_begins_an_iteration",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "nobody asks whether a device failed while it was connected",
-        "Session.next_step",
+        "WorkerSession.next_step",
         "self._groups.check_connection()",
         "pass",
-        module="elastic_dp.train.session",
+        module="elastic_dp.train.worker_session",
         caught_by=f"{ON_A_DEVICE}::test_worker_whose_device_fails_while_it_connects_is_lost",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the host reads the loss of each micro-batch",
         "MicroBatchRunner.forward",
         "accelerator_of(self._device).asynchronous and not self._is_trial",
@@ -471,7 +572,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.train.step.micro_batch",
         caught_by=WAITS_ONCE,
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the host compares each buffer",
         "ModuleBuffers.__init__",
         "any(accelerator_of(m.content.device).asynchronous for m in self._own)",
@@ -479,7 +580,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.train.state.module_buffers",
         caught_by=WAITS_ONCE,
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the host reads the norm of the gradient",
         "StepRunner._apply",
         "self._group is not None and self._group.on_device is not None",
@@ -488,35 +589,6 @@ DEVICE_MUTANTS = [
         caught_by=WAITS_ONCE,
     ),
 ]
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads the mutant's module without the guard."""
-
-    def __init__(self, mutant: DeviceMutant, path: str) -> None:
-        super().__init__(mutant.module, path)
-        self._mutant = mutant
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        tree = replaced(ast.parse(self.get_data(self.path)), self._mutant)
-        return compile(tree, self.path, "exec")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mutant: DeviceMutant) -> None:
-        assert mutant.module not in sys.modules
-        self._mutant = mutant
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._mutant.module:
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        assert found is not None and found.origin is not None
-        return importlib.util.spec_from_file_location(
-            name, found.origin, loader=_Loader(self._mutant, found.origin)
-        )
 
 
 # The others take a minute together.
@@ -542,11 +614,9 @@ def mutate(name: str) -> None:
     mutant = next(one for one in DEVICE_MUTANTS if one.name == name)
     starts_workers = mutant.caught_by.startswith("tests/train/")
     patience.PATIENCE_S = _PATIENCE_WITH_RUNS_S if starts_workers else _PATIENCE_S
-    sys.meta_path.insert(0, _Finder(mutant))
+    take_out(mutant)
     if starts_workers:
-        before = ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group"]
-        process_worker_group = importlib.import_module(before[1])
-        process_worker_group._context.set_forkserver_preload([__name__, *before])
+        take_out_in_workers(__name__)
 
 
 if "DEVICE_MUTANT" in os.environ:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,20 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.device.device_mutants import DEVICE_MUTANTS, IN_CI, DeviceMutant
-from tests.simulation.mutants import replaced
+from tests.device.device_mutants import DEVICE_MUTANTS, IN_CI
+from tests.module_mutants import ModuleMutant, check_stands
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[str, str], dict[str, Any]]
 
 
 @pytest.mark.parametrize("mutant", DEVICE_MUTANTS, ids=lambda mutant: mutant.name)
-def test_guard_of_the_device_path_stands_where_its_mutant_says(mutant: DeviceMutant) -> None:
-    spec = importlib.util.find_spec(mutant.module)
-    assert spec is not None and spec.origin is not None
-    replaced(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), mutant)
-    file, _, test = mutant.caught_by.partition("::")
-    assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+def test_guard_of_the_device_path_stands_where_its_mutant_says(mutant: ModuleMutant) -> None:
+    check_stands(mutant)
 
 
 def test_mutants_that_ci_runs_exist() -> None:
@@ -66,7 +60,7 @@ def run() -> Iterator[Run]:
         for one in DEVICE_MUTANTS
     ],
 )
-def test_missing_guard_of_the_device_path_is_noticed(mutant: DeviceMutant, run: Run) -> None:
+def test_missing_guard_of_the_device_path_is_noticed(mutant: ModuleMutant, run: Run) -> None:
     """A test that hangs without it notices, too."""
     ended = run(mutant.name, mutant.caught_by)
     tests_failed = 1

@@ -110,6 +110,20 @@ def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_too
     assert calls == ([registered, memory.data_ptr()] if code == 0 else [registered])
 
 
+def test_memory_is_taken_from_the_driver_when_the_copies_into_it_have_arrived(monkeypatch):
+    log, copies = Log(monkeypatch), HostCopies()
+    cudart = types.SimpleNamespace(
+        cudaHostRegister=lambda *_: 0,
+        cudaHostUnregister=lambda _: log.calls.append(("driver", "unregister")),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = torch.empty(3)
+    copies.register(memory)
+    copies.copy([memory], [types.SimpleNamespace(device=DEVICE)])
+    copies.unregister()
+    assert log.calls[-2:] == [("event", "synchronize"), ("driver", "unregister")]
+
+
 class LateCopies(HostCopies):
     """Copies of a device: what is copied is there once it was waited for."""
 

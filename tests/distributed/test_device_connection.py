@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import threading
 import types
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import ErrorType
 from elastic_dp.device import nccl_communicator
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abort_limit, device_connection, process_group
-from elastic_dp.distributed.device_connection import load_kernels
+from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
 from elastic_dp.distributed.process_group import (
     ProcessGroup,
     Rendezvous,
@@ -27,7 +28,7 @@ from elastic_dp.distributed.process_group import (
 from elastic_dp.errors import FormingFailed, GroupAborted
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from elastic_dp.train.generations import generation_groups
-from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
 from tests.distributed.hanging_device import Hanging, Keys, OfHanging, connection
 from tests.patience import PATIENCE_S, eventually
 
@@ -73,13 +74,13 @@ class NeverConnects(Hanging):
 def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
     accelerator = OfHanging()
     accelerator.made = never = NeverConnects()
-    one = connection(accelerator, Keys(OTHER), timeout_s=0.2)
+    one = connection(accelerator, Keys(OTHER), timeout_s=1.0)  # long enough to begin
     assert never.connecting.wait(PATIENCE_S)
     if ends_by == "abort":
         one.abort()
         assert one.failure() is None
     else:
-        assert eventually(one.failure) == "connecting the devices takes more than 0.2 s"
+        assert eventually(one.failure) == "connecting the devices takes more than 1 s"
         assert not never.aborting.is_set()  # that the members must agree on
         one.try_again()
     assert never.aborting.wait(PATIENCE_S)
@@ -110,21 +111,80 @@ class Locking(Hanging):
             self.aborting.set()
 
 
+def while_it_connects(communicator):
+    """A connection whose communicator connects until its `may_end` is set."""
+    accelerator = OfHanging()
+    accelerator.made = communicator
+    communicator.may_end.clear()
+    one = connection(accelerator, Keys(OTHER))
+    assert communicator.connecting.wait(PATIENCE_S)
+    return one
+
+
 def test_connecting_that_blocks_an_abort_ends_no_process(monkeypatch):
     """A peer is lost while NCCL connects: its members go on, and nobody waits for the library."""
     monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.05)
     exited = threading.Event()
     monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
-    accelerator = OfHanging()
-    accelerator.made = locking = Locking()
-    locking.may_end.clear()
-    one = connection(accelerator, Keys(OTHER))
-    assert locking.connecting.wait(PATIENCE_S)
+    locking = Locking()
+    one = while_it_connects(locking)
     one.abort()
     assert not exited.wait(0.2)
     locking.may_end.set()
     assert locking.aborting.wait(PATIENCE_S)
     assert one.communicator is None
+
+
+class ConnectsLate(Locking):
+    """A library that does not ask whether the attempt goes on."""
+
+    def connect(self, check):
+        super().connect(lambda: None)
+
+
+@pytest.mark.parametrize("end", [DeviceConnection.abort, DeviceConnection.try_again])
+def test_communicator_that_connects_when_its_attempt_has_ended_is_aborted(end):
+    late = ConnectsLate()
+    one = while_it_connects(late)
+    end(one)
+    late.may_end.set()
+    assert late.aborting.wait(PATIENCE_S)
+    assert one.communicator is None
+    one.abort()
+
+
+class FailsLate(Locking):
+    def connect(self, check):
+        super().connect(lambda: None)
+        raise RuntimeError("no route to a peer")
+
+
+def test_error_of_an_attempt_that_has_ended_is_not_one_of_the_next(monkeypatch):
+    """The library gives up when the members have agreed to try again."""
+    monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", PATIENCE_S)
+    late = FailsLate()
+    one = while_it_connects(late)
+    one.try_again()
+    ended = threading.Event()
+    monkeypatch.setattr(one, "_next_attempt", lambda last: ended.set())
+    late.may_end.set()
+    assert ended.wait(PATIENCE_S)
+    assert one.failure() is None
+
+
+def test_communicator_that_was_aborted_is_destroyed_with_its_connection(monkeypatch):
+    """To destroy one blocks, and whoever aborts must not wait."""
+    monkeypatch.setattr(device_connection, "abort_in_background", lambda abort: abort())
+    accelerator = OfHanging()
+    held = [connection(accelerator, Keys(OTHER))]
+    eventually(lambda: held[0].communicator)
+    made = weakref.ref(accelerator.made)
+    del accelerator.made
+    held[0].abort()
+    held[0]._thread.join(PATIENCE_S)
+    assert made() is not None
+    held.clear()
+    assert made() is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no interface"), dist.DistBackendError("NCCL")])
@@ -172,7 +232,7 @@ def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_form
     )
     control = WorkerControl(_generation=1, _inside=True)
     groups = generation_groups.GenerationGroups("a", CPU, True, control)
-    groups.enter(FormGroup(membership, Rendezvous("127.0.0.1", 1, "p", b"secret")))
+    groups.enter(EnterGeneration(membership, Rendezvous("127.0.0.1", 1, "p", b"secret")))
     groups.start(())
     groups.formed()
     assert limits == [device_connection.CONNECTING_LIMIT_S]
@@ -249,19 +309,21 @@ def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypat
     assert made == {"rank": 1, "size": 3}
     assert options.global_ranks_in_group == [0, 1, 2]
     assert options.config.blocking == 0
+    assert options._timeout == timedelta(hours=24)  # a peer may be in a long loop body
     assert nccl_communicator.os.environ[nccl_communicator._CONNECTING_LIMIT] == "20"
 
 
 def test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it(monkeypatch):
-    """Each connects peers when it is first launched, and a peer may be gone by then."""
-    launched = []
+    """Each connects peers when it is first launched, and a peer may be gone by then. It is
+    connected when the device has done all of them."""
+    launched, checks, passed = [], [], [True, False, False]
 
     class Launched:
         def __getattr__(self, name):
             return lambda *given: launched.append((name, given)) or self
 
         def query(self):
-            return True
+            return passed.pop()
 
     made = nccl_communicator.NcclCommunicator.__new__(nccl_communicator.NcclCommunicator)
     made._backend, made._device, made._world_size = Launched(), CPU, 3
@@ -272,7 +334,8 @@ def test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it(monkeyp
         stream=lambda stream: contextlib.nullcontext(),
         Event=Launched,
     )
-    made.connect(lambda: None)
+    made.connect(lambda: checks.append(None))
+    assert len(checks) == 2
     kinds = [name for name, _ in launched if name not in ("wait", "record")]
     assert kinds == ["alltoall_base", "_allgather_base", "allreduce"]
     assert launched[0][1][2:4] == ([1, 1, 1], [1, 1, 1])  # with every peer

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from elastic_dp.distributed import abort_limit, device_connection, device_transp
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
-    Forming,
+    GroupFormation,
     ProcessGroup,
     Rendezvous,
     connect_devices,
@@ -63,7 +64,7 @@ def of_each(
         for number in range(generations):
             meet = Rendezvous("127.0.0.1", store.port, f"g{number}", b"secret")
             how = {"rank": rank, "world_size": world_size, "device": CPU}
-            group = Forming(meet, **how, timeout_s=PATIENCE_S).start().wait()
+            group = GroupFormation(meet, **how, timeout_s=PATIENCE_S).start().wait()
             at = Rendezvous("127.0.0.1", store.port, f"d{number}", b"secret")
             connect_devices(group, at, PATIENCE_S)
             try:
@@ -181,6 +182,14 @@ def test_an_output_is_not_read_on_the_host_before_its_event():
     assert of_each(2, act) == [[[1.0, 2.0], [2.0, 4.0]]] * 2
 
 
+def test_tensors_of_several_types_are_read_at_once():
+    """What follows a byte is not aligned where it arrives."""
+    tensors = [torch.tensor([7], dtype=torch.uint8), torch.full((2, 1), 1.5), torch.tensor(-9)]
+    (read,) = of_each(1, lambda group: transport_of(group).read(tensors))
+    for told, tensor in zip(read, tensors, strict=True):
+        assert told.dtype == tensor.dtype and torch.equal(told, tensor)
+
+
 def test_an_aborted_collective_is_not_read():
     """The peer never enters the collective, as if it had died."""
     entered, aborted = threading.Event(), threading.Event()
@@ -215,7 +224,7 @@ def test_failure_of_the_communicator_is_noticed_while_the_host_waits():
         transport, output = transport_of(group), torch.ones(2)
         transport.wait(transport.all_gather(output, torch.ones(1)))
         transport._connection.communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
-        otherwise = threading.Timer(5.0, group.abort)
+        otherwise = threading.Timer(PATIENCE_S, group.abort)
         otherwise.start()
         with pytest.raises(CollectiveFailed, match="NCCL reports REMOTE_ERROR"):
             transport.read([output])
@@ -243,8 +252,47 @@ def test_members_agree_to_try_again_and_use_what_stands_on_all_of_them(monkeypat
         transport.wait(transport.all_gather(output, torch.ones(1)))
         return step, len(transport.news()), transport.read([output])[0].tolist()
 
-    device = SimulatedDevice(connect_fails=4)
+    device = SimulatedDevice(connect_fails=2)
     assert of_each(2, act, device) == [(3, 2, [1.0, 1.0])] * 2
+
+
+def test_gradients_of_a_generation_that_was_left_keep_no_error_of_its_communicator():
+    """A traceback would be the last to hold the communicator, and to destroy one blocks."""
+
+    def act(group):
+        switch(group)
+        communicator = transport_of(group)._connection.communicator
+        communicator.all_to_all = lambda *_: (_ for _ in ()).throw(RuntimeError("NCCL error"))
+        gradients = GradientReducer({"weight": (parameter := torch.nn.Parameter(torch.zeros(5)))})
+        gradients.open(group, [[(0, 1)], [(1, 2)]], 2, exact=True)
+        gradients.begin()
+        (leaf,) = fold(group.rank, group.rank + 1, 2)
+        gradients.before_leaf(leaf, True)
+        gradients.before_backward()
+        parameter.sum().backward()
+        with pytest.raises(CollectiveFailed) as failed:
+            gradients.send()
+        error = weakref.ref(failed.value)
+        del failed
+        gradients.close()
+        return error() is None
+
+    assert of_each(2, act) == [True, True]
+
+
+def test_members_change_to_the_communicator_once():
+    """Each header says that all are connected, and a change starts a thread."""
+
+    def act(group):
+        transport, watches = transport_of(group), []
+        eventually(lambda: transport.connected)
+        for step in range(3):
+            group.gather_bytes(b"")
+            transport.agree(step, connected=True, why_not=None)
+            watches.append(group._watch)
+        return len(set(watches))
+
+    assert of_each(2, act) == [1, 1]
 
 
 def test_control_bytes_never_use_the_communicator(monkeypatch):

@@ -19,7 +19,7 @@ import torch
 from elastic_dp.distributed import cross_worker_reduction, process_group
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
-    Forming,
+    GroupFormation,
     ProcessGroup,
     Rendezvous,
     open_rendezvous_store,
@@ -46,14 +46,14 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[obje
     store = open_rendezvous_store("127.0.0.1", b"secret")
 
     def member(rank: int) -> object:
-        forming = Forming(
+        formation = GroupFormation(
             Rendezvous("127.0.0.1", store.port, "test", b"secret"),
             rank=rank,
             world_size=world_size,
             device=CPU,
             timeout_s=PATIENCE_S,
         )
-        group = forming.start().wait()
+        group = formation.start().wait()
         try:
             return act(group)
         finally:
@@ -162,7 +162,8 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
         assert gradients.complete(0.5)
         return order[threading.get_ident()]
 
-    monkeypatch.setattr(cross_worker_reduction, "_sum", told("summed", cross_worker_reduction._sum))
+    total = told("summed", cross_worker_reduction._total_of_elements)
+    monkeypatch.setattr(cross_worker_reduction, "_total_of_elements", total)
     assert of_each(3, complete) == [["arrived", "summed"] * 2] * 3
 
 
@@ -346,35 +347,40 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
             assert torn_in in ran
 
 
-IN_PLACE = {
-    "alone": [[(0, 12)]],
-    "swapped": [[(0, 8)], [(8, 12)]],
-    "gathered": [[(0, 8)], [(8, 10)], [(10, 12)]],
-    "several subtrees": SEVERAL[2],
+EXCHANGES: dict[str, tuple[list[Share], Any]] = {  # with the topology
+    "alone": ([[(0, 12)]], ()),
+    "swapped": ([[(0, 8)], [(8, 12)]], ()),
+    "gathered": ([[(0, 8)], [(8, 10)], [(10, 12)]], ()),
+    "by node": ([[(0, 4)], [(4, 8)], [(8, 12)]], ((2, 1),)),
+    "several subtrees": (SEVERAL[2], ()),
 }
 
 
-@pytest.mark.parametrize("shares", IN_PLACE.values(), ids=IN_PLACE)
-def test_step_torn_after_its_sums_were_added_in_place_gives_the_same_bits(
-    shares: list[Share],
+@pytest.mark.parametrize("factor", [None, 1.0, 0.5], ids=["reduced", "complete", "scaled"])
+@pytest.mark.parametrize(("shares", "topology"), EXCHANGES.values(), ids=EXCHANGES)
+def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits(
+    shares: list[Share], topology: Any, factor: float | None
 ) -> None:
-    """Only the last subtree of a member with several is still there as it was sent."""
+    """Only a member that is alone multiplies its own sum, which has no other place."""
     opened = threading.Barrier(len(shares))
 
     def act(group: ProcessGroup) -> tuple[list[Any], list[Any]]:
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
         gradients = GradientReducer(named(parameters))
-        gradients.open(group, shares, COUNT, exact=True)
+        gradients.open(group, shares, COUNT, True, topology)
         run_leaves(gradients, parameters, shares[group.rank], COUNT, {}, None)
         gradients.reduce()
-        assert gradients.complete(0.5)
+        if factor is not None:
+            assert gradients.complete(factor)
         finished = gradients.finished()
         nodes = list(finished)
         gradients.drop()
         gradients.close()
         opened.wait()
-        gradients.open(group, shares, COUNT, exact=True)
-        run_leaves(gradients, parameters, shares[group.rank], COUNT, finished, None)
+        gradients.open(group, shares, COUNT, True, topology)
+        assert run_leaves(gradients, parameters, shares[group.rank], COUNT, finished, None) == (
+            [] if nodes else [*range(COUNT)]
+        )
         gradients.reduce()
         assert gradients.complete(1.0)
         gradients.assign([1, 1])
@@ -383,8 +389,8 @@ def test_step_torn_after_its_sums_were_added_in_place_gives_the_same_bits(
     (whole,) = of_each(1, lambda group: undisturbed(group))
     for rank, (sums, nodes) in enumerate(of_each(len(shares), act)):
         assert sums == whole
-        cover = cover_share(shares[rank], COUNT)
-        assert nodes == ([] if len(cover) == 1 else cover)
+        scaled_alone = len(shares) == 1 and factor == 0.5
+        assert nodes == ([] if scaled_alone else cover_share(shares[rank], COUNT))
 
 
 def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
@@ -407,6 +413,36 @@ def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
 
     ((before, after),) = of_each(1, act)
     assert before == after
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(is_over: bool) -> None:
+    """What a peer sends may still arrive when a generation was left."""
+    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    group.transport.is_over = lambda _: is_over
+    parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    gradients = GradientReducer(named(parameters))
+    shares = BEFORE[2]
+    gradients.open(group, shares, COUNT, exact=True)
+    run_leaves(gradients, parameters, shares[0], COUNT, {}, None)
+    held = [memory for exchange in gradients._exchanges for memory in exchange._memory]
+    gradients.drop()
+    gradients.close()
+    gradients.open(group, shares, COUNT, exact=True)
+    taken = [memory for exchange in gradients._exchanges for memory in exchange._memory]
+    again = {one.data_ptr() for one in held} & {one.data_ptr() for one in taken}
+    assert len(again) == (len(held) if is_over else 0)
+
+
+def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generations() -> None:
+    gradients = GradientReducer(named([torch.nn.Parameter(torch.zeros(5))]))
+    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    gradients.open(group, BEFORE[2], COUNT, exact=True)
+    on_host, on_device = torch.zeros(900), torch.zeros(900, device="meta")
+    gradients._pool.give_back([on_host, on_device])
+    gradients.open(group, BEFORE[2], COUNT, exact=True)
+    assert any(memory is on_host for memory in gradients._pool._free)
+    assert {memory.device.type for memory in gradients._pool._free} == {"cpu"}
 
 
 def test_step_without_gradients_begins_with_nothing_finished() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import (
-    Forming,
+    GroupFormation,
     ProcessGroup,
     Rendezvous,
     connect_devices,
@@ -29,7 +29,7 @@ def member(rank: int, port: int) -> ProcessGroup:
     install(SimulatedAccelerator())
     meet = Rendezvous("127.0.0.1", port, "g", b"secret")
     how = {"rank": rank, "world_size": 2, "device": CPU}
-    group = Forming(meet, **how, timeout_s=PATIENCE_S).start().wait()
+    group = GroupFormation(meet, **how, timeout_s=PATIENCE_S).start().wait()
     connect_devices(group, Rendezvous("127.0.0.1", port, "d", b"secret"), PATIENCE_S)
     switch(group)
     return group

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_dp.distributed import process_group, rendezvous_store
-from elastic_dp.distributed.process_group import Forming, Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.process_group import GroupFormation, Rendezvous, open_rendezvous_store
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
 from elastic_dp.errors import FormingFailed
 from tests.patience import PATIENCE_S, eventually
@@ -128,7 +128,7 @@ def rendezvous(server, prefix, secret=SECRET):
 
 
 def forming(server, rank, prefix="g", secret=SECRET, timeout_s=PATIENCE_S):
-    return Forming(
+    return GroupFormation(
         rendezvous(server, prefix, secret),
         rank=rank,
         world_size=2,
@@ -210,8 +210,8 @@ def test_group_forms_after_strangers_took_its_pairs(server, gloo):
     for stranger in strangers:
         stranger.close()
     outcomes = []
-    for attempt in range(2):
-        members = [forming(server, rank, f"g{attempt}", timeout_s=3.0).start() for rank in (0, 1)]
+    for attempt, limit_s in enumerate((3.0, PATIENCE_S)):
+        members = [forming(server, r, f"g{attempt}", timeout_s=limit_s).start() for r in (0, 1)]
         for member in members:
             try:
                 group = member.wait()

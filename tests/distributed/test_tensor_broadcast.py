@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed import tensor_broadcast
-from elastic_dp.distributed.process_group import Forming, Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.process_group import GroupFormation, Rendezvous, open_rendezvous_store
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.state import state_payload
 from tests.checkpoint.states import same
@@ -107,7 +107,7 @@ def test_state_goes_through_a_real_group():
     def member(rank):
         meet = Rendezvous("127.0.0.1", store.port, "t", SECRET)
         how = {"device": torch.device("cpu"), "timeout_s": PATIENCE_S}
-        group = Forming(meet, rank=rank, world_size=2, **how).start().wait()
+        group = GroupFormation(meet, rank=rank, world_size=2, **how).start().wait()
         if rank == 0:
             tensor_broadcast.send(
                 group, state_payload.serialize_state({"w": torch.arange(400_000.0), "n": 2**70})

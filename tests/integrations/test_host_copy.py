@@ -16,6 +16,18 @@ def test_copies_refer_to_each_other_and_not_to_the_originals():
     assert torch.equal(copy.weight, model.weight) and copy.weight.device.type == "cpu"
 
 
+def test_copied_code_keeps_the_name_of_its_file():
+    """Without it a traceback on a worker shows no source lines."""
+    functions = {}
+    exec(compile("def act(x): return x", "users_script.py", "exec"), functions)
+    model = torch.nn.Linear(2, 2)
+    model.act = functions["act"]
+    model.act.__module__ = "__main__"  # sent by value, as all of a script is
+    [copy] = copied_to_host(model)
+    assert copy.act is not model.act
+    assert copy.act.__code__.co_filename == "users_script.py"
+
+
 def test_model_on_the_host_is_sent_as_it_is():
     model = torch.nn.Linear(2, 2)
     assert on_host(model, None) == (model, None) and on_host(None) == (None,)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ray.autoscaler._private.kuberay.autoscaling_config import _round_up_k8s_quantity
+
+from tests.ports import free_port
 
 HEAD = "headgroup"  # as KubeRay names it
 TOKEN = "a-token-of-this-test"
@@ -87,7 +87,7 @@ class Machine:
     def __init__(self, spec: Mapping[str, Any], volumes: Mapping[str, Path], code: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="k8s", dir="/tmp"))  # short: sockets lie in it
         self.name = self.folder.name
-        self.gcs = f"127.0.0.1:{_free_port()}"
+        self.gcs = f"127.0.0.1:{free_port()}"
         self._spec, self._volumes, self._code = spec, volumes, code
         self._started: list[subprocess.Popen[bytes]] = []
         self._install()
@@ -227,12 +227,3 @@ def _environment_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-
-
-def _free_port() -> int:
-    """Below those that the system gives away: it is still free when Ray comes to it."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 import psutil
 
 from tests.patience import eventually
+from tests.ports import free_port
 
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 IDLE_S = 3.0  # after which a node is given back
@@ -72,7 +72,7 @@ class Cluster:
 @contextlib.contextmanager
 def autoscaled(folder: Path, most: Mapping[str, int]) -> Iterator[Cluster]:
     """`most`: nodes of each market, the cheapest first; each holds one worker."""
-    port, ip = _free_port(), ray.util.get_node_ip_address()
+    port, ip = free_port(), ray.util.get_node_ip_address()
     config = folder / "autoscaler.json"
     config.write_text(json.dumps(_config(f"{ip}:{port}", most)))
     environment = os.environ | {
@@ -167,12 +167,3 @@ _COMMANDS = (
     "rsync_exclude",
     "rsync_filter",
 )
-
-
-def _free_port() -> int:
-    """Below those that the system gives away: it is still free when Ray comes to it."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("", port))
-            return port

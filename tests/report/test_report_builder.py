@@ -13,6 +13,7 @@ from elastic_dp.report import metric_curves, report_builder
 from elastic_dp.report.metric_curves import MetricCurves
 from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
 from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
+from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import goodput_of
 from tests.report.journals import T0, command, event, explain, form, logged, lost, night, times
 from tests.telemetry.test_goodput import recorded  # noqa: F401
@@ -83,6 +84,10 @@ def test_checkpoints_say_how_long_they_took_and_whether_they_are_stored():
     report = report_of(night(), stored={4, 6})
     assert [(row.step, row.stored) for row in report.checkpoints] == [(4, True), (6, True)]
     assert report.checkpoints[0].seconds == 0.5
+    measured = [*night(), event(13, "CheckpointCommitted", step=8, duration_s=2.5)]
+    assert report_of(measured).checkpoints[-1].seconds == 2.5
+    also_asked = event(8.5, "CheckpointCommitted", step=4, duration_s=2.5)
+    assert report_of([*night(), also_asked]).checkpoints[0].seconds == 0.5
     assert [row.stored for row in report_of(night(), stored=()).checkpoints] == [False]
     assert [row.stored for row in report_of(night()).checkpoints] == [None]
 
@@ -152,6 +157,24 @@ def test_steps_that_were_logged_again_after_going_back_do_not_count():
     assert [e.text for e in report.events if e.kind is EventKind.ROLLBACK] == [
         "every worker with the state is gone: from step 4 back to step 2"
     ]
+
+
+def test_rows_per_second_and_bytes_of_caches_are_those_of_the_reports():
+    lines = [
+        event(0, "ControllerStarted", size=2, takes_over=False, rows_per_step=24),
+        form(0, 1, "w1", "w2"),
+        times(10, 20, w1=(0, 1)) | {"cache_bytes": {"w1": [0, 100], "w2": [1, 2]}},
+        times(20, 40, w1=(0, 2)) | {"cache_bytes": {"w1": [300, 100]}},
+    ]
+    report = report_of(lines)
+    assert report.rows_per_s == pytest.approx(48)
+    assert report.cache == CacheBytes(from_cache=301, from_store=102)
+    assert report.to_json()["cache"] == {"from_cache": 301, "from_store": 102}
+    older = [
+        {k: v for k, v in line.items() if k not in ("rows_per_step", "cache_bytes")}
+        for line in lines
+    ]
+    assert (report_of(older).rows_per_s, report_of(older).cache.total) == (None, 0)
 
 
 def test_workers_of_another_start_are_others_though_they_have_the_same_names():

@@ -352,18 +352,19 @@ class Invariants:
                 if by.generations
                 else set()
             )
-            ahead = [
-                w.id
+            stopped = [
+                w
                 for w in self.world.workers.values()
                 if w.id in known
                 and w.alive
                 and w.has_state
-                and w.position > top
                 and w.phase in ("wait", "keep")
-                and w.id in by.reported_stopped
+                and w.id in by.left_previous | by.reported_stopped
                 and w.id not in by.removed
             ]
+            ahead = [w.id for w in stopped if w.position > top]
             must(not ahead, f"{ahead} are ahead of {top} and have no place")
+            self.marks["stopped with the newest state"] += any(w.position == top for w in stopped)
         at_head = self.world.workers[membership.source].at_head
         if not by.stopping and at_head:
             least = min(by.least, by.size)

@@ -27,8 +27,7 @@ from pkgutil import walk_packages
 from typing import Any
 
 import elastic_dp.coordinator
-from elastic_dp.coordinator import messages
-from elastic_dp.coordinator.planning import membership
+from elastic_dp.coordinator import message_values, messages
 
 WORKERS = "tests.simulation.workers"
 SCENARIOS = (
@@ -49,7 +48,7 @@ SCENARIOS = (
     "test_drain_checkpointer",
     "test_bursts",
     "test_balance",
-    "test_budget",
+    "test_failure_budgets",
 )
 RELOADED = (elastic_dp.coordinator.__name__ + ".", "tests.simulation.", "tests.coordinator.")
 
@@ -124,7 +123,7 @@ if not self._leadership.claiming:
     self._leadership.claim(self._generation.number, now)""",
         """self._leadership.granted(self._leadership.claiming)
 self._leadership.claimed = self._generation.number + 1
-self._form(self._assign(source, now), now)""",
+self._form(self._select_members(source, now), now)""",
     ),
     Mutant(
         "claimed only when all have left",
@@ -254,7 +253,7 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "who receives a step has finished some of it",
-        "membership",
+        "membership_of",
         "worker.has_state and worker.position == truth",
         "worker.has_state",
     ),
@@ -278,25 +277,25 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "workers without state can be the source",
-        "assign_members",
+        "select_members",
         "[worker for worker in stopped if worker.has_state]",
         "stopped",
     ),
     Mutant(
         "any worker with state can be the source",
-        "assign_members",
+        "select_members",
         "(worker for worker in taken if worker.has_state and worker.position == top)",
         "(worker for worker in taken if worker.has_state)",
     ),
     Mutant(
         "the most advanced may lose its place",
-        "assign_members",
+        "select_members",
         "worker is source or (worker.has_state and worker.position == top)",
         "worker.has_state or worker is initial_source",
     ),
     Mutant(
         "a source inside a body serves joiners",
-        "assign_members",
+        "select_members",
         "source.at_head or not source.has_state",
         "True",
     ),
@@ -326,7 +325,7 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "no room is made for an initial source",
-        "Admission.find_initial_source",
+        "WorkerEligibility.find_initial_source",
         "self._make_room_for_initial_source(now)",
         "pass",
     ),
@@ -350,13 +349,13 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "departing workers are not recalled",
-        "MembershipPlanner._assign",
+        "MembershipPlanner._select_members",
         "recalled = [*registry.retained.values()]",
         "recalled: list[WorkerState] = []",
     ),
     Mutant(
         "joiners before those who stay",
-        "assign_members",
+        "select_members",
         """order_by_location(
     [worker for worker in stopped if worker in chosen],
     [worker for worker in new if worker in chosen],
@@ -605,7 +604,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     Mutant(
         "a lost lineage stays lost",
         "Coordinator._repeat_begin",
-        "self._admission.tell_to_begin(worker)",
+        "self._eligibility.tell_to_begin(worker)",
         "pass",
     ),
     Mutant(
@@ -701,7 +700,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     Mutant(
         "who does not fit stays after a take-over",
         "Takeover.end",
-        "self._admission.fits(worker, now)",
+        "self._eligibility.fits(worker, now)",
         "pass",
     ),
     Mutant(
@@ -712,7 +711,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     and event.signature is not None
     and event.generation == 0
 ):
-    self._admission.became_ready(worker, event.signature, event.can_source, now)""",
+    self._eligibility.became_ready(worker, event.signature, event.can_source, now)""",
         """if (
     worker.stage is Stage.BUILDING
     and event.signature is not None
@@ -796,7 +795,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "back to the checkpoint though somebody holds the state",
-        "MembershipPlanner._state_of_run",
+        "MembershipPlanner._state_location",
         "any((worker.has_state for worker in holders))",
         "False",
         {"commit_steps": 1, "kill": 3.0, "slots": 7},
@@ -851,13 +850,13 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "long steps take the time of the last checkpoint",
-        "GenerationChangePolicy._drain",
+        "GenerationEndPolicy._drain",
         "self._generation.plan_end(f'{who} must leave, and too few workers remain', at_once=True)",
         "self._generation.plan_end(f'{who} must leave, and too few workers remain')",
     ),
     Mutant(
         "what it ran is not heard after its death",
-        "FailurePolicy.cause_learned",
+        "FailureCounter.cause_learned",
         "self.budgets.count_death_in(*event.micro_batch)",
         "pass",
     ),
@@ -875,13 +874,13 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "the loss of another is taken back",
-        "FailurePolicy.lost",
+        "FailureCounter.lost",
         "(worker.id, worker.entered)",
         "self._blamed",
     ),
     Mutant(
         "a pause outlives the step",
-        "FailurePolicy.progressed",
+        "FailureCounter.progressed",
         "self.retry_at = -math.inf",
         "pass",
     ),
@@ -965,7 +964,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "a notice that was wrong ends each generation",
-        "GenerationChangePolicy._drain",
+        "GenerationEndPolicy._drain",
         "due and run.config.checkpointing and made_a_step and checkpointer.in_time(due, now)",
         "due and run.config.checkpointing and made_a_step",
     ),
@@ -983,7 +982,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "no checkpoint when the notice comes",
-        "GenerationChangePolicy._drain",
+        "GenerationEndPolicy._drain",
         "checkpointer.request_ahead(now)",
         "pass",
     ),
@@ -995,13 +994,13 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "who has time left is not counted",
-        "GenerationChangePolicy._drain",
+        "GenerationEndPolicy._drain",
         "due or draining",
         "draining",
     ),
     Mutant(
         "those who must go stay to the end",
-        "GenerationChangePolicy._drain",
+        "GenerationEndPolicy._drain",
         "due and run.config.checkpointing and made_a_step and checkpointer.in_time(due, now)",
         "False",
     ),
@@ -1038,38 +1037,38 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "places of those who did not fit a lost initial source stay empty",
-        "Admission.find_initial_source",
+        "WorkerEligibility.find_initial_source",
         "self._reset_rejections()",
         "pass",
     ),
     Mutant(
         "steps that were made before count as progress",
-        "Budgets.progressed",
+        "FailureBudgets.progressed",
         "step <= self._furthest",
         "not step",
     ),
     Mutant(
         "who dies in a micro-batch that was passed once blames it",
-        "Budgets.count_death_in",
+        "FailureBudgets.count_death_in",
         "step > self._furthest",
         "step",
     ),
     Mutant(
         "each of those who raise together is an error more",
-        "Budget.allows",
+        "FailureBudget.allows",
         "self._is_known(generation, number) or self.incidents < self.limit",
         "self.incidents < self.limit",
     ),
     Mutant("other software fits", "StateLineage.difference", "{**mine, **other}", "()"),
     Mutant(
         "a preemption counts",
-        "FailurePolicy.lost",
+        "FailureCounter.lost",
         "event.cause is m.Cause.PREEMPTED",
         "False",
     ),
     Mutant(
         "lack of memory is a loss as any other",
-        "FailurePolicy.lost",
+        "FailureCounter.lost",
         "self.budgets.memory if short else None",
         "None",
     ),
@@ -1087,7 +1086,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "a later loss without a pause ends the pause",
-        "FailurePolicy.count",
+        "FailureCounter.count",
         "max(self.retry_at, now + budget.pause_s)",
         "now + budget.pause_s",
     ),
@@ -1100,31 +1099,31 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "places of those who did not fit stay empty after going back",
-        "Admission.start_from_checkpoint",
+        "WorkerEligibility.start_from_checkpoint",
         "self._reset_rejections()",
         "pass",
     ),
     Mutant(
         "a joiner waits for nobody who builds",
-        "GenerationChangePolicy._burst_ends_at",
+        "GenerationEndPolicy._burst_ends_at",
         "registry.building",
         "False",
     ),
     Mutant(
         "a joiner waits for a builder however long it takes",
-        "GenerationChangePolicy._burst_ends_at",
+        "GenerationEndPolicy._burst_ends_at",
         "max(config.join_window_s, config.stabilization_s)",
         "math.inf",
     ),
     Mutant(
         "a joiner waits though it takes the last place",
-        "GenerationChangePolicy._burst_ends_at",
+        "GenerationEndPolicy._burst_ends_at",
         "len(registry.ready) >= free",
         "False",
     ),
     Mutant(
         "joins follow each other at once",
-        "GenerationChangePolicy._burst_ends_at",
+        "GenerationEndPolicy._burst_ends_at",
         "self._joined_at + config.stabilization_s",
         "-math.inf",
     ),
@@ -1214,7 +1213,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "who drains is overlooked when places are given",
-        "assign_members",
+        "select_members",
         "choose_departing(staying, len(staying) - size, new, floor, draining)",
         "choose_departing(staying, len(staying) - size, new, floor)",
     ),
@@ -1391,7 +1390,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "reassigned by speed, though a worker joins soon",
-        "GenerationChangePolicy.plan_end_if_needed",
+        "GenerationEndPolicy.plan_end_if_needed",
         """if joins_at == math.inf:
     self._balance_speeds(present, waiting, now)""",
         "self._balance_speeds(present, waiting, now)",
@@ -1454,7 +1453,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "a slow worker is replaced though nobody is ready",
-        "GenerationChangePolicy._balance_speeds",
+        "GenerationEndPolicy._balance_speeds",
         "waiting and (slow := self._balance.member_to_replace(now)) is not None",
         "(slow := self._balance.member_to_replace(now)) is not None",
         SPEEDS,
@@ -1476,7 +1475,7 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     shared = {
         __name__,
         messages.__name__,
-        membership.__name__,
+        message_values.__name__,
     }  # one set of message classes, or nothing matches anything
     kept = {name: forget(name) for name in ours if name not in shared}
     try:

@@ -31,6 +31,7 @@ class SimController:
         self.failed_sets: list[frozenset[str]] = []  # since the last step of anybody
         self.at_most: int | None = None  # it was told that nothing after this step counts
         self.reported_stopped: set[str] = set()  # said that they stopped, in the newest generation
+        self.left_previous: set[str] = set()  # said so in the generation before
         self.generations: list[int] = []
         self.restorable: int | None = None  # what it was told last
         self.stopping = False
@@ -79,6 +80,7 @@ class SimController:
         if self.coordinator._generation.formed and phase == "forming":
             self.failed_sets.clear()
         if followed:
+            self.left_previous = set(self.reported_stopped)
             self.reported_stopped.clear()
         self.execute(commands)
 

@@ -136,3 +136,21 @@ def test_hand_over_of_a_late_commit_violates() -> None:
     beside.workers["w1"].has_state = True
     with violates("takes what w1 made alone"):
         beside.world.check.handed_over(beside.workers["w3"], beside.workers["w1"])
+
+
+def test_membership_without_a_stopped_worker_that_is_ahead_violates() -> None:
+    """Whether it said so in the newest generation, or in the one before."""
+    beside = Beside()
+    controller, ahead = beside.world.controllers[0], beside.workers["w3"]
+    controller.generations.append(2)
+    ahead.phase, ahead.step = "wait", 1
+    every = (0, beside.world.config.virtual_workers)
+    behind = Membership(3, (Member("w2", (every,), TrainingPosition(0), True),), "w2", 4.0)
+    beside.world.check.claims[3] = controller
+    beside.workers["w2"].has_state = ahead.has_state = True
+    for said in (controller.reported_stopped, controller.left_previous):
+        said.add("w3")
+        with violates("ahead of .* and have no place"):
+            beside.world.check.formation(behind, controller)
+        said.clear()
+        beside.world.check.memberships.pop(3)

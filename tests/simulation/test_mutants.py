@@ -20,7 +20,7 @@ SEEDS = 800
 CONTROLS = [
     Mutant("unbroken coordinator", "Coordinator.handle", "self.deadline", "self.deadline"),
     Mutant("unbroken generation", "Generation.is_over", "self.run.in_flight", "self.run.in_flight"),
-    Mutant("unbroken assignment", "assign_members", "chosen = set(taken)", "chosen = set(taken)"),
+    Mutant("unbroken selection", "select_members", "chosen = set(taken)", "chosen = set(taken)"),
     Mutant("unbroken workers", "COLLECTIVES", "COLLECTIVES = 2", "COLLECTIVES = 2"),
 ]
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage import Store
+from elastic_dp.storage import Store, retry
 from elastic_dp.storage.error_classes import fault_of
 from elastic_dp.storage.retry import Retry
 from tests.patience import PATIENCE_S
@@ -146,6 +146,22 @@ def test_a_pause_takes_nothing_from_what_the_users_code_draws(monkeypatch):
     before = random.getstate()
     retry.run("read x", attempt)
     assert retry.counts.retries == 3 and random.getstate() == before
+
+
+def test_each_retry_of_any_store_of_the_process_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(retry, "_on_retry", [])
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 1e-3)
+    retry.on_retry(lambda: told.append(1))
+    for name in ("data", "checkpoints"):
+        failures = iter((ConnectionError("reset"), ConnectionError("reset")))
+
+        def attempt(failures=failures):
+            for failure in failures:
+                raise failure
+
+        Retry(name, str, 60.0, None).run("read x", attempt)
+    assert len(told) == 4
 
 
 def test_closing_ends_the_wait(bucket):

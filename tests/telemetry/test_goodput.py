@@ -1,13 +1,13 @@
 """Goodput: its categories add up, and agree with what is counted in another way."""
 
-from dataclasses import fields, replace
-from itertools import pairwise
+from dataclasses import asdict, fields, replace
+from itertools import dropwhile, pairwise, takewhile
 from math import inf, nan
 
 import pytest
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.telemetry.goodput import GoodputMeter, goodput_of
+from elastic_dp.telemetry.goodput import Goodput, GoodputMeter, goodput_of
 from elastic_dp.telemetry.phase_clock import PhaseClock, PhaseTimes
 from tests.simulation.sim_controller import SimController
 from tests.simulation.workers import SimWorker
@@ -30,7 +30,7 @@ class TimedWorker(SimWorker):
     @phase.setter
     def phase(self, phase):
         self.clock.enter(phase, self.world.now)
-        self.phases.append((self.world.now, phase))
+        self.phases.append((self.world.now, phase, getattr(self, "step", 0)))
 
     def send(self, event):
         if isinstance(event, m.HeartbeatReceived):
@@ -44,7 +44,7 @@ class RecordedWorld(World):
     def __init__(self, seed):
         super().__init__(seed, worker_class=TimedWorker)
         self.lines, self.newest, self.told = [], {}, 0.0
-        self.lost = set()
+        self.lost, self.step, self.sent = set(), 0, {}
 
     def line(self, kind, name, **more):
         self.lines.append({"time": self.now, kind: name} | more)
@@ -55,13 +55,14 @@ class RecordedWorld(World):
 
     def flush(self, times):
         if times:
-            self.line(
-                "event", "TimesReported", step=max(self.commits, default=0), times=dict(times)
-            )
+            self.line("event", "TimesReported", step=self.step, times=dict(times))
 
     def heard(self, event):
         if isinstance(event, m.HeartbeatReceived):
             self.newest[event.worker] = event.times
+            if event.worker not in self.lost and not any(map(is_end, self.lines)):
+                self.sent[event.worker] = self.workers[event.worker].beats.get(event.beat, 0.0)
+            self.step = max(self.step, event.step)
             if self.now >= self.told + REPORT_S:
                 self.flush(self.newest)
                 self.newest, self.told = {}, self.now
@@ -72,6 +73,8 @@ class RecordedWorld(World):
                 self.lost.add(event.worker)
                 self.flush({w: t for w, t in self.newest.items() if w == event.worker})
             self.line("event", type(event).__name__, **named(event))
+            if isinstance(event, m.CheckpointFound):
+                self.step = min(self.step, event.step or 0)
 
     def execute(self, command, by):
         if by is self.controllers[-1]:
@@ -140,18 +143,102 @@ def counted(lines):
     return total, missing
 
 
-def true_pause(world):
-    """Worker-seconds outside steps, from what each worker did at which time."""
+def gains(lines):
+    """(line, worker, times that its report adds), of workers that are there."""
+    present, _ = spans(lines)
+    before = dict.fromkeys(present, PhaseTimes())
+    for line in lines:
+        for worker, times in line.get("times", {}).items():
+            begin, gone = present.get(worker, (inf, 0.0))
+            if begin <= line["time"] <= gone and sum(times) > sum(before[worker]):
+                yield line, worker, PhaseTimes(*times).plus(before[worker], -1)
+                before[worker] = PhaseTimes(*times)
+
+
+def counted_by_category(lines):
+    """Goodput from the gains of all reports, each by what became of its step later, and from the
+    time of each worker that no report covers."""
+    present, _ = spans(lines)
+    until_end = list(takewhile(lambda line: not is_end(line), lines))
+    lost = {line["worker"] for line in until_end if line.get("event") == "WorkerLost"}
+    told = {line["worker"] for line in lines if line.get("command") == "ReleaseWorker"}
+    returns = [i for i, line in enumerate(lines) if line.get("event") == "CheckpointFound"]
+    count = dict.fromkeys((field.name for field in fields(Goodput)), 0.0)
+    silent = {worker: gone - begin for worker, (begin, gone) in present.items()}
+    for line, worker, gain in gains(lines):
+        at = next(i for i, each in enumerate(lines) if each is line)
+        undone = any(i > at and line["step"] > (lines[i]["step"] or 0) for i in returns)
+        count["redone" if undone else "useful"] += gain.compute + gain.collective + gain.other
+        count["redone"] += gain.redone
+        count["pause"] += gain.pause
+        count["data_wait"] += gain.data
+        count["checkpoint"] += gain.checkpoint
+        silent[worker] -= sum(gain)
+    for worker, seconds in silent.items():
+        died = "pause" if worker in told else "redone"
+        count[died if worker in lost else "useful"] += seconds
+    count["waiting_for_workers"] = counted(lines)[1]
+    return Goodput(**count)
+
+
+CATEGORY = {
+    "data": "data_wait",
+    "keep": "checkpoint",
+    **dict.fromkeys(("wait", "form", "restore", "give", "receive", "done"), "pause"),
+    **dict.fromkeys(("compute", "collective", "apply", "body", "evaluate"), "useful"),
+}
+STEP = ("data", "compute", "collective")
+
+
+def phases_of(world, worker, until):
+    """(begin, end, phase, step) from the worker's first generation on."""
+    phases = world.workers[worker].phases
+    ends = [at for at, *_ in phases[1:]] + [inf]
+    entered = [(at, end, *rest) for (at, *rest), end in zip(phases, ends, strict=True)]
+    inside = dropwhile(lambda each: each[2] != "form", entered)
+    return [(at, min(end, until), *rest) for at, end, *rest in inside if at < until]
+
+
+def what_was_done(world):
+    """Goodput from what each worker did at which time and what became of it."""
     present, over = spans(world.lines)
-    pause = 0.0
+    lines = [line for line in world.lines if line.get("event") == "CheckpointFound"]
+    returns = [(line["time"], line["step"] or 0) for line in lines]
+    done = dict.fromkeys((field.name for field in fields(Goodput)), 0.0)
+
+    def add(category, seconds, at, step):
+        behind = any(time >= at and step > kept for time, kept in returns)
+        done["redone" if behind and category == "useful" else category] += seconds
+
     for worker, (_, gone) in present.items():
-        phases = world.workers[worker].phases
-        first = next((i for i, (_, phase) in enumerate(phases) if phase == "form"), len(phases))
-        ends = [at for at, _ in phases[1:]] + [gone]
-        for (begin, phase), end in list(zip(phases, ends, strict=True))[first:]:
-            if phase in ("wait", "form", "restore", "give", "receive", "done"):
-                pause += max(0.0, min(end, over) - min(begin, over))
-    return pause
+        in_flight = []
+        for begin, end, phase, step in phases_of(world, worker, min(gone, over)):
+            if phase not in STEP:
+                for category, seconds in in_flight:
+                    add(category if phase == "apply" else "redone", seconds, begin, step)
+                in_flight = []
+                add(CATEGORY[phase], end - begin, begin, step)
+            else:
+                in_flight.append((CATEGORY[phase], end - begin))
+    return done, len(returns)
+
+
+def not_reported(world):
+    """Worker-seconds after the phase, or the step in flight, in which each worker sent the last
+    heartbeat that the controller heard; and before its first one."""
+    present, _ = spans(world.lines)
+    seconds = 0.0
+    for worker, (begin, gone) in present.items():
+        since = begin
+        sent = world.sent.get(worker, begin)
+        in_flight = False
+        for at, _, phase, _ in phases_of(world, worker, sent):
+            if not (in_flight and phase in STEP):
+                since = at
+            in_flight = phase in STEP
+        entered = next((at for at, *_ in phases_of(world, worker, gone)), gone)
+        seconds += gone - max(since, begin) + max(0.0, entered - begin)
+    return seconds
 
 
 @pytest.mark.parametrize("chunk", range(5))
@@ -159,14 +246,20 @@ def test_goodput_of_random_histories_adds_up_and_agrees_with_an_independent_coun
     for seed in range(10 * chunk, 10 * chunk + 10):
         world = recorded(seed)
         goodput = goodput_of(world.lines)
-        total, missing = counted(world.lines)
+        total, _ = counted(world.lines)
         assert goodput.total == pytest.approx(total, rel=0.01), seed
-        assert goodput.waiting_for_workers == pytest.approx(missing, rel=0.01, abs=0.01), seed
-        for field in fields(goodput):
-            assert getattr(goodput, field.name) >= 0, (seed, field.name)
-        # A worker that is cut off or dies may not have reported its last pause.
+        journal = asdict(counted_by_category(world.lines))
+        for name, seconds in asdict(goodput).items():
+            assert seconds >= 0, (seed, name)
+            assert seconds == pytest.approx(journal[name], abs=0.01 * total), (seed, name)
+        # A worker that is cut off or dies may not have reported what it did last.
         unknown = meter_of(world.lines).unknown
-        assert goodput.pause == pytest.approx(true_pause(world), abs=unknown + 0.01 * total), seed
+        assert unknown <= not_reported(world) + 0.01, seed
+        done, returns = what_was_done(world)
+        # A report says up to which step, at its end, it was useful.
+        slack = unknown + 0.01 * total + returns * REPORT_S * world.config.virtual_workers
+        for name in {*done} - {"waiting_for_workers"}:
+            assert getattr(goodput, name) == pytest.approx(done[name], abs=slack), (seed, name)
 
 
 def test_goodput_is_the_same_from_any_cut_of_the_journal(recorded):
@@ -220,6 +313,20 @@ def test_steps_behind_the_checkpoint_from_which_a_run_goes_on_are_redone():
     ]
     goodput = goodput_of(lines)
     assert (goodput.useful, goodput.redone) == (10, 20)
+
+
+def test_evaluation_after_the_step_of_the_checkpoint_is_not_redone():
+    lines = [
+        line(0, "ControllerStarted", size=1, takes_over=False),
+        form(0, "w1"),
+        line(10, "TimesReported", step=10, times={"w1": (0, 10, 0, 0, 0, 0, 0)}),
+        line(30, "TimesReported", step=10, times={"w1": (0, 10, 0, 20, 0, 0, 0)}),
+        line(40, "TimesReported", step=20, times={"w1": (0, 20, 0, 20, 0, 0, 0)}),
+        line(40, "WorkerLost", worker="w1"),
+        line(40, "CheckpointFound", step=10),
+    ]
+    goodput = goodput_of(lines)
+    assert (goodput.useful, goodput.redone) == (30, 10)
 
 
 def test_time_between_two_runs_of_one_folder_is_in_no_category():

@@ -4,6 +4,7 @@ follow."""
 import json
 import time
 import uuid
+from collections import deque
 from types import SimpleNamespace
 
 import fsspec
@@ -54,7 +55,8 @@ def test_follower_of_a_journal_reads_each_line_once(url):
     earlier = Journal(url)
     earlier.command(Explain("an earlier start"))
     earlier.close()
-    began = time.time()
+    written = earlier.since(None, 0.0)[1][-1]["time"]  # rounded, as `since` is
+    began = eventually(lambda: (now := time.time()) > written + 0.001 and now)
     first = Journal(url)
     for step in (1, 2):
         first.metrics(step, {})
@@ -125,7 +127,7 @@ def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over
     journal = Journal(url, since=began if takes_over else None)
     assert [line["step"] for line in journal.recorded()] == [1] * takes_over
     journal.command(Explain("later"))
-    journal._queue.put(None)  # and not closed, for then each is tried once more only
+    journal._queue.put(None, urgent=True)  # and not closed, for then each is tried once more only
     journal._writer.join()
     assert [json.loads(line)["text"] for line in lines_of(url, "events")] == ["earlier", "later"]
 
@@ -149,10 +151,10 @@ def test_a_store_that_echoes_a_secret_does_not_bring_it_into_the_last_words(monk
     assert "canary" not in said
 
 
-def written_with(add, monkeypatch, tmp_path, lines):
-    """Two texts, with another `_add`, until so many lines are there; what is read back."""
+def written_with(write, monkeypatch, tmp_path, lines):
+    """Two texts, with another `_write`, until so many lines are there; what is read back."""
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "_add", add)
+    monkeypatch.setattr(module, "_write", write)
     journal = Journal(str(tmp_path))
     for text in ("one", "two"):
         journal.command(Explain(text))
@@ -162,30 +164,41 @@ def written_with(add, monkeypatch, tmp_path, lines):
 
 
 def test_a_disk_that_was_full_goes_on_with_a_line_of_its_own(monkeypatch, tmp_path):
-    left, add = [3], module._add
+    left, write = [3], module._write
 
-    def full(path, text):
+    def full(file, content):
         left[0] -= 1
-        if text and left[0] >= 0:
-            add(path, text[:5])
-            raise OSError("No space left on device")
-        add(path, text)
+        if left[0] >= 0:
+            return write(file, content[:5])
+        return write(file, content)
 
     assert written_with(full, monkeypatch, tmp_path, lines=3) == ["one", "two"]
 
 
 def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp_path):
-    refused, add = [], module._add
+    refused, write = [], module._write
 
-    def full(path, text):
-        if text and not refused:
-            refused.append(text)
-            add(path, text[:-1])
-            raise OSError("No space left on device")
-        add(path, text)
+    def full(file, content):
+        if refused:
+            return write(file, content)
+        refused.append(content)
+        return write(file, content[:-1])
 
     assert written_with(full, monkeypatch, tmp_path, lines=2) == ["one", "two"]
     assert refused and (tmp_path / "events.jsonl").read_text().count('"one"') == 1
+
+
+def test_lines_that_fit_on_a_full_disk_are_there_once(tmp_path, monkeypatch):
+    """Several at once, of which the disk takes two and a half."""
+    write, path = module._write, tmp_path / "metrics.jsonl"
+    lines = deque(json.dumps({"time": 1.0, "step": step}) for step in (1, 2, 3))
+    monkeypatch.setattr(module, "_write", lambda file, content: write(file, content[:70]))
+    with pytest.raises(OSError, match="only some"):
+        module._append_lines(str(path), lines)
+    assert [json.loads(line)["step"] for line in lines] == [3]
+    monkeypatch.setattr(module, "_write", write)
+    module._append_lines(str(path), lines)
+    assert [line["step"] for line in read_events(str(tmp_path))] == [1, 2, 3] and not lines
 
 
 def test_journal_of_a_signature_leaves_out_the_compressed_layout():

@@ -17,7 +17,8 @@ def drawn(*lines, total=None):
     """What a terminal was sent, without colors; and what a person who pressed Enter then would see
     of it."""
     stream = Terminal()
-    progress = ProgressPrinter(stream, total=total)
+    progress = ProgressPrinter(stream)
+    progress.expect(total)
     for line in lines:
         progress.show(line)
     progress.flush()

@@ -15,6 +15,7 @@ from elastic_dp.integrations.tensorboard import TensorBoardLogger
 from elastic_dp.integrations.wandb import WandbLogger
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from tests.bad_input.jobs import trainer as trainer_of
+from tests.patience import PATIENCE_S, eventually
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 
@@ -124,7 +125,7 @@ def test_tool_that_fails_is_reported_and_then_given_what_it_missed(tmp_path, mon
 
 
 def test_logger_that_hangs_stops_neither_the_others_nor_the_driver(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger_threads, "CLOSE_S", 0.2)
+    monkeypatch.setattr(logger_threads, "CLOSE_S", 1.0)  # the others have logged by then
     released, logger, seen = threading.Event(), Recorder(), []
 
     class Hangs(Recorder):
@@ -135,6 +136,7 @@ def test_logger_that_hangs_stops_neither_the_others_nor_the_driver(tmp_path, mon
     threads = LoggerThreads([Hangs(), logger, seen.append], "mine", str(tmp_path / "run"))
     for line in RUN:
         threads.put(line)
+    eventually(lambda: steps(logger) == STEPS == [record["step"] for record in seen])
     with pytest.warns(UserWarning, match=r"'Hangs' raised TimeoutError: \d+ lines wait"):
         threads.close()
     released.set()
@@ -156,7 +158,7 @@ def test_logger_that_is_too_slow_is_reported_and_reads_what_it_missed(tmp_path, 
     logger = Slow()
     threads = LoggerThreads([logger], "mine", str(tmp_path / "run"))
     threads.put(START)
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     write(tmp_path / "run", [*RUN, *map(metrics, range(6, 20))])
     for step in range(6, 20):
         threads.put(metrics(step))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 
-from tests.module_mutants import ModuleMutant, take_out
+from tests.module_mutants import ModuleMutant, take_out, take_out_in_workers
 
 RUNNER = "elastic_dp.train.step.step_runner"
 REDUCER_TESTS = "tests/distributed/test_gradient_reducer.py"
 RUN_TESTS = "tests/train/test_finished_work.py"
 TORN = f"{REDUCER_TESTS}::test_finished_subtrees_of_a_torn_step_give_the_same_bits"
-IN_PLACE = f"{REDUCER_TESTS}::test_step_torn_after_its_sums_were_added_in_place_gives_the_same_bits"
+EXCHANGED = (
+    f"{REDUCER_TESTS}::test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits"
+)
 OTHER_INPUT = f"{RUN_TESTS}::test_finished_work_of_another_input_is_forgotten"
 OTHER_STEP = f"{RUN_TESTS}::test_finished_work_of_another_step_or_weight_is_forgotten"
 
@@ -56,28 +58,28 @@ FINISHED_WORK_MUTANTS = [
         caught_by=TORN,
     ),
     ModuleMutant(
-        "a buffer that was written still holds the last subtree",
+        "a sum that was multiplied is a finished subtree",
         "BucketReduction.holds_last_subtree",
-        "not self._written or (len(self._flats) > 1 and not alone)",
+        "not self._overwritten",
         "True",
         module="elastic_dp.distributed.cross_worker_reduction",
-        caught_by=IN_PLACE,
+        caught_by=f"{EXCHANGED}[alone-scaled]",
     ),
     ModuleMutant(
-        "the gather does not write",
-        "BucketReduction.reduce",
-        "self._written = True",
-        "pass",
+        "finished parts arrive in what a worker has sent",
+        "BucketReduction.__init__",
+        "self._total[:world_size * chunk]",
+        "self._flats[0]",
         module="elastic_dp.distributed.cross_worker_reduction",
-        caught_by=IN_PLACE,
+        caught_by=f"{EXCHANGED}[gathered-reduced]",
     ),
     ModuleMutant(
-        "sums that are added in place are not written",
-        "BucketReduction.add_up",
-        "self._written = True",
-        "pass",
+        "a worker adds what it receives to what it has sent",
+        "BucketReduction.sum_part",
+        "torch.add(mine, theirs, out=theirs)",
+        "theirs.copy_(mine.add_(theirs))",
         module="elastic_dp.distributed.cross_worker_reduction",
-        caught_by=IN_PLACE,
+        caught_by=f"{EXCHANGED}[swapped-reduced]",
     ),
     ModuleMutant(
         "memory of a finished node is sent from again",
@@ -128,10 +130,10 @@ FINISHED_WORK_MUTANTS = [
     ),
     ModuleMutant(
         "who receives state keeps what it has finished",
-        "Session._enter",
+        "WorkerSession._enter",
         "self.step_runner.forget_finished()",
         "pass",
-        module="elastic_dp.train.session",
+        module="elastic_dp.train.worker_session",
         caught_by=f"{RUN_TESTS}::test_worker_that_receives_a_step_forgets_what_it_has_finished",
     ),
     ModuleMutant(
@@ -148,10 +150,4 @@ FINISHED_WORK_MUTANTS = [
 NAMED = os.environ.get("FINISHED_WORK_MUTANT")
 if NAMED is not None:
     take_out(next(one for one in FINISHED_WORK_MUTANTS if one.name == NAMED))
-
-    from elastic_dp.testing import process_worker_group
-
-    # In the processes of a run, too: the server from which they are forked imports this first.
-    process_worker_group._context.set_forkserver_preload(
-        [__name__, "elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group"]
-    )
+    take_out_in_workers(__name__)

@@ -81,7 +81,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
         for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
             setattr(gradient_buckets, f"{limit}_BYTES", 256)
         session = ctx._session
-        for method, point in {"launch": "sent", "add_up": "gather"}.items():
+        for method, point in {"launch": "sent", "sum_part": "gather"}.items():
             setattr(
                 BucketReduction, method, _passing(point, session, getattr(BucketReduction, method))
             )

@@ -16,6 +16,7 @@ import pytest
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.data import open_data, read_index
 from elastic_dp.errors import BadShard, DataError, SpecError
+from tests.data.shards import damage
 from tests.runs import group, lines_of, local, resize, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
@@ -35,13 +36,7 @@ def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
         )
         pq.write_table(table, folder / f"part-{shard}.parquet", row_group_size=ROWS)
     config = DataConfig(str(folder), micro_batch_size=4, on_bad_shard="skip", max_bad_fraction=0.99)
-    index = read_index(config)
-    for number in bad:
-        path = folder / f"{index.name(index.shard_of(number))}"
-        content = bytearray(path.read_bytes())
-        start, end = int(index.starts[number]), int(index.ends[number])
-        content[start:end] = b"\xff" * (end - start)
-        path.write_bytes(content)
+    damage(config, *bad)
     return config
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CollectiveFailed
-from elastic_dp.train.session import Session
+from elastic_dp.train.worker_session import WorkerSession
 from tests.cluster.test_budgets import is_first, job
 from tests.runs import group, lines_of, local
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
@@ -133,11 +133,11 @@ def test_leaving_a_generation_is_refused_where_the_device_made_the_collective_fa
     broken = CollectiveFailed("device-side assert")
     broken.__cause__ = ERRORS[2]()
     with pytest.raises(CollectiveFailed):
-        Session.leave(Leaving(), broken)
+        WorkerSession.leave(Leaving(), broken)
     lost_peer = CollectiveFailed("a peer is gone")
     lost_peer.__cause__ = ERRORS[6]()
     with pytest.raises(Left):
-        Session.leave(Leaving(), lost_peer)
+        WorkerSession.leave(Leaving(), lost_peer)
 
 
 def collective_fails_on_the_device(ctx):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.state_transfer import StateTransfer
 from elastic_dp.train.state.loss_scale import LossScale
@@ -22,11 +23,13 @@ from elastic_dp.train.step.finished_work import (
 )
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.step_runner import StepRunner
+from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
 from tests.train.test_kills import held_before_its_commit
 
 STEP, VIRTUAL = 6, 12
+LARGE_LOSS, SMALL_LOSS = 5, 6  # steps
 
 
 def counted(folder: Path, *, precision: str | None = None, large_loss: int = 0) -> Any:
@@ -58,10 +61,11 @@ def passes(folder: Path, step: int = STEP) -> Counter[int]:
     return Counter(int(line.split()[1]) for line in lines if int(line.split()[0]) == step)
 
 
-def job(**options: Any) -> Any:
-    return spec_of(
-        steps=9, workers=3, virtual=VIRTUAL, rows=480, config={"hold": {1: 3}}, **options
-    )
+def job(workers: int = 3, virtual: int = VIRTUAL, **options: Any) -> Any:
+    """All workers are there before the first step in which one may die: a body waits no longer than
+    until the group changes, and the third may join after the second."""
+    config = {"hold": dict.fromkeys(range(1, LARGE_LOSS), workers)}
+    return spec_of(steps=9, workers=workers, virtual=virtual, rows=480, config=config, **options)
 
 
 @pytest.mark.parametrize(("point", "torn"), [("before_forward", 2), ("backward", 3)])
@@ -107,6 +111,51 @@ def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_pa
     assert outcome.digest == local(spec, counted(tmp_path)).digest
 
 
+def waits_for_the_others(train: Any, folder: Path, what: str, step: int = STEP) -> Any:
+    """In this step rank 0 does not go on behind its gradients until all others have come through
+    that method of theirs: "send", or "reduce", which adds to what they received."""
+
+    def waits(ctx: Any) -> None:
+        session, does = ctx._session, getattr(GradientReducer, what)
+
+        def came_through(rank: int) -> Path:
+            return folder / f"{what}-{rank}"
+
+        def notes(reducer: GradientReducer) -> None:
+            does(reducer)
+            if session.position.step + 1 == step:
+                came_through(session.rank).touch()
+
+        setattr(GradientReducer, what, notes)
+        send = GradientReducer.send
+
+        def sends(reducer: GradientReducer) -> None:
+            send(reducer)
+            if session.position.step + 1 == step and session.rank == 0:
+                others = [came_through(rank) for rank in range(1, session.world_size)]
+                eventually(lambda: all(file.exists() for file in others))
+
+        GradientReducer.send = sends
+        train(ctx)
+
+    return waits
+
+
+@pytest.mark.parametrize(("workers", "virtual"), [(3, 12), (2, 4)], ids=["gathered", "swapped"])
+def test_lost_worker_in_the_exchange_only_its_leaves_run_again(workers, virtual, tmp_path):
+    """Each has one subtree, which the survivors have added to what they received."""
+    dead = WorkerFault("sent", step=STEP, rank=0, once=str(tmp_path / "dead"))
+    spec = job(workers, virtual, min_workers=1)
+    train = waits_for_the_others(counted(tmp_path), tmp_path, "reduce")
+    outcome, _ = group(spec, train, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    times = passes(tmp_path)
+    assert len(times) == virtual and sum(times.values()) == virtual + virtual // workers
+    (tmp_path / "passes").unlink()
+    assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
 def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     """Rank 0 has finished its virtual workers of step 22, and cannot commit it when rank 2, which
     has, dies in step 23."""
@@ -130,9 +179,6 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     assert outcome.digest == local(spec, plain).digest
     behind = [path.read_text() for path in tmp_path.glob("w*") if path.name[1:].isdigit()]
     assert behind and set(behind) == {"None"}
-
-
-LARGE_LOSS, SMALL_LOSS = 5, 6
 
 
 @pytest.mark.parametrize("step", [LARGE_LOSS, SMALL_LOSS], ids=["overflows", "smaller scale"])

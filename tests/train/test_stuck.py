@@ -12,8 +12,9 @@ from elastic_dp.cluster.controller import controller
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.config import MapStyleData
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.cluster.test_budgets import is_first
 from tests.patience import PATIENCE_S, eventually
-from tests.runs import PATIENT, Points, group, lines_of, local, spec_of
+from tests.runs import PATIENT, Points, formed_of, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
 
 HANGS_S = 600.0
@@ -81,10 +82,12 @@ def test_the_one_that_stands_still_is_replaced_and_not_those_who_wait_for_it(
 
 
 def holds_the_lock(ctx):
+    """Once, in step 6 of rank 1 of the group."""
     model = classifier()
 
     def loss_fn(m, batch):
-        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.position.step == 5:
+        sixth = ctx.rank == 1 and ctx.generation and ctx._session.position.step == 5
+        if sixth and is_first(ctx.config["once"]):
             ctypes.PyDLL(None).usleep(int(HANGS_S * 1e6))  # PyDLL keeps the interpreter's lock
         return cross_entropy(m, batch)
 
@@ -95,9 +98,8 @@ def holds_the_lock(ctx):
 def test_worker_that_holds_the_interpreter_lock_is_replaced_with_its_stacks(tmp_path):
     """Such a worker hears no abort and runs no Python; its stacks are written all the same."""
     gate = tmp_path / "gate"
-    spec = dataclasses.replace(
-        spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE
-    )
+    config = {"gates": {8: str(gate)}, "once": str(tmp_path / "once")}
+    spec = dataclasses.replace(spec_of(min_workers=3, config=config), failure=FAILURE)
     outcome, run = group(spec, holds_the_lock, script=until_it_is_gone(gate))
     evicted, stacks = judged(outcome, run, spec, holds_the_lock)
     assert "in phase 'compute'" in evicted["reason"]
@@ -144,5 +146,5 @@ def test_waiting_for_data_is_said_and_is_no_hang(tmp_path):
         return any("waits for data" in line["text"] for line in lines(run, "command", "Explain"))
 
     script = [(0, lambda run: eventually(lambda: said(run))), (0, lambda run: comes.touch())]
-    outcome, _ = group(spec, plain, script=script)
-    assert (outcome.error, outcome.generations, outcome.workers_lost) == (None, 1, 0)
+    outcome, run = group(spec, plain, script=script)
+    assert (outcome.error, len(formed_of(run)), outcome.workers_lost) == (None, 1, 0)

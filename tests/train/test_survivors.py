@@ -12,9 +12,11 @@ import pytest
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.distributed import device_connection
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
+from tests.patience import eventually
 from tests.runs import PATIENT, group, local, never_put_off, resize, spec_of, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import when_committed
 from tests.train.jobs import plain
@@ -42,10 +44,42 @@ def spec_for(tmp_path):
     return spec
 
 
+def goes_last(train, folder):
+    """Rank 1 goes on to its exchange when the others have launched all of theirs: what they have
+    launched cannot end without it."""
+
+    def last(ctx):
+        session, send, reduce = ctx._session, GradientReducer.send, GradientReducer.reduce
+
+        def launched(rank):
+            return folder / f"launched-{session.generation}-{session.position.step}-{rank}"
+
+        def used():
+            of_device = transport(ctx)
+            return of_device is not None and of_device.switched and session.world_size == 3
+
+        def sends(reducer):
+            send(reducer)
+            if used() and session.rank == 1:
+                over = session.control._over
+                eventually(lambda: all(launched(r).exists() for r in (0, 2)) or over())
+
+        def reduces(reducer):
+            reduce(reducer)
+            if used():
+                launched(session.rank).touch()
+
+        GradientReducer.send, GradientReducer.reduce = sends, reduces
+        train(ctx)
+
+    return last
+
+
 def lost_by_a_kill(spec, train, tmp_path, device):
-    before = (str(tmp_path / "switched"),)
-    fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
-    outcome, _ = group(spec, told_when_switched(train), faults=(fault,), device=device)
+    dead = str(tmp_path / "dead")
+    fault = WorkerFault("exchange", rank=1, world_size=3, once=dead, settled=True)
+    trained = faults_while_switched(goes_last(train, tmp_path))
+    outcome, _ = group(spec, trained, faults=(fault,), device=device)
     assert (tmp_path / "dead").exists()
     return outcome
 
@@ -96,7 +130,7 @@ def connection_breaks(train, file):
             of_device = transport(ctx)
             used = of_device is not None and of_device.switched
             if step >= 6 and used and is_first(file):
-                of_device._communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
+                of_device._connection.communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
             return may_attempt(step)
 
         control.may_attempt = begins
@@ -178,7 +212,6 @@ def with_torchs_defaults(train):
     return unset
 
 
-@pytest.mark.slow
 def test_survivors_with_torchs_defaults_end_with_their_peer(tmp_path):
     """So the tests above fail without the settings of each worker."""
     spec = spec_for(tmp_path)

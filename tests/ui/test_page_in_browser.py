@@ -15,10 +15,12 @@ from elastic_dp.report.report_model import EventKind
 from elastic_dp.report.report_reader import read_report
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing import ProcessRun
+from elastic_dp.ui import served_runs
 from elastic_dp.urls import StorageURL
 from tests.patience import Stalls, eventually
 from tests.report.chromium import Watched, chromium
-from tests.report.test_report_reader import members
+from tests.report.journals import night
+from tests.report.test_report_reader import members, two_train, write
 from tests.runs import ENDLESS, spec_of
 from tests.train.jobs import plain
 from tests.ui.serving import TOKEN, served
@@ -46,9 +48,16 @@ class Controlled:
         self._post(StopRequested(reason))
 
 
-# Notes when each row of the table of events appears for the first time.
+# Notes when each row of the table of events appears for the first time, and how many milliseconds
+# late the timers of the page are: a busy machine lets a browser wait as it does any process.
 OBSERVE = """
 window.seen = {};
+window.late_ms = 0;
+let due = performance.now() + 20;
+setInterval(() => {
+  window.late_ms += Math.max(0, performance.now() - due);
+  due = performance.now() + 20;
+}, 20);
 new MutationObserver(() => {
   for (const row of document.querySelectorAll("#events tbody tr")) {
     const [, kind, step, text] = [...row.cells].map((cell) => cell.textContent);
@@ -82,6 +91,19 @@ def wait_for(page, kind, worker=""):
     row.first.wait_for()
 
 
+def test_list_of_many_runs_says_how_many_are_shown(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(served_runs, "MOST_LISTED", 1)
+    for name in ("one", "two"):
+        write(tmp_path / name, night())
+        (tmp_path / name / "run.json").write_text("{}")
+    with served(tmp_path) as server:
+        watched = Watched(browser)
+        watched.page.goto(server.url)
+        watched.page.wait_for_selector("#rest")
+        assert watched.page.locator("#rest").text_content().startswith("1 of 2 runs are shown")
+        assert watched.page.locator("#runs-body tbody tr").count() == 1
+
+
 def test_each_event_of_a_run_is_seen_within_a_second_and_buttons_steer_it(browser, live):
     with Stalls() as stalls:
         see_and_steer(browser, *live, stalls)
@@ -95,7 +117,7 @@ def see_and_steer(browser, run, server, path, stalls):
     page.get_by_role("link", name="night").click()
     page.wait_for_selector("#band-chart .scatterlayer")
     assert TOKEN not in page.url and not any(TOKEN in url for url in watched.requests)
-    eventually(lambda: len(members(run)) == 2, run.controller.status)
+    eventually(lambda: two_train(run), run.controller.status)
     wait_for(page, "join")
     opened = time.time()
 
@@ -132,11 +154,12 @@ def see_and_steer(browser, run, server, path, stalls):
     events = read_report("night", StorageURL(path), time.time()).events
     assert page.locator("#events tbody tr").count() == len(events)
     seen = page.evaluate("window.seen")
+    allowed_s = 1.0 + stalls.lost_s + page.evaluate("window.late_ms") / 1e3
     for event in events:
         told = event.time + (event.seconds if event.kind is EventKind.PAUSE else 0.0)
         if told > opened:
             delay_s = seen[f"{event.kind} {event.step} {event.text}"] - told
-            assert delay_s < 1.0 + stalls.lost_s, (delay_s, event)
+            assert delay_s < allowed_s, (delay_s, allowed_s, event)
     assert watched.complaints == []
 
 

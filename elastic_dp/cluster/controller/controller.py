@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic_dp.cluster.controller.controller_checkpointer import ControllerCheckpointer
 from elastic_dp.cluster.controller.metrics_record import MetricsRecord
 from elastic_dp.cluster.controller.newest_events import NewestEvents
-from elastic_dp.cluster.controller.run_checkpoints import RunCheckpoints
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
@@ -66,8 +66,8 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import WrittenParts
-from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.interruption import TIME_IS_UP
+from elastic_dp.train.log_sender import LoggedCall
 
 
 class RendezvousService:
@@ -119,7 +119,7 @@ class Controller:
         self.newest_events = NewestEvents(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
-        self.checkpoints = RunCheckpoints(
+        self.checkpoints = ControllerCheckpointer(
             spec,
             url,
             post=self.post,
@@ -153,11 +153,19 @@ class Controller:
             self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
 
-    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> bool:
-        """Record a call of `ctx.log`. Returns False if an earlier one is not recorded yet."""
-        step, _ = call
-        self.checkpoints.log(step, metrics)
-        return self.metrics.log(call, previous, metrics)
+    def log_all(self, calls: Sequence[LoggedCall], sent_at: float) -> bool:
+        """Record calls of `ctx.log` that a worker sent at `sent_at` (of its `time.monotonic`).
+
+        Returns False if an earlier one is not recorded yet.
+        """
+        ahead = time.time() - sent_at  # of the worker's clock
+        all_recorded = True
+        for each in calls:
+            step, _ = each.call
+            self.checkpoints.log(step, each.metrics)
+            at = each.logged_at + ahead
+            all_recorded &= self.metrics.log(each.call, each.previous, each.metrics, at)
+        return all_recorded
 
     def say(self, text: str) -> None:
         """Write a text to the journal, for clients that follow the run."""
@@ -195,6 +203,8 @@ class Controller:
             "failed": self.outcome.error is not None,
             "max_steps": self.spec.max_steps,
             "led_s": max(0.0, now - self.state_store.state.started_at),
+            "rows_per_s": self.times.rows_per_s(),
+            "cache": dataclasses.asdict(self.times.cache()),
             **self.newest_events.status(now),
         }
 
@@ -204,9 +214,12 @@ class Controller:
         return least, self.coordinator.requested_size
 
     @property
-    def store_retries(self) -> int:
-        """How many requests to the run's folder this process has repeated."""
-        return self.journal.store_retries + self.checkpoints.store_retries
+    def store_retries(self) -> dict[str, int]:
+        """How many requests to stores were retried: to the run's folder by this process, and to
+        any store by workers.
+        """
+        own = self.journal.store_retries + self.checkpoints.store_retries
+        return {"controller": own, "workers": self.times.retries.total}
 
     def _hear(self, event: Event) -> None:
         """From a heartbeat sidecar."""
@@ -275,7 +288,11 @@ class Controller:
         clock = time.monotonic
         left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
         ends_at = None if self.spec.max_time_s is None else clock() + left_s
-        self.times.begin(self.coordinator.requested_size, takes_over=self.state_store.inherited)
+        self.times.begin(
+            self.coordinator.requested_size,
+            takes_over=self.state_store.inherited,
+            rows_per_step=self.spec.scaling.num_virtual_workers * self.spec.data.micro_batch_size,
+        )
         if self.state_store.inherited:
             self._execute_all(self._take_over(found))
         else:
@@ -387,17 +404,15 @@ class Controller:
                 return
             case FormGeneration(membership=membership):
                 rendezvous = self._rendezvous_service.rendezvous
-                for member in membership.members:
-                    self._worker_group.send(member.worker, command, rendezvous)
+                members = [member.worker for member in membership.members]
+                self._worker_group.send(members, command, rendezvous)
             case PrepareGroup(workers=workers):
-                rendezvous = self._rendezvous_service.rendezvous
-                for worker in workers:
-                    self._worker_group.send(worker, command, rendezvous)
+                self._worker_group.send(workers, command, self._rendezvous_service.rendezvous)
             case StartWorker(worker=worker):
                 self._worker_group.start(worker)
             case BeginTraining(worker=worker):
                 self.exits.begin(worker)
-                self._worker_group.send(worker, command, None)
+                self._worker_group.send([worker], command, None)
             case EvictWorker(worker=worker, stuck=stuck):
                 self.exits.evict(worker)
                 self.heartbeats.evict(worker, stuck)
@@ -420,7 +435,7 @@ class Controller:
             case ReleaseWorker(worker=worker) if self.exits.holds_nothing(worker):
                 self._release_now(command)
             case _:
-                self._worker_group.send(command.worker, command, None)
+                self._worker_group.send([command.worker], command, None)
         self.journal.command(command)
 
     def _release_now(self, command: ReleaseWorker) -> None:
@@ -429,7 +444,7 @@ class Controller:
         The worker group is told first, so that this does not count as a failure of the worker's
         node.
         """
-        self._worker_group.send(command.worker, command, None)
+        self._worker_group.send([command.worker], command, None)
         self._worker_group.kill(command.worker)
 
 
@@ -442,7 +457,7 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
         standby=scaling.standby,
         virtual_workers=scaling.num_virtual_workers,
         heartbeat_timeout_s=failure.heartbeat_timeout_s,
-        heartbeat_interval_s=failure.heartbeat_interval_s,
+        heartbeat_interval_s=failure.heartbeat_interval,
         lease_s=failure.lease,
         forming_timeout_s=failure.forming_timeout,
         hang_timeout_s=failure.hang_timeout_s,

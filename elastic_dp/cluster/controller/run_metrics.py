@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.workers.worker_state import Stage
+from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
@@ -34,6 +35,8 @@ class MetricKind:
 
 PARTS = ("data", "compute", "collective", "other", "checkpoint")
 CAUSES = ("loss", "planned")
+PROCESSES = ("controller", "workers")
+ORIGINS = ("cache", "store")
 _CATEGORIES = tuple(asdict(Goodput()))
 _BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -65,9 +68,21 @@ METRICS = (
     MetricKind("elastic_dp_checkpoint_age_seconds", "time since the last checkpoint was committed"),
     MetricKind(
         "elastic_dp_checkpoint_duration_seconds",
-        "time from the request of the last checkpoint to its commit",
+        "time from the snapshot of the last checkpoint to its commit",
     ),
-    MetricKind("elastic_dp_store_retries", "requests that the controller's stores retried"),
+    MetricKind(
+        "elastic_dp_store_retries",
+        "requests to stores that were retried, by who did",
+        "process",
+        PROCESSES,
+    ),
+    MetricKind(
+        "elastic_dp_cached_data_bytes",
+        "data that workers with `cache_dir` have read: from the disk, which the store did not "
+        "send, and from the store",
+        "origin",
+        ORIGINS,
+    ),
 )
 
 _KIND = {kind.name: kind for kind in METRICS}
@@ -85,7 +100,7 @@ class RunMetrics:
     def __init__(self, spec: JobSpec, journal: Journal, started_at: float, stored: bool) -> None:
         self._rows = spec.scaling.num_virtual_workers * spec.data.micro_batch_size
         self._stored = stored  # only a run with a folder has checkpoints
-        self._committed_at, self._requested_at = started_at, math.inf
+        self._committed_at = started_at
         self._duration_s = math.nan
         self._was_lost = False  # since the last generation
         self._generation = 0
@@ -99,7 +114,8 @@ class RunMetrics:
         status: Mapping[str, Any],
         goodput: Goodput,
         times: PhaseTimes,
-        retries: int,
+        retries: Mapping[str, int],
+        cache: CacheBytes,
         sink: Sink,
     ) -> None:
         """Put the values at `now` (of `time.time`) into `sink`. `status` is the controller's."""
@@ -114,7 +130,10 @@ class RunMetrics:
         put("elastic_dp_world_size", size)
         put("elastic_dp_wanted_workers", status["size"])
         put("elastic_dp_generation", status["generation"])
-        put("elastic_dp_store_retries", retries)
+        for process, number in retries.items():
+            put("elastic_dp_store_retries", number, process)
+        put("elastic_dp_cached_data_bytes", cache.from_cache, "cache")
+        put("elastic_dp_cached_data_bytes", cache.from_store, "store")
         loss = status["metrics"].get("loss")
         if isinstance(loss, int | float):
             put("elastic_dp_loss", loss)
@@ -163,9 +182,6 @@ class RunMetrics:
         match line.get("event") or line.get("command"):
             case "AbortGeneration":
                 self._was_lost = True
-            case "TakeCheckpoint" | "WriteDrainCheckpoint":
-                self._requested_at = min(self._requested_at, line["time"])
             case "CheckpointCommitted":
-                if self._requested_at < math.inf:
-                    self._duration_s = max(0.0, line["time"] - self._requested_at)
-                self._committed_at, self._requested_at = line["time"], math.inf
+                self._duration_s = line.get("duration_s") or self._duration_s
+                self._committed_at = line["time"]

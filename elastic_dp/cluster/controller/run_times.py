@@ -1,7 +1,8 @@
-"""What workers do with their time, from their heartbeats, and the goodput of the run.
+"""What workers do with their time, how fast they get rows, how many requests to stores they retry
+and what their caches save, from their heartbeats; and the goodput of the run.
 
 A heartbeat is only remembered. The journal gets the times of all workers at intervals, and those of
-a worker before its end, so that goodput is a function of the journal.
+a worker before its end, so that all but the retries is a function of the journal.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import threading
 import time
 from typing import Any
 
+from elastic_dp.cluster.controller.worker_retries import WorkerRetries
 from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerId
+from elastic_dp.telemetry.data_rates import CacheBytes, DataRates
 from elastic_dp.telemetry.goodput import (
     ControllerStarted,
     Goodput,
@@ -30,18 +33,26 @@ class RunTimes:
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
-        self._meter = GoodputMeter()
+        self.retries = WorkerRetries()
+        self._meter, self._rates = GoodputMeter(), DataRates()
         self._newest: dict[WorkerId, tuple[float, ...]] = {}  # not in the journal yet
+        self._cache_bytes: dict[WorkerId, tuple[int, int]] = {}  # of workers that have a cache
         self._step = 0
         self._due = time.monotonic() + INTERVAL_S
         journal.listen(self._line)
 
-    def begin(self, size: int, takes_over: bool) -> None:
+    def begin(self, size: int, takes_over: bool, rows_per_step: int) -> None:
         """Record that a controller leads from now on."""
-        self._journal.event(ControllerStarted(size, takes_over))
+        self._journal.event(ControllerStarted(size, takes_over, rows_per_step))
 
     def heard(self, event: HeartbeatReceived) -> None:
         self._step = max(self._step, event.step)
+        self.retries.heard(event)
+        with self._lock:
+            self._rates.reached(time.time(), self._step)
+            if any(event.cache_bytes):
+                self._cache_bytes[event.worker] = event.cache_bytes
+                self._rates.report(event.worker, event.cache_bytes)
         if event.times:
             self._newest[event.worker] = event.times
         if time.monotonic() >= self._due:
@@ -72,6 +83,18 @@ class RunTimes:
             self._take([*self._newest.items()])
             return self._meter.times
 
+    def rows_per_s(self) -> float | None:
+        """Return the rows of committed steps per second in the last minute. Any thread may call
+        it.
+        """
+        with self._lock:
+            return self._rates.rows_per_s
+
+    def cache(self) -> CacheBytes:
+        """Return what all workers of the run have read through caches. Any thread may call it."""
+        with self._lock:
+            return self._rates.cache
+
     # ------------------------------------------------------------------------------ private
 
     def _take(self, reports: list[tuple[WorkerId, tuple[float, ...]]]) -> None:
@@ -80,8 +103,12 @@ class RunTimes:
         self._meter.reached(self._step)
 
     def _write(self, newest: dict[WorkerId, tuple[float, ...]]) -> None:
-        self._journal.event(TimesReported(self._step, newest))
+        cached = {w: self._cache_bytes[w] for w in newest if w in self._cache_bytes}
+        self._journal.event(TimesReported(self._step, newest, cached))
 
     def _line(self, line: dict[str, Any]) -> None:
+        if line.get("event") == "CheckpointFound":
+            self._step = min(self._step, line["step"] or 0)  # the run goes back to it
         with self._lock:
             self._meter.line(line)
+            self._rates.line(line)

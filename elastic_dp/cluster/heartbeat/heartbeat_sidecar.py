@@ -22,7 +22,9 @@ time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all proce
 share); and the controller's address as "host port nonce" in 128 bytes. The address is read for each
 heartbeat, because a controller that takes over has another one. If the worker's device has failed,
 the kind of that fault follows in 16 bytes and its text in 1024. Last come the times of the worker
-by what it did (`telemetry.phase_clock.PhaseClock.state`) as nine float64.
+by what it did (`telemetry.phase_clock.PhaseClock.state`) as nine float64, the number
+of requests to stores that it has retried, and the bytes of data that it read from the cache on its
+disk and, with a cache, from the store, as three int64.
 
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
 with keyed BLAKE2b as the MAC. The key of each direction is derived from the run's secret, which is
@@ -51,7 +53,9 @@ PAGE = struct.Struct("<qq16sdd128s")
 FAULT = struct.Struct("<16s1024s")  # follows PAGE
 TIMES = struct.Struct("<9d")  # follows FAULT
 _TIMES_OFFSET = PAGE.size + FAULT.size
-PAGE_BYTES = _TIMES_OFFSET + TIMES.size
+_RETRIES, _RETRIES_OFFSET = struct.Struct("<q"), _TIMES_OFFSET + TIMES.size
+_CACHE, _CACHE_OFFSET = struct.Struct("<qq"), _RETRIES_OFFSET + _RETRIES.size
+PAGE_BYTES = _CACHE_OFFSET + _CACHE.size
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # follows WHERE
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
@@ -101,6 +105,22 @@ def read_times(page: mmap.mmap, now: float) -> list[float]:
 
 def write_times(page: mmap.mmap, state: tuple[float, ...]) -> None:
     TIMES.pack_into(page, _TIMES_OFFSET, *state)
+
+
+def read_retries(page: mmap.mmap) -> int:
+    return int(_RETRIES.unpack_from(page, _RETRIES_OFFSET)[0])
+
+
+def write_retries(page: mmap.mmap, number: int) -> None:
+    _RETRIES.pack_into(page, _RETRIES_OFFSET, number)
+
+
+def read_cache_bytes(page: mmap.mmap) -> tuple[int, int]:
+    return _CACHE.unpack_from(page, _CACHE_OFFSET)
+
+
+def write_cache_bytes(page: mmap.mmap, from_cache: int, from_store: int) -> None:
+    _CACHE.pack_into(page, _CACHE_OFFSET, from_cache, from_store)
 
 
 _MAC_BYTES = 16
@@ -343,6 +363,8 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
                     "cpu_s": cpu_s,
                     "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
                     "times": read_times(page, now),
+                    "store_retries": read_retries(page),
+                    "cache_bytes": read_cache_bytes(page),
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

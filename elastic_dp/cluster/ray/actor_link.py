@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import ray
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.generations.worker_progress import LogCall
+from elastic_dp.train.log_sender import LoggedCall, LogSender
 
 _REMEMBERED = 10_000  # buffered calls of ctx.log
 
@@ -32,29 +34,33 @@ class ActorLink:
     def __init__(self, controller: Any, term: int) -> None:
         self._controller, self._term = controller, term
         self._lock = threading.Lock()
-        self._logged: deque[tuple[LogCall, LogCall | None, dict[str, Any]]] = deque(
-            maxlen=_REMEMBERED
-        )
+        self._logs = LogSender(self._send)
+        self._logged: deque[LoggedCall] = deque(maxlen=_REMEMBERED)  # and sent
         self._recorded: LogCall = (0, 0)  # as far as a controller has said
         self._written: tuple[WorkerId, WrittenParts] | None = None
 
     def post(self, event: Event) -> None:
+        self.flush()
         self._call("post", event)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._logged.append((call, previous, dict(metrics)))
-            self._call("log", self._term, *self._logged[-1])
+        self._logs.log(call, previous, metrics)
+
+    def flush(self) -> None:
+        self._logs.flush()
 
     def say(self, text: str) -> None:
+        self.flush()
         self._call("say", text)
 
     def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+        self.flush()
         with self._lock:
             self._written = worker, written
             self._call("wrote", worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:
+        self.flush()
         self._call("skip", tuple(row_groups))
 
     def serve(self, term: int, logged_to: LogCall) -> None:
@@ -65,13 +71,18 @@ class ActorLink:
 
     def resend(self) -> None:
         """Send again what the controller may lack."""
+        self.flush()
         with self._lock:
             self._resend()
 
+    def _send(self, calls: Sequence[LoggedCall]) -> None:
+        with self._lock:
+            self._logged.extend(calls)
+            self._call("log_all", self._term, calls, time.monotonic())
+
     def _resend(self) -> None:
-        for call, previous, metrics in self._logged:
-            if call > self._recorded:
-                self._call("log", self._term, call, previous, metrics)
+        if calls := [call for call in self._logged if call.call > self._recorded]:
+            self._call("log_all", self._term, calls, time.monotonic())
         # parts of the newest checkpoint, which may not be committed
         if self._written is not None:
             self._call("wrote", *self._written)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable
 
 import ray
@@ -16,6 +18,7 @@ from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
 
 _LOG = logging.getLogger(__name__)
+_LISTENER_S = 10.0
 _SLOW_START = "timed out during startup"
 
 
@@ -27,11 +30,13 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
     """
     if ray.is_initialized():
         return
-    address = address or newest_on_this_machine(tell)
-    send_token()
     try:
+        if address is not None:
+            _wait_for_a_listener(address)
+        address = address or newest_on_this_machine(tell)
+        send_token()
         ray.init(address=address or "auto", log_to_driver=False)
-    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
             f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address "
             "as HOST:6379, or set RAY_ADDRESS; one with token authentication needs "
@@ -39,6 +44,24 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
             "that has ended is found without a cluster: elastic-dp status RUN --storage-path "
             f"URL. Ray says: {error}"
         ) from error
+
+
+def _wait_for_a_listener(address: str) -> None:
+    """Wait until somebody listens at `address`. Raises OSError after ten seconds; Ray would try for
+    two minutes, and print what it tries.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return  # Ray knows what it means, or says what is wrong
+    until = time.monotonic() + _LISTENER_S
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_S):
+                return
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(0.2)  # a head that restarts may come back
 
 
 def disconnect() -> None:

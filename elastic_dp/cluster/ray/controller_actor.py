@@ -40,7 +40,7 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
-from elastic_dp.train.generations.worker_progress import LogCall
+from elastic_dp.train.log_sender import LoggedCall
 
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
 _PRINTED_S = 5.0  # how long workers may take to return what they printed
@@ -130,16 +130,10 @@ class ControllerActor:
         self._controller.post(event)
 
     @ray.method(concurrency_group="events")
-    def log(
-        self,
-        term: int,
-        call: LogCall,
-        previous: LogCall | None,
-        metrics: Mapping[str, Any],
-    ) -> None:
+    def log_all(self, term: int, calls: Sequence[LoggedCall], sent_at: float) -> None:
         if term != self._state_store.state.term:
             return  # it is sent again, in order
-        if not self._controller.log(call, previous, metrics):
+        if not self._controller.log_all(calls, sent_at):
             self._worker_group.ask_for_metrics(self._controller.metrics.logged_to)
 
     @ray.method(concurrency_group="events")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.live_runs import NAMESPACE
-from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
+from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment, serialize_request
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
@@ -32,6 +32,8 @@ from elastic_dp.train.generations.worker_progress import LogCall
 
 # part of Ray's message about workers that its memory monitor killed
 _LOW_ON_MEMORY = "low on memory"
+# Ray sends longer arguments as objects of their own, one for each call.
+_INLINE_BYTES = 100_000
 _ASKED_EACH_S = 1.0  # workers are asked for metrics at most so often
 
 
@@ -113,13 +115,19 @@ class RayWorkerGroup:
                     named.append((entry["Name"].removeprefix(prefix), actor, node))
         return named
 
-    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+    def send(
+        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
+    ) -> None:
         if isinstance(command, ReleaseWorker):
-            self._told_to_go.add(worker)
-        actor = self._actors.get(worker)
-        if actor is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                actor.deliver.remote(command, rendezvous)
+            self._told_to_go.update(workers)
+        message: Any = serialize_request(command, rendezvous)
+        if len(message) > _INLINE_BYTES:
+            message = ray.put(message)
+        for worker in workers:
+            actor = self._actors.get(worker)
+            if actor is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    actor.deliver.remote(message)
 
     def kill(self, worker: WorkerId) -> None:
         actor = self._actors.get(worker)

@@ -5,6 +5,7 @@ because an identity is used once.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,9 @@ import ray
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
-from elastic_dp.cluster.worker import Request, Worker, WorkerJob
+from elastic_dp.cluster.worker import Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
-from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.train.generations.worker_progress import LogCall
 
 _PRINTED_BYTES = 1 << 20  # the newest output that one call returns
@@ -40,6 +40,7 @@ class WorkerActor:
         call trains.
         """
         self._worker.run()
+        self._link.flush()
         ray.actor.exit_actor()
 
     @ray.method(concurrency_group="control")
@@ -50,7 +51,9 @@ class WorkerActor:
         self._link.serve(term, logged_to)
 
     @ray.method(concurrency_group="control")
-    def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
+    def deliver(self, message: bytes) -> None:
+        """`message` is that of `serialize_request`."""
+        command, rendezvous = pickle.loads(message)
         if isinstance(command, ReportState):
             # The last metrics of a run have none after them, by which they would be missed.
             self._link.resend()

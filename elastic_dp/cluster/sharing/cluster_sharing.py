@@ -57,7 +57,7 @@ class ClusterSharing:
             with contextlib.suppress(Exception):  # any error of Ray while the head is unavailable
                 now = time.monotonic()
                 limit, others = self._look(now, is_queued=True)
-                least = self._scaling.min_workers + self._scaling.standby
+                least = self._sizes()[0] + self._scaling.standby
                 if limit is None or limit >= least:
                     break
                 names = ", ".join(sorted(run.name for run in others))

@@ -25,15 +25,15 @@ from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.phases import Phase, Transition
-from elastic_dp.coordinator.planning.admission import Admission
-from elastic_dp.coordinator.planning.assignment import (
-    Assignment,
-    assign_members,
+from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndPolicy
+from elastic_dp.coordinator.planning.member_selection import (
+    MemberSelection,
     likely_members,
     members_to_exclude,
-    membership,
+    membership_of,
+    select_members,
 )
-from elastic_dp.coordinator.planning.generation_change_policy import GenerationChangePolicy
+from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.replica_mismatch import reject
@@ -52,7 +52,7 @@ class Blocked:
     until: float = math.inf
 
 
-class StateOfRun(Enum):
+class StateLocation(Enum):
     """Where the training state is while no generation trains."""
 
     HELD = auto()  # by a worker
@@ -85,13 +85,13 @@ class MembershipPlanner:
         registry: WorkerRegistry,
         generation: Generation,
         lineage: StateLineage,
-        admission: Admission,
+        eligibility: WorkerEligibility,
         checkpointer: DrainCheckpointer,
-        changes: GenerationChangePolicy,
+        end_policy: GenerationEndPolicy,
     ) -> None:
         self.run, self._leadership, self._registry = run, leadership, registry
-        self._generation, self._lineage, self._admission = generation, lineage, admission
-        self._checkpointer, self._changes = checkpointer, changes
+        self._generation, self._lineage, self._eligibility = generation, lineage, eligibility
+        self._checkpointer, self._end_policy = checkpointer, end_policy
         self._failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
         self._preparation: m.PrepareGroup | None = None  # the last one
         self._looked_at = (0, 0, 0)  # what it followed from
@@ -204,9 +204,9 @@ class MembershipPlanner:
         self._preparation = m.PrepareGroup(claimed, number, workers, run.config.forming_timeout_s)
         run.emit(self._preparation)
 
-    def _prepared(self, assignment: Assignment) -> int:
+    def _prepared(self, selection: MemberSelection) -> int:
         """Return the number of the preparation of these members for the next generation, or 0."""
-        made, members = self._preparation, assignment.members
+        made, members = self._preparation, selection.members
         if made is None or made.generation != self._leadership.claimed:
             return 0
         same = made.workers == tuple(worker.id for worker in members)
@@ -219,16 +219,16 @@ class MembershipPlanner:
     def plan_next_generation(self, now: float) -> None:
         """While no generation trains: claim the next generation, form it, or end the run."""
         lineage = self._lineage
-        match self._state_of_run():
-            case StateOfRun.UNKNOWN:
+        match self._state_location():
+            case StateLocation.UNKNOWN:
                 self._search_checkpoint()
                 return
-            case StateOfRun.LOST:
+            case StateLocation.LOST:
                 run_termination.fail_without_state(self._registry, lineage.at_most, now)
                 return
-            case StateOfRun.COMMITTED:
+            case StateLocation.COMMITTED:
                 self._go_back()
-        source = None if lineage.established else self._admission.find_initial_source(now)
+        source = None if lineage.established else self._eligibility.find_initial_source(now)
         match self._end_of_run():
             case Stopped(step, reason):
                 run_termination.stop_before_first_step(self._registry, step, reason, now)
@@ -259,24 +259,24 @@ class MembershipPlanner:
             if not self._leadership.claiming:
                 self._leadership.claim(self._generation.number, now)
         else:
-            self._form(self._assign(source, now), now)
+            self._form(self._select_members(source, now), now)
 
     def claimed(self) -> None:
         """Record that this coordinator owns the number of the next generation."""
         if self.run.phase is Phase.CLAIMING:
             self.run.apply(Transition.CLAIM_GRANTED)
 
-    def _state_of_run(self) -> StateOfRun:
+    def _state_location(self) -> StateLocation:
         """Return where the state is. Changes nothing."""
         lineage = self._lineage
         holders = chain(self._generation.members.values(), self._registry.retained.values())
         if any(worker.has_state for worker in holders):  # usually the first worker has
-            return StateOfRun.HELD
+            return StateLocation.HELD
         if not lineage.searched:
-            return StateOfRun.UNKNOWN
+            return StateLocation.UNKNOWN
         if not lineage.established:
-            return StateOfRun.INITIAL
-        return StateOfRun.LOST if lineage.checkpoint_step is None else StateOfRun.COMMITTED
+            return StateLocation.INITIAL
+        return StateLocation.LOST if lineage.checkpoint_step is None else StateLocation.COMMITTED
 
     def _search_checkpoint(self) -> None:
         if self._lineage.search():
@@ -286,7 +286,7 @@ class MembershipPlanner:
     def _go_back(self) -> None:
         step = self._lineage.checkpoint_step
         self.run.explain(f"every worker with the training state is lost; going back to step {step}")
-        self._admission.start_from_checkpoint()
+        self._eligibility.start_from_checkpoint()
 
     def _end_of_run(self) -> Stopped | Finished | None:
         """Return whether the run was stopped before the first step, or all members have finished.
@@ -334,7 +334,7 @@ class MembershipPlanner:
         window = registry.ready_since + self.run.config.join_window_s if waiting else -math.inf
         return max(registry.failures.retry_at, window)
 
-    def _assign(self, source: WorkerState | None, now: float) -> Assignment:
+    def _select_members(self, source: WorkerState | None, now: float) -> MemberSelection:
         registry, size = self._registry, self.run.size
         stopped = [*self._generation.members.values()]
         short = len(stopped) + len(registry.ready) < size
@@ -342,7 +342,7 @@ class MembershipPlanner:
         if recalled and not short:  # recall only workers that are ahead of all members
             top = max((w.position for w in stopped if w.has_state), default=None)
             recalled = [w for w in recalled if top is None or w.position > top]
-        return assign_members(
+        return select_members(
             stopped + recalled,
             registry.ready.values(),
             size=size,
@@ -353,29 +353,29 @@ class MembershipPlanner:
             floor=self.run.config.min_on_demand,
         )
 
-    def _form(self, assignment: Assignment, now: float) -> None:
+    def _form(self, selection: MemberSelection, now: float) -> None:
         config, registry, lineage = self.run.config, self._registry, self._lineage
         number = self._leadership.claimed
         lineage.members_chosen(number)
-        made = membership(
+        made = membership_of(
             number,
-            assignment,
+            selection,
             config.virtual_workers,
             config.forming_timeout_s,
             lineage.lineage_id,
             restore=lineage.checkpoint_step is not None,
-            prepared=self._prepared(assignment),
+            prepared=self._prepared(selection),
         )
-        joins = {worker.has_state for worker in assignment.members} == {True, False}
+        joins = {worker.has_state for worker in selection.members} == {True, False}
         if joins:
-            self._changes.joined(now)
-        self._generation.assign(made, assignment.members, now)
+            self._end_policy.joined(now)
+        self._generation.assign(made, selection.members, now)
         lineage.forget_checkpoint()
-        for worker in assignment.left:
+        for worker in selection.left:
             self._leave_out(worker, now)
         registry.mark_members(now)
         lineage.drop_receiving_candidates(self._generation.members)
-        self._generation.announce(assignment.reason)
+        self._generation.announce(selection.reason)
         self._checkpointer.announced(made.restore)
 
     def _leave_out(self, worker: WorkerState, now: float) -> None:

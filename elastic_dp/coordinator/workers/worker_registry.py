@@ -13,9 +13,9 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.workers.budget import Budget
+from elastic_dp.coordinator.workers.failure_budgets import FailureBudget
+from elastic_dp.coordinator.workers.failure_counter import FailureCounter
 from elastic_dp.coordinator.workers.failure_detector import FailureDetector
-from elastic_dp.coordinator.workers.failure_policy import FailurePolicy
 from elastic_dp.coordinator.workers.worker_state import (
     PROVISIONED_STAGES,
     Identities,
@@ -37,7 +37,7 @@ class WorkerRegistry:
         run: RunState,
         generation: Generation,
         lineage: StateLineage,
-        failures: FailurePolicy,
+        failures: FailureCounter,
         identities: Identities,
     ) -> None:
         self.run, self._generation, self._lineage = run, generation, lineage
@@ -169,7 +169,7 @@ class WorkerRegistry:
         worker: WorkerState,
         reason: str,
         now: float,
-        budget: Budget | None = None,
+        budget: FailureBudget | None = None,
         stuck: bool = False,
     ) -> None:
         """Kill a worker. An eviction that was not expected counts against `budget`."""

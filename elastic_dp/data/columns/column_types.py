@@ -57,8 +57,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` for formats that declare types: the type that holds all values of both plain
-    types; None if there is none."""
+    """`FileFormat.merge` for formats that declare types: the type that holds all values of both
+    plain types; None if there is none."""
     if type_name(one) == type_name(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):

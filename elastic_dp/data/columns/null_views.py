@@ -31,6 +31,11 @@ def clear_null_views(rows: _Rows) -> _Rows:
     return rows
 
 
+def has_views(schema: pa.Schema) -> bool:
+    """Whether `clear_null_views` has anything to do."""
+    return any(_has_views(kind) for kind in schema.types)
+
+
 def _has_views(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return _has_views(kind.value_type)

@@ -225,8 +225,8 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
 
 
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` for formats whose types are inferred from values: the type that holds both;
-    None if there is none."""
+    """`FileFormat.merge` for formats whose types are inferred from values: the type that holds
+    both; None if there is none."""
     try:
         fields = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field("x").type

@@ -48,7 +48,7 @@ class Dataset(BadRowGroups, Protocol):
     def counts(self) -> dict[str, float]:
         """Counters since the start: `waited_s`, the seconds in `batch` without user code in the
         caller's thread; for shards also `row_groups_read`, `row_groups_read_again`, `requests`,
-        `retries`, `bytes_read`."""
+        `retries`, `bytes_read` of the store, `bytes_from_cache`."""
 
     def epoch_of(self, step: int) -> int: ...
 

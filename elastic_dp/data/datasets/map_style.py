@@ -139,6 +139,9 @@ class MapStyleDataset(_NoRowGroups):
     def parts(self, before: Ints, after: Ints) -> bool:
         return False
 
+    def together(self, step: int) -> int:
+        return step
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Ints]]]) -> None:
         """Nothing to do: the dataset itself reads."""
 

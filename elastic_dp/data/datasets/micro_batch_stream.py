@@ -19,13 +19,13 @@ from elastic_dp.data.pipeline.collation import Collator, located, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.micro_batches import MicroBatches
-from elastic_dp.data.pipeline.row_group_reader import Key, RowGroupReader
+from elastic_dp.data.pipeline.row_group_reader import Key, RowGroupReader, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import UserCodeError
 from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import batch_seed
-from elastic_dp.storage import Store
+from elastic_dp.storage import DiskCache, Store
 
 PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
 AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
@@ -64,9 +64,10 @@ class MicroBatchStream(ABC):
         pin: bool,
         threads: int,
         stores: Sequence[Store],
+        cache: DiskCache | None,
     ) -> None:
         self._config, self._row_groups, self._pin = config, row_groups, pin
-        self._seed, self._stores = config.seed, stores
+        self._seed, self._stores, self._cache = config.seed, stores, cache
         self._collator = Collator(config, pin=pin and not workers)
         self.bad: set[int] = set()
         self._blocks = BlockPool(STEPS_AHEAD)
@@ -91,6 +92,7 @@ class MicroBatchStream(ABC):
             row_groups,
             config.memory_bytes - ahead - slack,
             threads=threads,
+            at_once=lambda: _at_once(threads, cache),
             keep=keep,
             more=self._micro_batches.extend,
         )
@@ -102,6 +104,7 @@ class MicroBatchStream(ABC):
             "waited_s": self._micro_batches.waited_s,
             "row_groups_read": self.reader.groups_read,
             "row_groups_read_again": self.reader.groups_evicted,
+            "bytes_from_cache": 0 if self._cache is None else self._cache.bytes_read,
             **{
                 name: sum(getattr(counts, name) for counts in stores)
                 for name in ("requests", "retries", "bytes_read")
@@ -144,6 +147,8 @@ class MicroBatchStream(ABC):
             process.close()
         self.reader.close()
         self._micro_batches.join()
+        if self._cache is not None:
+            self._cache.close()
 
     def forget(self, keys: Iterable[Key]) -> None:
         self.reader.forget(keys)
@@ -183,6 +188,9 @@ class MicroBatchStream(ABC):
     def parts(self, before: Any, after: Any) -> bool:
         return False
 
+    def together(self, step: int) -> int:
+        return step
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
         """The row groups of a work are its first element."""
         self.reader.plan((key, self._readable(_groups_of(works))) for key, works in needs)
@@ -191,6 +199,11 @@ class MicroBatchStream(ABC):
     def make(
         self, key: Key, wanted: Sequence[MicroBatch], producer: int
     ) -> tuple[list[Any], int]: ...
+
+
+def _at_once(threads: int, cache: DiskCache | None) -> int:
+    """How many threads may read at present. Reading what a cache has is decoding."""
+    return threads if cache is None or cache.misses else min(threads, decoding_threads())
 
 
 def _groups_of(works: Sequence[Any]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
+from elastic_dp.data.datasets.length_grouped import check_lengths
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
 from elastic_dp.data.datasets.sharded import (
@@ -21,12 +22,14 @@ from elastic_dp.data.datasets.sharded import (
 )
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.image_decoding import check_decoded
-from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
+from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import Mixture, MixtureSource, Order, PackedOrder
 from elastic_dp.sampling.mixture import row_groups_at_least
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import DiskCache, Store, redact_url
+
+_log = logging.getLogger(__name__)
 
 
 def open_data(
@@ -162,8 +165,13 @@ def _row_groups(
 ) -> tuple[ShardRowGroups, dict[str, Any]]:
     """The row groups, and the options that both kinds of data set take for them."""
     check_decoded(config.decode, leaves(index.schema))
+    check_lengths(config.group_by_length, leaves(index.schema))
+    cache = None
+    if config.cache_dir is not None and config.cache_bytes is not None:
+        say = on_wait or _log.warning
+        cache = DiskCache(config.cache_dir, config.cache_bytes, index.digest, say)
     stores = [
-        Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait)
+        Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait, cache=cache)
         for url in config.urls
     ]
     options = {
@@ -171,6 +179,7 @@ def _row_groups(
         "digest": index.digest,
         "threads": _threads(stores),
         "stores": stores,
+        "cache": cache,
     }
     return ShardRowGroups(config, index, stores), options
 
@@ -179,7 +188,7 @@ def _threads(stores: list[Store]) -> int:
     """The number of reading threads. Requests to a store mostly wait. Reading files is decoding,
     for which more threads than cores slow each other down."""
     if all(store.local_path(store.path) is not None for store in stores):
-        return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
+        return decoding_threads()
     return READ_THREADS
 
 

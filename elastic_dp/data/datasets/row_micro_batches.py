@@ -47,24 +47,11 @@ class RowStream(MicroBatchStream):
     def describe(self, step: int, virtual_worker: int) -> str:
         """Example: "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet". Rows are
         counted in the shard, from 0."""
-        by_shard: dict[str, list[int]] = {}
-        groups, rows = self._order.locate(step, virtual_worker)
-        for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
-            shard, _, first = self._row_groups.name(group)
-            by_shard.setdefault(shard, []).append(first + row)
-        parts = []
-        for name, numbers in list(by_shard.items())[:_SHARDS_NAMED]:
-            more = ", …" if len(numbers) > _ROWS_NAMED else ""
-            parts.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
-        if len(by_shard) > _SHARDS_NAMED:
-            parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
-        counted = (
-            " (counting those that the filter keeps)" if self._config.filter is not None else ""
-        )
-        return f"{'; '.join(parts)}{counted}" if parts else "no rows"
+        located = self._order.locate(step, virtual_worker)
+        return rows_named(self._row_groups, *located, self._config)
 
-    def locate(self, steps: range, virtual_worker: int) -> list[tuple[Located, int]]:
-        each = _locate_each(self._order, steps, virtual_worker)
+    def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]:
+        each = located_in_order(self._order, steps, virtual_worker)
         return [((groups, rows), len(rows)) for groups, rows in each]
 
     def parts(self, before: Located, after: Located) -> bool:
@@ -131,7 +118,22 @@ class RowStream(MicroBatchStream):
         return failed
 
 
-def _locate_each(
+def rows_named(row_groups: RowGroups, groups: Ints, rows: Ints, config: DataConfig) -> str:
+    by_shard: dict[str, list[int]] = {}
+    for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
+        shard, _, first = row_groups.name(group)
+        by_shard.setdefault(shard, []).append(first + row)
+    parts = []
+    for name, numbers in list(by_shard.items())[:_SHARDS_NAMED]:
+        more = ", …" if len(numbers) > _ROWS_NAMED else ""
+        parts.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
+    if len(by_shard) > _SHARDS_NAMED:
+        parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
+    counted = " (counting those that the filter keeps)" if config.filter is not None else ""
+    return f"{'; '.join(parts)}{counted}" if parts else "no rows"
+
+
+def located_in_order(
     order: Order | Mixture, steps: range, virtual_worker: int
 ) -> Iterable[tuple[Any, Any]]:
     """`order.locate` for each step. Locates several steps of an epoch together, which costs as much

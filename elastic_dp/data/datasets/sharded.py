@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.datasets import length_grouped
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.datasets.packed_micro_batches import PackedStream
 from elastic_dp.data.datasets.row_micro_batches import RowStream
@@ -26,7 +27,7 @@ from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.sampling import Mixture, Order, PackedOrder
 from elastic_dp.sampling.mixture import row_groups_at_once
-from elastic_dp.storage import Store
+from elastic_dp.storage import DiskCache, Store
 
 AnyOrder = Order | Mixture | PackedOrder
 
@@ -64,21 +65,25 @@ class StreamingDataset(_DelegatesToStream):
         pin: bool = False,
         threads: int = READ_THREADS,
         stores: Sequence[Store] = (),
+        cache: DiskCache | None = None,
     ) -> None:
         self.index, self._order = index, order
         self._limit = BadRowLimit(config, row_groups, index)
         self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
-        self.fingerprint = hashlib.sha256(f"{digest} {order.identity}".encode()).hexdigest()
+        identity = f"{digest} {order.identity}{length_grouped.identity(config)}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._stream = _stream_of(
             config,
             row_groups,
             order,
+            by_length=config.group_by_length is not None,
             open_row_groups=row_groups_at_once(order),
             workers=config.workers,
             keep=config.shuffle == "full",
             pin=pin,
             threads=threads,
             stores=stores,
+            cache=cache,
         )
         if config.epochs is not None:
             self._stream.end_after(config.epochs * order.steps_per_epoch)
@@ -125,6 +130,7 @@ class StreamingEvaluation(_DelegatesToStream):
         pin: bool = False,
         threads: int = READ_THREADS,
         stores: Sequence[Store] = (),
+        cache: DiskCache | None = None,
     ) -> None:
         self.index = index
         order = order or rows_in_file_order(row_groups.rows, config.micro_batch_size)
@@ -145,6 +151,7 @@ class StreamingEvaluation(_DelegatesToStream):
             pin=pin,
             threads=threads,
             stores=stores,
+            cache=cache,
         )
         self._stream.end_after(0)
 
@@ -182,8 +189,16 @@ def rows_in_file_order(group_rows: Ints, micro_batch_size: int) -> Order:
 
 
 def _stream_of(
-    config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
+    config: DataConfig,
+    row_groups: RowGroups,
+    order: AnyOrder,
+    *,
+    by_length: bool = False,
+    **options: Any,
 ) -> MicroBatchStream:
     if isinstance(order, PackedOrder):
         return PackedStream(config, row_groups, order, **options)
+    if by_length:
+        assert isinstance(order, Order), "weights are refused"
+        return length_grouped.LengthGroupedStream(config, row_groups, order, **options)
     return RowStream(config, row_groups, order, **options)

@@ -21,7 +21,7 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.discovery.shard_scans import SCANS_IN_FLIGHT
 from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
-from elastic_dp.data.formats.format import Ints, RowGroupLocation, read_table
+from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, read_table
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError
 

@@ -40,7 +40,7 @@ from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.discovery.token_counts import with_tokens
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
-from elastic_dp.data.formats.format import Ints, Scan
+from elastic_dp.data.formats.file_format import Ints, Scan
 from elastic_dp.data.formats.format_registry import open_format
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store, redact_url
@@ -103,7 +103,8 @@ def read_index(
         for what, (count, first) in scan.remarks.items():
             before, example = remarks.get(what, (0, f"{first} of {shown}"))
             remarks[what] = before + count, example
-        if not scan.rows.sum():  # as Spark writes a partition without a row
+        rows = int(scan.rows.sum())
+        if not rows:  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
         folder = entry.path.rpartition("/")[0]
@@ -117,10 +118,8 @@ def read_index(
             partition = {**partition, source_column: number}
         if partition:
             scan = _with_partition(scan, partition, types)
-            nulls.add(
-                shown, {n: int(scan.rows.sum()) for n, v in partition.items() if v is None}, {}
-            )
-        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+            nulls.add(shown, {n: rows for n, v in partition.items() if v is None}, {})
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, rows)
         rounded = {**scan.rounded, **rounded}
         leading_zeros = {**scan.leading_zeros, **leading_zeros}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)

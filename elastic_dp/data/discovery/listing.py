@@ -23,6 +23,7 @@ from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message,
 from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
 from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
+from elastic_dp.data.discovery.streaming_index import INDEX, refuse_other_shards
 from elastic_dp.data.discovery.table_formats import (
     Table,
     refuse_table,
@@ -37,7 +38,7 @@ from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, reda
 
 _GLOB_MARKS = "*?["
 _NAMED = 3
-_CODECS = (".gz", ".zst", ".bz2", ".lz4")
+_CODECS = (".gz", ".zst", ".bz2", ".lz4", ".zstd", ".br")
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("test", "testing"), "test"),
@@ -112,7 +113,8 @@ def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
     _refuse_table(config, url, store, found, kept)
     cached = _cached(url, store, found, kept) if chosen == "arrow" else set()
     kept = [entry for entry in kept if entry.path not in cached] if cached else kept
-    skipped = _skipped(found, seen, kept, cached)
+    indexes = _indexes(url, store, found, kept) if chosen == "mds" else set()
+    skipped = _skipped(found, seen, kept, cached, indexes)
     if not kept:
         raise DataError(_nothing(config, url, store, found, skipped))
     remarks = tuple(_remarks(url, store, found, kept, skipped))
@@ -333,8 +335,32 @@ def _cached(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str
         raise DataError(f"DataConfig.url: {error}") from None
 
 
+def _indexes(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str]:
+    """The indexes of MDS shards. Raises DataError if `kept` are not the shards that they name."""
+    if found.is_file or not kept:
+        return set()
+    there = {e.path for e in found.look.entries if e.path.rpartition("/")[2] == INDEX}
+    matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else None
+    try:
+        refuse_other_shards(
+            {entry.path: entry.size for entry in kept},
+            there,
+            read=lambda path: bytes(store.read_all(path)),
+            is_wanted=matches
+            or (lambda path: found.is_deep or "/" not in path[len(found.folder) :]),
+            is_folder=not found.is_glob,
+        )
+    except DataError as error:
+        raise DataError(f"DataConfig.url: {error}") from None
+    return there
+
+
 def _skipped(
-    found: _Found, seen: list[Entry], kept: list[Entry], cached: Collection[str]
+    found: _Found,
+    seen: list[Entry],
+    kept: list[Entry],
+    cached: Collection[str],
+    indexes: Collection[str],
 ) -> tuple[Skipped, ...]:
     reasons = {
         reason: [path[len(found.root) :] for path in paths]
@@ -342,7 +368,8 @@ def _skipped(
     }
     if len(found.entries) == len(kept) and not found.look.unreadable:
         return ()
-    read, shown = {*cached, *(e.path for e in kept)}, {entry.path for entry in seen}
+    read = {*cached, *indexes, *(entry.path for entry in kept)}
+    shown = {entry.path for entry in seen}
     others = (found.name(entry) for entry in seen if entry.path not in read)
     hidden = [found.name(entry) for entry in found.entries if entry.path not in shown]
     return count_skipped(others, hidden, reasons)

@@ -14,7 +14,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.schema import names_missing
 from elastic_dp.data.discovery.listing import ShardListing
 from elastic_dp.data.discovery.partitions import FolderColumns
-from elastic_dp.data.formats.format import Format, ShardAt
+from elastic_dp.data.formats.file_format import FileFormat, ShardAt
 from elastic_dp.errors import DataError, StorageError
 from elastic_dp.storage import Entry, Store
 
@@ -28,7 +28,7 @@ class OpenedSource:
 
     store: Store
     listed: ShardListing
-    format: Format
+    format: FileFormat
     prefix: str
 
 

@@ -4,7 +4,7 @@ The driver reads the index once and ships it to the workers, which list nothing.
 arrays: a million shards take about 150 MB, and up to 8 MiB of footers. It does not contain the
 location of the data set, so a copy in another bucket has the same index. Its digest covers
 everything that decides the order of rows and the tensors, and the size and checksum of each shard
-(format.py), so other content is another data set.
+(file_format.py), so other content is another data set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.formats.format import Ints, ShardAt
+from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store
 
@@ -45,7 +45,7 @@ class Index:
     """Row groups are numbered across all shards, and shards across all sources. Picklable.
 
     - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
-      format.py), partition (JSON, see `partition`).
+      file_format.py), partition (JSON, see `partition`).
     - `groups` [row groups]: columns rows, starts, ends, nbytes (int64); tokens, for packing.
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
     - `columns`: (name, type and the value that replaces nulls) of the columns that the job reads.

@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.opened_source import FOOTERS_IN_FLIGHT, OpenedSource
 from elastic_dp.data.formats.csv import Csv
-from elastic_dp.data.formats.format import Format, Scan, ShardAt
+from elastic_dp.data.formats.file_format import FileFormat, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.mds import Mds
 from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.errors import DataError, ElasticError
 
@@ -54,7 +55,7 @@ def scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
+def _scan_one(chosen: FileFormat, shard: ShardAt, config: DataConfig) -> Scan:
     if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
         raise DataError(
             f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it "
@@ -66,6 +67,7 @@ def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
     except ElasticError:
         raise
     except Exception as error:  # a decoder may raise anything for damaged content
-        what = "scan" if chosen.scans_content else "read the footer of"
+        place = "header" if isinstance(chosen, Mds) else "footer"
+        what = "scan" if chosen.scans_content else f"read the {place} of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
     return found

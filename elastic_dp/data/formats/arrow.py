@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
-from elastic_dp.data.columns.null_views import clear_null_views
+from elastic_dp.data.columns.null_views import clear_null_views, has_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.data.formats.arrow_messages import (
@@ -48,7 +48,7 @@ from elastic_dp.data.formats.arrow_messages import (
     too_large,
     walked_messages,
 )
-from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
@@ -131,10 +131,10 @@ class Arrow:
         path = shard.local
         if path is None:
             content = shard.read(location.start, location.end)
-            return _decode(head, content, schema.names, is_mapped=False)
-        mapped = self._map(shard, path)
+            return _decode(_Head.of(head), content, schema.names, is_mapped=False)
+        mapped = self._map(shard, path, head)
         content = mapped.content.slice(location.start, location.end - location.start)
-        table = _decode(head, content, schema.names, is_mapped=True)
+        table = _decode(mapped.head, content, schema.names, is_mapped=True)
         if _stamp(path) != mapped.stamp:
             raise ObjectRewritten(shard.name)
         return table
@@ -144,14 +144,14 @@ class Arrow:
         with self._lock:
             self._mapped.clear()
 
-    def _map(self, shard: ShardAt, path: str) -> _Mapped:
+    def _map(self, shard: ShardAt, path: str, head: bytes) -> _Mapped:
         stamp = _stamp(path)
         with self._lock:
             mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp:
             shard.read(0, 1)  # raises if the file has another version than in the index
             with pa.memory_map(path) as file:
-                mapped = _Mapped(file.read_buffer(), stamp)
+                mapped = _Mapped(file.read_buffer(), stamp, _Head.of(head))
         with self._lock:
             self._mapped[shard.key] = mapped
             self._mapped.move_to_end(shard.key)
@@ -161,9 +161,25 @@ class Arrow:
 
 
 @dataclass(frozen=True)
+class _Head:
+    """What precedes the record batches of a shard."""
+
+    content: bytes
+    schema: pa.Schema
+    has_dictionaries: bool
+    has_views: bool
+
+    @classmethod
+    def of(cls, content: bytes) -> _Head:
+        schema = pa.ipc.open_stream(stream_of_head(content)).schema
+        return cls(content, schema, _has_dictionaries(schema), has_views(schema))
+
+
+@dataclass(frozen=True)
 class _Mapped:
     content: pa.Buffer
     stamp: tuple[int, ...]  # of the file, taken before it was mapped
+    head: _Head
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
@@ -176,24 +192,27 @@ def refuse_old_feather(name: str, first: bytes) -> None:
         )
 
 
-def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
+def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
     """Decodes the columns `names` of a record batch, those that it has. Only values that are
     compressed, bit-packed or in dictionaries are copied.
 
     `content`: the message of the record batch, with its body.
     """
     body = pa.py_buffer(content)
-    schema = pa.ipc.open_stream(stream_of_head(head)).schema
+    schema = head.schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
     there = set(schema.names)
     names = [name for name in names if name in there]
     message = Message(BATCH, 0, body.size, body.slice(0, length).to_pybytes())
-    if why := too_large(message, lambda at: body.slice(length + at, 8).to_pybytes()):
+    is_compressed = message.is_compressed
+    if is_compressed and (
+        why := too_large(message, lambda at: body.slice(length + at, 8).to_pybytes())
+    ):
         raise OSError(f"it is {why}")
-    if message.is_compressed or _has_dictionaries(schema):
+    if is_compressed or head.has_dictionaries:
         wanted = [schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        whole = pa.py_buffer(b"".join([messages_of_head(head), memoryview(body), END]))
+        whole = pa.py_buffer(b"".join([messages_of_head(head.content), memoryview(body), END]))
         table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
     else:
         batch = pa.ipc.read_record_batch(body, schema).select(names)
@@ -201,7 +220,7 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
             batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
     table.validate(full=True)  # Arrow itself does not check offsets
-    return clear_null_views(table)
+    return clear_null_views(table) if head.has_views else table
 
 
 def _has_dictionaries(schema: pa.Schema) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from shlex import quote
 from typing import Any
 
@@ -22,7 +23,7 @@ from elastic_dp.data.formats.csv_dialect import Dialect
 from elastic_dp.data.formats.csv_numbers import CsvNumbers
 from elastic_dp.data.formats.csv_row_ends import RowEnds, header_end, quoted_or_row_end
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
-from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -176,7 +177,7 @@ class CsvRows:
                 f"UTF-8: {iconv('UTF-16LE', self._name)}"
             )
         try:
-            names = self.names = self._dialect.parse(self._header).column_names
+            names = self.names = list(_column_names(self._dialect, self._header))
         except UnicodeDecodeError:
             raise DataError(
                 f"{self._name} has a header line that is not UTF-8; if it is Latin-1, set "
@@ -285,6 +286,11 @@ class CsvRows:
                         'set csv_options={"encoding": "latin-1"}, or write it as UTF-8: '
                         f"{iconv('LATIN1', self._name)}"
                     ) from None
+
+
+@lru_cache(maxsize=16)  # the files of a data set mostly have one header line
+def _column_names(dialect: Dialect, header: bytes) -> tuple[str, ...]:
+    return tuple(dialect.parse(header).column_names)
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:

@@ -22,7 +22,7 @@ from elastic_dp.errors import DataError
 
 _HEXADECIMAL = r"^\s*0[xX]"
 _LEADING_ZEROS = r"^\s*[+-]?0[0-9]+\s*$"
-_AT_ONCE = 1 << 20  # bytes that are compared at once, so that a long chunk takes little memory
+_AT_ONCE = 1 << 17  # bytes that are compared together: arrays for more are fresh memory each time
 
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
@@ -108,6 +108,8 @@ def _may_have_leading_zeros(content: bytes, dialect: Dialect) -> bool:
         found &= piece[1:-1] == ord("0")
         found &= piece[2:] - ord("0") < 10
         places = np.flatnonzero(found)
+        if not len(places):
+            continue
         # Spaces before a number are ignored, and "-" is its sign, but most of both are within text
         # and dates.
         last, before = piece[places], piece[np.maximum(places - 1, 0)]

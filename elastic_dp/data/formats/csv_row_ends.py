@@ -13,6 +13,8 @@ from elastic_dp.data.formats.text import BYTE_ORDER_MARK
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
+_AT_ONCE = 1 << 17  # bytes that are looked at together: arrays for more are fresh memory each time
+
 
 @cache
 def quoted_or_row_end(delimiter: bytes) -> re.Pattern[bytes]:
@@ -54,11 +56,23 @@ class RowEnds:
     def last(self, content: bytes) -> int:
         """Like TextRows.last_row_end. A "\\r" at the end of `content` may be half of a line end,
         and ends no row yet."""
+        before = self._quoted, self._tail
+        last = 0
+        for at in range(0, len(content), _AT_ONCE):
+            if end := self._last(content[at : at + _AT_ONCE], ord("\n")):
+                last = at + end
+        if last or b"\r" not in content:
+            return last
+        self._quoted, self._tail = before
+        return self._last(content, ord("\r"))
+
+    def _last(self, content: bytes, mark: int) -> int:
+        """Like `last`, for rows that end with `mark`."""
         if len(self._tail) == 1 and b'"' not in content:
             self._tail = content[-1:] or self._tail
             if self._quoted:
                 return 0
-            return content.rfind(b"\n") + 1 or _last_return(content)
+            return content.rfind(b"\n") + 1 if mark == ord("\n") else _last_return(content)
         before = len(self._tail)
         whole = self._tail + content
         data = np.frombuffer(whole, np.uint8)
@@ -66,9 +80,7 @@ class RowEnds:
         quotes = np.flatnonzero(data == ord('"'))
         quotes = quotes[: len(quotes) - pending]
         at, states = self._states(data, quotes)
-        end = _last_outside(whole, data, ord("\n"), at, states)
-        if end < before:
-            end = _last_outside(whole, data, ord("\r"), at, states)
+        end = _last_outside(whole, data, mark, at, states)
         self._quoted = bool(states[-1])
         rest = len(whole) - pending
         self._tail = whole[rest - 1 : rest] + b'"' * (pending and 2 - pending % 2)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_dp.data.formats.format import RowGroupLocation, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten
 

@@ -72,9 +72,7 @@ def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded)
     for leaf, values, row in _numbers(table, pa.types.is_integer):
         if leaf in rounded:
             continue
-        bounds = pc.min_max(values)
-        lowest, highest = bounds["min"].as_py() or 0, bounds["max"].as_py() or 0
-        if max(-lowest, highest) <= _EXACT:
+        if _largest(values) <= _EXACT:
             continue
         whole = values.fill_null(0).to_numpy()
         with np.errstate(invalid="ignore"):  # 2**63 - 1 overflows: it is 2**63 as a float
@@ -88,6 +86,8 @@ def large_floats(table: pa.Table) -> Iterator[tuple[str, npt.NDArray[np.int64]]]
     """(leaf, rows) of float64 columns with values of at least 2**53, which may have been
     rounded."""
     for leaf, values, row in _numbers(table, pa.types.is_floating):
+        if _largest(values) < _EXACT:
+            continue  # `to_numpy` imports pandas, where that is installed, in a fifth of a second
         large = np.flatnonzero(np.abs(values.to_numpy(zero_copy_only=False)) >= _EXACT)
         if len(large):
             yield leaf, np.array([row(int(at)) for at in large], dtype=np.int64)
@@ -119,6 +119,12 @@ def add_json(content: bytes, table: pa.Table, before: int, name: str, rounded: R
     except (ValueError, RecursionError):  # pyarrow can parse it, and Python cannot
         for leaf, rows in leaves.items():
             rounded.setdefault(leaf, f"a number (row {before + rows[0] + 1} of {name}) for sure")
+
+
+def _largest(values: pa.Array) -> Any:
+    """The largest absolute value; 0 if there is none. NaN does not count."""
+    bounds = pc.min_max(values)
+    return max(-(bounds["min"].as_py() or 0), bounds["max"].as_py() or 0)
 
 
 class _Written(str):
@@ -163,7 +169,7 @@ def _numbers(
 ) -> Iterator[tuple[str, pa.Array, _Row]]:
     for field, column in zip(table.schema, table.columns, strict=True):
         if any(wanted(kind) for _, kind in _leaves("", field.type)):
-            array = column.combine_chunks()
+            array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
             if isinstance(array, pa.ChunkedArray):  # of several chunks that are too large for one
                 array = pa.concat_arrays(array.chunks) if array.num_chunks else array
             yield from _numbers_in(field.name, array, wanted, lambda at: at)

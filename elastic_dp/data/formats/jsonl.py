@@ -20,7 +20,7 @@ import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
-from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
@@ -49,7 +49,9 @@ MAX_NESTING = 100
 # for each one, and a stack overflow ends the process. A row with fewer bytes needs no check.
 _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_AT_ONCE = 1 << 20  # bytes that are looked at at once, so that a long row takes little memory
+# Bytes that are looked at together. A long row takes little memory, and arrays for more bytes are
+# fresh memory each time.
+_AT_ONCE = 1 << 18
 _CASE = np.uint8(0xDF)
 _ARRAYS = (
     "files that are one JSON array, each of which is read as one row group (JSON Lines is cut into "
@@ -69,7 +71,8 @@ class JsonLines:
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         rows = JsonRows(shard.name)
-        if not is_array(shard.name, first_bytes(shard, HEAD_BYTES)):
+        is_one = is_json(shard.name) and is_array(shard.name, first_bytes(shard, HEAD_BYTES))
+        if not is_one:
             return scan_rows(shard, columns, rows, _merge)
         rows.remarks[_ARRAYS] = 1, "all rows"
         return scan_rows(shard, columns, rows, _merge, _unpack_array)
@@ -121,7 +124,7 @@ class JsonRows:
         return content.rfind(b"\n") + 1
 
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-        if not content.strip():
+        if not content or content.isspace():  # strip() would copy it
             table = pa.table({})
         else:
             try:
@@ -175,6 +178,8 @@ class JsonRows:
 
     def _refuse_null_rows(self, content: bytes) -> None:
         """pyarrow makes rows without values of them, and crashes if the first row is one."""
+        if not _may_have_nulls(content):
+            return
         checked = 0
         for found in _ODD_NULL.finditer(content):
             at = found.start()
@@ -310,20 +315,32 @@ def _refuse_deep_rows(content: bytes) -> None:
         at = end + 1
 
 
+def _may_have_nulls(content: bytes) -> bool:
+    """Whether "nul" occurs. This takes half the time of a search by `re`."""
+    data = np.frombuffer(content, np.uint8)
+    for at in range(0, len(data) - 2, _AT_ONCE):
+        piece = data[at : at + _AT_ONCE + 2]
+        found = piece[:-2] == ord("n")
+        found &= piece[1:-1] == ord("u")
+        found &= piece[2:] == ord("l")
+        if found.any():
+            return True
+    return False
+
+
 def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
     """Whether a row of `piece` has more than `_OPEN_BRACKETS` brackets that open. Only "}\\n{" and
     "}\\r\\n{" count as ends of rows here, so several rows may count as one."""
-    breaks = np.flatnonzero(piece == ord("\n"))
-    breaks = breaks[(breaks > 1) & (breaks < len(piece) - 1)]
+    breaks = np.flatnonzero(piece[2:-1] == ord("\n")) + 2
     before = piece[breaks - 1]
-    before = np.where(before == ord("\r"), piece[breaks - 2], before)
+    if (before == ord("\r")).any():
+        before = np.where(before == ord("\r"), piece[breaks - 2], before)
     breaks = breaks[(before == ord("}")) & (piece[breaks + 1] == ord("{"))]
     bounds = np.concatenate([[0], breaks, [len(piece)]])
-    if np.diff(bounds).max() <= _OPEN_BRACKETS:
+    if (bounds[1:] - bounds[:-1]).max() <= _OPEN_BRACKETS:
         return False
-    opened = np.flatnonzero(
-        piece & _CASE == ord("[")
-    )  # "{" and "[" differ in the bit that _CASE clears
+    # "{" and "[" differ in the bit that _CASE clears
+    opened = np.flatnonzero(piece & _CASE == ord("["))
     if len(opened) <= _OPEN_BRACKETS:
         return False
     return bool(np.diff(np.searchsorted(opened, bounds)).max() > _OPEN_BRACKETS)

@@ -31,8 +31,10 @@ from elastic_dp.data.formats.encryption import (
     refuse_unreadable,
     unreadable_chunks,
 )
-from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.footer_layouts import FooterLayout, FooterLayouts
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
+from elastic_dp.data.formats.parquet_memory import decoded_bytes, widths_of
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first from a shard's end; most footers are shorter
@@ -41,10 +43,6 @@ TOGETHER_BYTES = 8 << 20  # a row group up to this size is read together with a 
 FOOTER_BYTES_KEPT = 64 << 20  # of cached footers, encoded
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-# Types that take more bytes in memory: dates and times of day are read as int32, then become int64.
-_WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
-_DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary occurs
 _ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
 
 
@@ -64,19 +62,19 @@ class Parquet:
         self._footer_bytes = 0
         self._gates: dict[ShardKey, threading.Lock] = {}  # held while a thread reads the footer
         self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
+        self._layouts = FooterLayouts()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        tail = _read_tail(shard)
+        tail = bytes(_read_tail(shard))
         footer = _parse(tail)
-        refuse_what_ends_the_process(tail, footer)
-        wanted = chunk_numbers(footer, columns)
-        refuse_unreadable(shard.name, footer, unreadable_chunks(footer, wanted), wanted)
+        layout = self._layouts.find(tail, columns) or self._checked(shard, tail, footer, columns)
+        wanted, schema = layout.chunks, layout.schema
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
-        nbytes = [decoded_bytes(footer, group, wanted) for group in groups]
-        schema = footer.schema.to_arrow_schema()
+        widths = widths_of(footer, wanted)
+        nbytes = [decoded_bytes(group, widths) for group in groups]
         return Scan(
             schema=schema,
             rows=np.array([group.num_rows for group in groups], dtype=np.int64),
@@ -88,8 +86,17 @@ class Parquet:
             nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
             # The index may keep the footer only if each read asks for the same version of the
             # shard.
-            footer=bytes(tail) if shard.local is None and shard.version else b"",
+            footer=tail if shard.local is None and shard.version else b"",
         )
+
+    def _checked(
+        self, shard: ShardAt, tail: bytes, footer: pq.FileMetaData, columns: Sequence[str] | None
+    ) -> FooterLayout:
+        """The layout of a footer. Raises OSError or DataError if it cannot be read."""
+        refuse_what_ends_the_process(tail, footer)
+        wanted = chunk_numbers(footer, columns)
+        refuse_unreadable(shard.name, footer, unreadable_chunks(footer, wanted), wanted)
+        return self._layouts.add(tail, columns, footer, wanted)
 
     def _countable(
         self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
@@ -361,7 +368,7 @@ def _read_tail(shard: ShardAt) -> memoryview:
     return end[-length:]
 
 
-def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
+def _parse(tail: memoryview | bytes | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
 
@@ -463,27 +470,6 @@ def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
     return start, start + chunk.total_compressed_size
-
-
-def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int:
-    """An estimate of the memory that the columns `wanted` of a row group take while they are read:
-    encoded, decoded, and for values in lists two levels of 2 bytes each."""
-    total = 0
-    for number in wanted:
-        chunk, column = group.column(number), footer.schema.column(number)
-        levels = 4 * chunk.num_values * (column.max_repetition_level > 0)
-        offsets = 8 * group.num_rows * (column.max_repetition_level > 0)
-        total += chunk.total_compressed_size + levels + offsets + _value_bytes(chunk, column)
-    return total
-
-
-def _value_bytes(chunk: pq.ColumnChunkMetaData, column: Any) -> int:
-    if column.physical_type != "BYTE_ARRAY":
-        width = _WIDTHS.get(column.physical_type) or column.length
-        return int(chunk.num_values * _WIDTHS_IN_MEMORY.get(column.logical_type.type, width))
-    has_dictionary = any("DICTIONARY" in encoding for encoding in chunk.encodings)
-    factor = _DICTIONARY_FACTOR if has_dictionary else 1
-    return int(chunk.total_uncompressed_size * factor + 8 * chunk.num_values)
 
 
 def _stamp(path: str) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_INTEGERS = (4, 5, 6)
+I64, BINARY, LIST, STRUCT = 6, 8, 9, 12
+_TRUE, _FALSE, _BYTE, _DOUBLE, _SET = 1, 2, 3, 7, 10
+_INTEGERS = (4, 5, I64)
 _TYPES = (
     "BOOLEAN",
     "INT32",
@@ -104,16 +105,15 @@ def _struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
         if head > 15:
             last += head >> 4
         else:
-            number, at = _varint(content, at)
-            last = (number >> 1) ^ -(number & 1)
+            last, kind, at = next_field(content, at - 1, last)
         if kind in _INTEGERS:
             number = content[at]
             if number > 127:
-                number, at = _varint(content, at)
+                number, at = varint(content, at)
             else:
                 at += 1
             fields[last] = (number >> 1) ^ -(number & 1)
-        elif kind == _STRUCT:
+        elif kind == STRUCT:
             fields[last], at = _struct(content, at)
         else:
             fields[last], at = _value(content, at, kind)
@@ -121,12 +121,12 @@ def _struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
 
 
 def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
-    if kind == _BINARY:
-        size, at = _varint(content, at)
+    if kind == BINARY:
+        size, at = varint(content, at)
         if at + size > len(content):
             raise IndexError("a text goes past its end")
         return content[at : at + size], at + size
-    if kind in (_LIST, _SET):
+    if kind in (LIST, _SET):
         return _list(content, at)
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
@@ -137,12 +137,7 @@ def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
 
 
 def _list(content: bytes, at: int) -> tuple[Any, int]:
-    size, kind = content[at] >> 4, content[at] & 15
-    at += 1
-    if size == 15:
-        size, at = _varint(content, at)
-    if size > len(content):
-        raise IndexError(f"a list would have {size} items")
+    size, kind, at = list_header(content, at)
     items: list[Any] = []
     for _ in range(size):
         item: Any = None
@@ -151,7 +146,7 @@ def _list(content: bytes, at: int) -> tuple[Any, int]:
             if found is None:
                 raise IndexError("an integer goes past its end")
             at = found.end()
-        elif kind == _STRUCT:
+        elif kind == STRUCT:
             item, at = _struct(content, at)
         else:
             item, at = _value(content, at, _BYTE if kind in (_TRUE, _FALSE) else kind)
@@ -159,7 +154,37 @@ def _list(content: bytes, at: int) -> tuple[Any, int]:
     return items, at
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
+def next_field(content: bytes, at: int, last: int) -> tuple[int, int, int]:
+    """(number of the field whose header is at index `at`, type, index after the header). `last`:
+    the number of the field before it."""
+    head = content[at]
+    if head > 15:
+        return last + (head >> 4), head & 15, at + 1
+    number, at = varint(content, at + 1)
+    return (number >> 1) ^ -(number & 1), head & 15, at
+
+
+def list_header(content: bytes, at: int) -> tuple[int, int, int]:
+    """(number of items, their type, index of the first one)"""
+    size, kind = content[at] >> 4, content[at] & 15
+    at += 1
+    if size == 15:
+        size, at = varint(content, at)
+    if size > len(content):
+        raise IndexError(f"a list would have {size} items")
+    return size, kind, at
+
+
+def skip(content: bytes, at: int, kind: int) -> int:
+    """The index after a value of this type."""
+    if kind == STRUCT:
+        return _struct(content, at)[1]
+    if kind in _INTEGERS:
+        return varint(content, at)[1]
+    return _value(content, at, kind)[1]
+
+
+def varint(content: bytes, at: int) -> tuple[int, int]:
     number = shift = 0
     while (byte := content[at]) > 127:
         at, number, shift = at + 1, number | (byte & 127) << shift, shift + 7

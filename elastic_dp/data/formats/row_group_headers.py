@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from elastic_dp.data.formats.format import ShardAt, ShardKey
+from elastic_dp.data.formats.file_format import ShardAt, ShardKey
 
 HEAD_BYTES_KEPT = 16 << 20
 

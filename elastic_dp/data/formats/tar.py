@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless
-from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.text import decompress, is_compressed, with_codecs
 from elastic_dp.errors import DataError
 
@@ -76,8 +76,8 @@ class Tar:
         packed = is_compressed(shard)
         content = _unpack(shard, bytes(shard.read(0, shard.size))) if packed else b""
         size = len(content) if packed else shard.size
-        for member in _members(io.BytesIO(content) if packed else _Scanned(shard), remarks):
-            key, ending = _split(member.name)
+        file = io.BytesIO(content) if packed else _Scanned(shard)
+        for member, key, ending in _members(file, remarks):
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             if member.offset_data + member.size > size:
                 raise tarfile.ReadError(f"{member.name} goes past the end; the shard was cut off")
@@ -115,8 +115,8 @@ class Tar:
         if is_compressed(shard):
             return None
         names = {_KEY}
-        for member in _members(_Scanned(shard)):
-            names.add(_split(member.name)[1])
+        for member, _, ending in _members(_Scanned(shard)):
+            names.add(ending)
             if member.offset >= GROUP_BYTES:
                 break
         return pa.schema([(name, pa.null()) for name in sorted(names)])
@@ -128,8 +128,7 @@ class Tar:
         if is_compressed(shard):
             content = memoryview(_unpack(shard, bytes(content)))
         samples: list[dict[str, Any]] = []
-        for member in _members(io.BytesIO(content)):
-            key, ending = _split(member.name)
+        for member, key, ending in _members(io.BytesIO(content)):
             if not samples or samples[-1][_KEY] != key:
                 samples.append({_KEY: key})
             end = member.offset_data + member.size
@@ -188,9 +187,9 @@ class _Scanned(io.RawIOBase):
 
 def _members(
     file: Any, remarks: dict[str, tuple[int, str]] | None = None
-) -> Iterator[tarfile.TarInfo]:
-    """The members of the tar that belong to samples. `remarks` counts the others, except hidden
-    ones. tarfile handles long names and extended headers.
+) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
+    """(member, key, column) of the members that belong to samples. `remarks` counts the others,
+    except hidden ones. tarfile handles long names and extended headers.
 
     tarfile takes a broken header for the end of the archive, so the bytes at which it stopped are
     checked here.
@@ -203,7 +202,8 @@ def _members(
             if member.size < 0:  # tarfile would seek back, and some versions loop forever
                 raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
-            if member.isdir() or name.startswith("."):
+            is_file = member.isfile()
+            if name.startswith(".") or (not is_file and member.isdir()):
                 continue
             if member.issparse():
                 raise tarfile.ReadError(
@@ -211,20 +211,22 @@ def _members(
                     "are; write the tar "
                     "without --sparse"
                 )
-            if (member.islnk() or member.issym()) and not _is_note(name):
+            is_note = _is_note(name)
+            if not is_file and (member.islnk() or member.issym()) and not is_note:
                 raise tarfile.ReadError(
                     f"{member.name} is a link to {member.linkname}, and its bytes do not lie "
                     "there; write the tar with "
                     "`tar --dereference --hard-dereference`"
                 )
-            if member.isfile() and not _is_note(name):
-                if _split(member.name)[1] == _KEY:
+            if is_file and not is_note:
+                key, ending = _split(member.name)
+                if ending == _KEY:
                     raise tarfile.ReadError(
                         f"{member.name} has the ending {_KEY!r}, which names the sample; rename it"
                     )
-                yield member
+                yield member, key, ending
             elif remarks is not None:
-                _remark(remarks, _NOTES if member.isfile() else _LINKS, member.name)
+                _remark(remarks, _NOTES if is_file else _LINKS, member.name)
         buffered.seek(members.offset)
         end = buffered.read(_BLOCK)
         if end.strip(b"\0"):

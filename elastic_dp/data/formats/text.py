@@ -20,7 +20,7 @@ import pyarrow as pa
 from elastic_dp.data.columns.nulls import count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import has_lengths, leaves, top_level
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
-from elastic_dp.data.formats.format import Scan, ShardAt
+from elastic_dp.data.formats.file_format import Scan, ShardAt
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
@@ -32,6 +32,7 @@ HEAD_BYTES = 64 << 10  # read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNPACKED_AT_ONCE = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+_ALL_CODECS = _CODECS | {".zstd": "zstd", ".br": "brotli"}  # as MDSWriter names them
 _BLOCK_BYTES = 1 << 20  # more than a compressed block of bz2
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -91,9 +92,9 @@ def decompress(
 def first_bytes(shard: ShardAt, nbytes: int) -> bytes:
     """The first bytes of the decompressed content, at most `nbytes`; fewer if the shard's own first
     bytes decompress to fewer."""
-    packed = bytes(shard.read(0, min(shard.size, nbytes + _BLOCK_BYTES)))
     if not is_compressed(shard):
-        return packed[:nbytes]
+        return bytes(shard.read(0, min(shard.size, nbytes)))
+    packed = bytes(shard.read(0, min(shard.size, nbytes + _BLOCK_BYTES)))
     with pa.CompressedInputStream(pa.BufferReader(packed), _codec(shard)) as stream:
         return bytes(stream.read(nbytes))
 
@@ -137,6 +138,7 @@ def scan_rows(
             nulls[name] += count_nulls(column)
             null_lists[name] += count_null_lists(column)
             given[name] += table.num_rows
+        del content, table  # the next piece takes their memory
     rows.end()
     counts, starts, ends, nbytes = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
     schema = schema or pa.schema([])
@@ -162,17 +164,26 @@ def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
     """Joins and cuts `chunks` into pieces that begin and end between rows.
 
     A piece ends with the last row that ends in its chunk; a row longer than a chunk makes a longer
-    piece. Each byte is looked at once, however long the rows are.
+    piece. Each byte is looked at once, however long the rows are. A chunk is forgotten before the
+    next one is read, which then takes its memory: fresh memory costs as much as reading.
     """
     kept: list[bytes | memoryview] = []
     kept_bytes = 0
     for chunk in chunks:
         end = rows.last_row_end(chunk)
+        if end and end == len(chunk) and not kept_bytes:
+            yield chunk
+            del chunk
+            continue
         if end:
-            yield b"".join([*kept, memoryview(chunk)[:end]])
-            kept, kept_bytes = [], 0
-        kept.append(chunk[end:])
-        kept_bytes += len(chunk) - end
+            piece = b"".join([*kept, memoryview(chunk)[:end]])
+            kept, kept_bytes = [chunk[end:]], len(chunk) - end
+            del chunk
+            yield piece
+            del piece
+        else:
+            kept.append(chunk)
+            kept_bytes += len(chunk)
         if kept_bytes > ROW_BYTES:
             raise DataError(
                 f"{name} has a row of more than {ROW_BYTES >> 20} MiB, or a quote that is "
@@ -224,8 +235,9 @@ def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
     chunks = (bytes(shard.read(at, min(at + GROUP_BYTES, shard.size))) for at in starts)
     first = head
     for content in cut(chunks, rows, shard.name):
-        yield first, first + len(content), content
-        first += len(content)
+        start, first = first, first + len(content)
+        yield start, first, content
+        del content
 
 
 def _one_piece(shard: ShardAt, rows: TextRows, content: bytes) -> Iterator[tuple[int, int, bytes]]:
@@ -238,4 +250,4 @@ def _one_piece(shard: ShardAt, rows: TextRows, content: bytes) -> Iterator[tuple
 
 def _codec(shard: ShardAt) -> str | None:
     lower = shard.name.lower()  # a name has no query, unlike a URL
-    return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)
+    return next((codec for ending, codec in _ALL_CODECS.items() if lower.endswith(ending)), None)

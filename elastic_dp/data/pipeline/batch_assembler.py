@@ -151,6 +151,14 @@ class BatchAssembler:
                 return {name: _pick(out[start:stop], kept) for name, out in self._out.items()}
         return {name: _regular(out[start:stop]) for name, out in self._out.items()}
 
+    def output(self, name: str) -> Array | list[Any]:
+        """A column of all micro-batches."""
+        return self._out[name]
+
+    def pick(self, places: Ints) -> dict[str, Any]:
+        """These rows of each column, as `cut` returns them."""
+        return {name: _pick(out, places) for name, out in self._out.items()}
+
     def _room(self, name: str, column: Column) -> Array | list[Any]:
         """The output of a column: an array, until a row does not fit into it, then a list."""
         out = self._out.get(name)

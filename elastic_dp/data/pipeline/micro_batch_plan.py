@@ -52,10 +52,16 @@ class Chunk:
 
 class ChunkPacker:
     """Packs micro-batches into chunks of at most `rows_at_once` rows, or of one micro-batch.
-    `parts(work, next_work)`: whether the two should be in different chunks."""
+    `parts(work, next_work)`: whether the two should be in different chunks. `together(step)`: the
+    first step that need not be in one chunk with `step`, whatever their rows."""
 
-    def __init__(self, rows_at_once: int, parts: Callable[[Any, Any], bool]) -> None:
-        self._rows_at_once, self._parts = rows_at_once, parts
+    def __init__(
+        self,
+        rows_at_once: int,
+        parts: Callable[[Any, Any], bool],
+        together: Callable[[int], int],
+    ) -> None:
+        self._rows_at_once, self._parts, self._together = rows_at_once, parts, together
         self._numbers = count(1)
 
     def pack(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Chunk]:
@@ -77,6 +83,8 @@ class ChunkPacker:
 
     def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
         """Whether a chunk of `rows` rows ends between these two micro-batches."""
+        if following.step < self._together(last.step):
+            return False
         if rows + following.rows > self._rows_at_once:
             return True
         return rows * 2 >= self._rows_at_once and self._parts(last.work, following.work)
@@ -123,12 +131,17 @@ class MicroBatchPlan:
     """The micro-batches that are planned and not taken. The caller holds one lock for all methods.
 
     `last_step()`: the last step of the run; None if it has no end. `micro_batch_size`: in rows.
+    `together`: as in `ChunkPacker`.
     """
 
     def __init__(
-        self, micro_batch_size: int, ahead_bytes: int, last_step: Callable[[], int | None]
+        self,
+        micro_batch_size: int,
+        ahead_bytes: int,
+        last_step: Callable[[], int | None],
+        together: Callable[[int], int],
     ) -> None:
-        self._last_step = last_step
+        self._last_step, self._together = last_step, together
         self._rows_planned = min(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size)
         # Steps that are planned beyond those that are made, so that a row group which they need too
         # is not dropped in between.
@@ -270,6 +283,7 @@ class MicroBatchPlan:
     def next_steps(self, steps: int) -> tuple[dict[int, range], int]:
         """The steps to plan next, by virtual worker, and the first step after all of them."""
         behind = min(self.cursors.values()) + steps
+        behind = max(behind, self._together(behind - 1))
         if (last := self._last_step()) is not None:
             behind = min(behind, last + 1)
         return {v: range(at, behind) for v, at in self.cursors.items() if at < behind}, behind

@@ -40,6 +40,10 @@ class MicroBatchSource(Protocol):
     def parts(self, before: Any, after: Any) -> bool:
         """Whether two consecutive works should be in different chunks."""
 
+    def together(self, step: int) -> int:
+        """The first step that need not be made with `step`, in one chunk; `step` itself if all may
+        be made alone."""
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
         """Announces chunks of works. Those with smaller keys are made first."""
 
@@ -68,8 +72,10 @@ class MicroBatches:
     ) -> None:
         self._source, self._num_producers = source, producers
         self._steps_at_once = max(1, _ROWS_AT_ONCE // micro_batch_size)
-        self._packer = ChunkPacker(rows_at_once, source.parts)
-        self._planned = MicroBatchPlan(micro_batch_size, ahead_bytes, lambda: source.last_step)
+        self._packer = ChunkPacker(rows_at_once, source.parts, source.together)
+        self._planned = MicroBatchPlan(
+            micro_batch_size, ahead_bytes, lambda: source.last_step, source.together
+        )
         self.waited_s = 0.0  # in `take`
         self._planning = threading.Lock()  # always acquired before `_lock`
         self._lock = threading.Lock()

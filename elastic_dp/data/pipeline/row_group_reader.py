@@ -9,8 +9,10 @@ next and what is dropped.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from elastic_dp.data.pipeline.row_group_residency import (
@@ -28,6 +30,11 @@ READ_THREADS = 32  # and so requests in flight
 READS_PER_PLAN = 8  # reads between two calls of `more`, so that planning does not delay first reads
 
 
+def decoding_threads() -> int:
+    """How many threads may decode at the same time without slowing each other down."""
+    return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
+
+
 class PlanChanged(Exception):
     """The plan changed, or the reader was closed, while `take` waited."""
 
@@ -36,10 +43,11 @@ class RowGroupReader:
     """The reader of a data set in a process. Several threads may call it. Its own threads start
     with the first `plan` or `take`.
 
-    `memory_bytes`: the budget. `threads`: number of reading threads. `keep`: row groups stay in
-    memory after use while there is room. `more`: called in a reading thread while the planned row
-    groups take less than the budget; it may plan more, and returns whether it did. So row groups
-    that are needed again soon are known, and stay in memory.
+    `memory_bytes`: the budget. `threads`: number of reading threads. `at_once`: how many of them
+    may read at present. `keep`: row groups stay in memory after use while there is room. `more`:
+    called in a reading thread while the planned row groups take less than the budget; it may plan
+    more, and returns whether it did. So row groups that are needed again soon are known, and stay
+    in memory.
     """
 
     def __init__(
@@ -48,14 +56,19 @@ class RowGroupReader:
         memory_bytes: int,
         *,
         threads: int = READ_THREADS,
+        at_once: Callable[[], int] | None = None,
         keep: bool = False,
         more: Callable[[], bool] = lambda: False,
     ) -> None:
         self._row_groups, self._more, self._num_threads = row_groups, more, threads
+        self._at_once, self._limit = at_once or (lambda: threads), threads
         self._resident = RowGroupResidency(row_groups, memory_bytes, keep)
         self.groups_read = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # there may be something to read
+        # Threads beyond the limit wait here: always the same ones, since each thread that decodes
+        # has memory of its own.
+        self._spare = threading.Condition(self._lock)
         self._arrived = threading.Condition(self._lock)  # something is here, or the plan changed
         self._moves = 0
         self._dry = False  # `more` returned False
@@ -146,6 +159,7 @@ class RowGroupReader:
         with self._lock:
             self._closed = True
             self._work.notify_all()
+            self._spare.notify_all()
             self._arrived.notify_all()
         for thread in self._threads:
             thread.join()
@@ -192,13 +206,14 @@ class RowGroupReader:
     def _start(self) -> None:
         if self._threads or self._closed:
             return
+        self._limit = self._at_once()
         for number in range(self._num_threads):
-            thread = background(f"elastic-dp-read-{number}", self._run, self._fail)
+            thread = background(f"elastic-dp-read-{number}", partial(self._run, number), self._fail)
             self._threads.append(thread)
             thread.start()
 
-    def _run(self) -> None:
-        while (group := self._next()) is not None:
+    def _run(self, number: int) -> None:
+        while (group := self._next(number)) is not None:
             content: Any
             try:
                 content, nbytes = self._row_groups.read(group.number)
@@ -209,22 +224,24 @@ class RowGroupReader:
                 self.groups_read += 1
                 self._arrived.notify_all()
                 self._work.notify()
+                self._change_limit()
                 content = None  # no reference must remain when the memory is reused
                 ask = self.groups_read % READS_PER_PLAN == 1 and self._may_ask()
                 self._asking |= ask
             if ask:
                 self._ask_for_more()
 
-    def _next(self) -> ResidentRowGroup | None:
-        """The next row group to read; waits for one. None after `close`."""
+    def _next(self, number: int) -> ResidentRowGroup | None:
+        """The next row group to read by this thread; waits for one. None after `close`."""
         while True:
             with self._lock:
-                while (
-                    not self._closed
-                    and (group := self._resident.next_to_read()) is None
-                    and not self._may_ask()
-                ):
-                    self._work.wait()
+                while not self._closed:
+                    if number >= self._limit:
+                        self._spare.wait()
+                    elif (group := self._resident.next_to_read()) is None and not self._may_ask():
+                        self._work.wait()
+                    else:
+                        break
                 if self._closed:
                     return None
                 if group is not None:
@@ -232,6 +249,14 @@ class RowGroupReader:
                     return group
                 self._asking = True
             self._ask_for_more()
+
+    def _change_limit(self) -> None:
+        """Under the lock. No thread waits where only others are woken."""
+        limit = self._at_once()
+        if limit != self._limit:
+            self._limit = limit
+            self._spare.notify_all()
+            self._work.notify_all()
 
     def _ask_for_more(self) -> None:
         found, failure = False, None

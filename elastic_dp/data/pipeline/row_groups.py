@@ -21,7 +21,13 @@ from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
-from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt, read_table
+from elastic_dp.data.formats.file_format import (
+    FileFormat,
+    Ints,
+    RowGroupLocation,
+    ShardAt,
+    read_table,
+)
 from elastic_dp.data.formats.format_registry import FORMATS, open_format
 from elastic_dp.storage import Store
 
@@ -103,7 +109,7 @@ class ShardRowGroups:
         table = read_table(chosen, shard, location, schema, self._leaves)
         return table if self._filter is None else table.take(self._filter.rows(table))
 
-    def _format(self, number: int) -> Format:
+    def _format(self, number: int) -> FileFormat:
         return self._formats[self._index.sources[self._source(number)].format]
 
     def _find_shard(self, number: int) -> ShardAt:

@@ -1,9 +1,9 @@
 """Numbers about the shards of a data set, from Parquet's footers or Arrow's record batches.
 
-For formats that have neither (JSON Lines, CSV, tar, Arrow streams, text, images), files and bytes
-are counted. Of JSON Lines and CSV the first rows of each file are parsed, since most of what makes
-a file unreadable shows there. Schemas are compared, and the memory of row groups is estimated, as
-in training.
+For formats that have neither (JSON Lines, CSV, tar, Arrow streams, text, images) and for MDS, files
+and bytes are counted. Of JSON Lines and CSV the first rows of each file are parsed, since most of
+what makes a file unreadable shows there. Schemas are compared, and the memory of row groups is
+estimated, as in training.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
     countable,
-    decoded_bytes,
     null_counts,
     num_chunks,
     open_footer,
 )
+from elastic_dp.data.formats.parquet_memory import decoded_bytes, widths_of
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.dataprep.sources.detect_format import InputSource, find_format, open_rows
@@ -52,6 +52,7 @@ from elastic_dp.storage import Store, redact_url
 FOOTER_THREADS = 16
 FIRST_ROWS_BYTES = 256 << 10
 _CONVERTED = ("parquet", "arrow", "csv", "jsonl")  # `deep` decodes these as `convert` does
+_IN_PLACE = ("tar", "mds")  # `deep` decodes these as training does
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]
@@ -134,7 +135,7 @@ def survey(
         _survey_arrow(found, files, wanted)
     elif kind in ("csv", "jsonl") and not deep:
         _survey_text(found, files, csv_reader(wanted, csv) if kind == "csv" else json_reader())
-    if deep and kind in (*_CONVERTED, "tar"):
+    if deep and kind in (*_CONVERTED, *_IN_PLACE):
         _decode_all(found, InputSource(url, kind, files, csv=csv), wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
@@ -143,9 +144,10 @@ def survey(
 
 
 def _decode_all(found: Survey, source: InputSource, wanted: list[str] | None) -> None:
-    """Decodes all rows as `convert` does, and tar as training does, up to the first error."""
+    """Decodes all rows as `convert` does, and tar and MDS as training does, up to the first
+    error."""
     try:
-        if source.kind == "tar":
+        if source.kind in _IN_PLACE:
             _read_in_place(source, wanted)
         else:
             for _ in open_rows(source, wanted).batches():
@@ -214,7 +216,7 @@ def _take_footer(
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     counted = null_counts(metadata, groups, countable(metadata, schema, wanted))
     found.nulls.add(name, counted, {})
-    numbers = chunk_numbers(metadata, wanted)
+    widths = widths_of(metadata, chunk_numbers(metadata, wanted))
     owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
     by_name = {column.name: column for column in found.columns}
     for index, owner in enumerate(owners if groups else ()):
@@ -222,7 +224,7 @@ def _take_footer(
             by_name[owner].codecs.add(codec_of(metadata, index).lower())
     for group in groups:
         _take_row_group(found, group, owners, encrypted)
-        found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+        found.group_bytes.append(decoded_bytes(group, widths))
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:

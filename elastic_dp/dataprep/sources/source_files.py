@@ -39,6 +39,7 @@ from elastic_dp.storage import (
 )
 
 _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_OF_MDS = (".mds.zstd", ".mds.br")  # read in place, and not opened here
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,8 @@ def list_files(
 def kind_of(name: str) -> str:
     """The ending of a name without that of a codec: "jsonl" for "a/b.jsonl.gz"."""
     file = name.rpartition("/")[2].lower()
+    if file.endswith(_OF_MDS):
+        return "mds"
     for packed in _UNPACKED:
         file = file.removesuffix(packed)
     return file.rpartition(".")[2] if "." in file else ""

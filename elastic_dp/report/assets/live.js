@@ -178,7 +178,10 @@ async function listForEver() {
       else if (!answer.ok) say(said.error);
       else {
         say("live");
-        fill($("runs-body"), table("Runs, the one that wrote last first",
+        const rest = said.number > said.runs.length
+          ? el("p", { class: "note", id: "rest" }, `${said.runs.length} of ${said.number} runs are shown, the first by name. The address /runs/NAME shows any other.`)
+          : "";
+        fill($("runs-body"), rest, table("Runs, the one that wrote last first",
           [["run"], ["phase", "kind"], ["step", "number"], ["goodput", "number"], ["last written", "time"], ["health"]],
           said.runs.map((run) => [
             el("a", { href: `/runs/${encodeURIComponent(run.name)}`, "data-key": `run ${run.name}` }, run.name),

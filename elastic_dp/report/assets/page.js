@@ -57,6 +57,8 @@ function clock(time, digits = 0) {
 
 const when = (time) => (time === null ? "" : el("time", { datetime: new Date(time * 1000).toISOString() }, clock(time)));
 
+const bytes = (number) => (number < 2 ** 30 ? `${(number / 2 ** 20).toFixed(1)} MiB` : `${(number / 2 ** 30).toFixed(1)} GiB`);
+
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
   if (seconds === 0) return "0 s";
@@ -179,7 +181,7 @@ const workerName = (row) => (report.starts > 1 ? `${row.name} (start ${row.start
 const TONES = { running: "good", finished: "good", silent: "warn", failed: "bad" };
 
 const SECTIONS = { // which parts of the report each section shows
-  verdict: ["verdict", "phase", "step", "present", "wanted", "lost", "generation", "goodput", "checkpoints", "until"],
+  verdict: ["verdict", "phase", "step", "present", "wanted", "lost", "generation", "goodput", "checkpoints", "until", "rows_per_s", "cache"],
   loss: ["curves"], band: ["band", "events", "until"], goodput: ["goodput"], steps: ["workers"],
   workers: ["workers"], events: ["events"], checkpoints: ["checkpoints"], decisions: ["decisions"],
 };
@@ -194,6 +196,9 @@ const SHOW = {
       ["workers lost", report.lost], ["generation", report.generation], ["newest checkpoint", newest ? `step ${newest.step}` : "none"],
       ["trained for", duration(report.led_s) || "unknown"],
     ];
+    if (report.rows_per_s !== null) tiles.push(["rows per second", Math.round(report.rows_per_s).toLocaleString("en")]);
+    const cached = report.cache.from_cache, data = cached + report.cache.from_store;
+    if (data) tiles.push(["data from caches", percent(cached / data)], ["not read from the store", bytes(cached)]);
     fill($("verdict-body"), ...report.verdict.map((sentence) => el("p", {}, sentence)),
       el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { id: `tile-${name.replaceAll(" ", "-")}` }, value)))));
   },

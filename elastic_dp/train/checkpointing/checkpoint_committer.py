@@ -60,7 +60,8 @@ class CommitterActions:
     request_parts: Callable[[WorkerId, int, Sequence[int]], None]  # (worker, step, parts)
     request_checkpoint: Callable[[], None]  # for one of the next steps
     tell: Callable[[str], None]  # a message for the user
-    committed: Callable[[int], None]  # the step; it may be called twice
+    # the step and the seconds from its snapshot, 0 if not known; it may be called twice
+    committed: Callable[[int, float], None]
     stand_down: Callable[[str], None]  # the reason: another controller holds the run
     fail: Callable[
         [Exception], None
@@ -226,7 +227,7 @@ class CheckpointCommitter:
     def _add(self, worker: WorkerId, written: WrittenParts) -> None:
         match self._pending.add(worker, written, time.monotonic()):
             case AlreadyCommitted(step):
-                self._actions.committed(step)
+                self._actions.committed(step, 0.0)
             case PendingCheckpoint() as one:
                 self._request(self._pending.requests_for_lost(one))
                 self._commit_if_complete(one)
@@ -266,11 +267,12 @@ class CheckpointCommitter:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)
             write_commit(self._catalog, one.manifest, one.written, self._claim.fence, metadata)
+            duration_s = time.monotonic() - one.began_at
             self._pending.committed(step)
             self._schedule.committed(one.stall_s, time.monotonic())
             self._actions.tell(f"checkpoint of step {step} is committed")
             self._warn_unranked(step, metadata)
-            self._actions.committed(step)
+            self._actions.committed(step, duration_s)
             self._catalog.retain(self._keep, self._claim.fence, writing=self._pending.steps)
         except (StateError, StorageError, CheckpointError, OSError) as error:
             self._actions.tell(f"no checkpoint of step {step}: {error}")

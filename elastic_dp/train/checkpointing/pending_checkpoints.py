@@ -11,6 +11,7 @@ The module has no clock and no I/O. The rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +23,9 @@ from elastic_dp.train.controller_link import WrittenParts
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint of which some parts are written. `first` is the first report about it."""
+    """A checkpoint of which some parts are written. `first` is the first report about it, and
+    `began_at` the begin of the first snapshot.
+    """
 
     first: WrittenParts
     shares: dict[WorkerId, list[WorkerParts]] = field(default_factory=dict)
@@ -31,6 +34,7 @@ class PendingCheckpoint:
     )  # the member that each part was requested from
     stall_s: float = 0.0
     told_at: float = 0.0
+    began_at: float = math.inf
 
     @property
     def step(self) -> int:
@@ -52,6 +56,7 @@ class PendingCheckpoint:
         self.stall_s = max(self.stall_s, written.stall_s)
         self.shares.setdefault(worker, []).append(written.share)
         self.told_at = now
+        self.began_at = min(self.began_at, now - written.took_s)
 
     def share_of(self, worker: WorkerId) -> Sequence[int]:
         """Returns the parts that this member is to write."""

@@ -33,6 +33,7 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
+from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
 from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
@@ -41,7 +42,6 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
-from elastic_dp.train.checkpointing.orphan_checkpoint import commit_without_controller
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
@@ -64,7 +64,7 @@ class WorkerCheckpointer:
     ) -> None:
         """`lease_token` and `lease_s` are those of the controller's lease on the run.
 
-        A worker that has lost its controller needs them (orphan_checkpoint.py).
+        A worker that has lost its controller needs them (checkpoint_without_controller.py).
         """
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
@@ -73,6 +73,7 @@ class WorkerCheckpointer:
         self._taken = 0  # the step of the newest snapshot or of the restored checkpoint
         self._requested = False  # by the body
         self._stall_s = 0.0
+        self._began_at = 0.0  # the newest snapshot
         self._members: tuple[WorkerId, ...] = ()
         self._lineage_id = 0
         self._naming: dict[str, Any] = {}
@@ -166,6 +167,7 @@ class WorkerCheckpointer:
             self._uploader.wait()
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
+        self._began_at = time.monotonic()
         tree = _tree(state, evaluations)
         self._members, self._lineage_id = members, lineage_id
         rank = members.index(self._worker)
@@ -193,10 +195,10 @@ class WorkerCheckpointer:
     def commit_without_controller(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
-        """Writes and commits a checkpoint without a controller (orphan_checkpoint.py). Reports the
-        outcome.
+        """Writes and commits a checkpoint, and reports the outcome.
 
-        It is called at the head of the loop when no controller has answered for long.
+        See checkpoint_without_controller.py. It is called at the head of the loop when no
+        controller has answered for long.
         """
         with contextlib.suppress(StorageError):
             self._uploader.wait()
@@ -292,6 +294,7 @@ class WorkerCheckpointer:
             self._lineage_id,
             self._job,
             self._data,
+            took_s=time.monotonic() - self._began_at,
         )
         self._link.wrote(self._worker, written)
 

@@ -21,15 +21,21 @@ import torch
 from elastic_dp.coordinator.messages import Membership, PrepareGroup, WorkerId
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.device_connection import load_kernels
-from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous, connect_devices
+from elastic_dp.distributed.process_group import (
+    GroupFormation,
+    ProcessGroup,
+    Rendezvous,
+    connect_devices,
+)
 from elastic_dp.errors import FormingFailed, GroupError
-from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+from elastic_dp.threads import background
+from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     command: PrepareGroup
-    forming: Forming
+    formation: GroupFormation
 
 
 class GenerationGroups:
@@ -47,8 +53,8 @@ class GenerationGroups:
         self.main: ProcessGroup | None = None
         self.unreachable: tuple[
             WorkerId, ...
-        ] = ()  # members that the last failed forming did not reach
-        self._form: FormGroup | None = None
+        ] = ()  # members that the last failed formation did not reach
+        self._entered: EnterGeneration | None = None
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
         self._prepared: _Prepared | None = None
@@ -57,24 +63,25 @@ class GenerationGroups:
     @property
     def membership(self) -> Membership | None:
         """The membership of the present or the last generation; None before the first."""
-        return None if self._form is None else self._form.membership
+        return None if self._entered is None else self._entered.membership
 
     @property
     def rank(self) -> int:
-        return 0 if self._form is None else self._form.membership.rank(self._worker)
+        return 0 if self._entered is None else self._entered.membership.rank(self._worker)
 
     @property
     def world_size(self) -> int:
-        return 0 if self._form is None else len(self._form.membership.members)
+        return 0 if self._entered is None else len(self._entered.membership.members)
 
     @property
     def generation(self) -> int:
-        return 0 if self._form is None else self._form.membership.generation
+        return 0 if self._entered is None else self._entered.membership.generation
 
     def load_kernels(self) -> None:
         """Prepares, in the background, for the first communicator of this process."""
         if self._connects:
-            load_kernels(accelerator_of(self._device))
+            # Destroying a communicator may block, so the caller's thread has no reference to it.
+            background("kernels", lambda: load_kernels(accelerator_of(self._device))).start()
 
     def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
         """Starts to form the group of all members of a generation that is not announced yet. Any
@@ -84,42 +91,42 @@ class GenerationGroups:
             newest = (before.command.generation, before.command.number) if before else (0, 0)
             if (command.generation, command.number) <= max(newest, (self.generation, 1 << 62)):
                 return
-            forming = Forming(
+            formation = GroupFormation(
                 _meeting_of_all(rendezvous, command.generation, command.number),
                 rank=command.workers.index(self._worker),
                 world_size=len(command.workers),
                 device=self._device,
                 timeout_s=command.forming_timeout_s,
             )
-            self._prepared = _Prepared(command, forming.start())
+            self._prepared = _Prepared(command, formation.start())
         if before is not None:
-            before.forming.abandon()
+            before.formation.abandon()
 
-    def enter(self, form: FormGroup) -> None:
+    def enter(self, call: EnterGeneration) -> None:
         """Makes this the present generation."""
-        self._form, self.unreachable = form, ()
+        self._entered, self.unreachable = call, ()
 
     def start(self, involved: Sequence[int]) -> None:
         """Starts to form the group of all members, and that of the ranks `involved` in a state
         transfer."""
-        assert self._form is not None
+        assert self._entered is not None
         self._involved = involved
-        self._main_forming = self._forming_of_all()
-        self._state_forming = self._forming("state", involved) if involved else None
+        self._main_formation = self._formation_of_all()
+        self._state_formation = self._formation("state", involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
         """Waits for both groups. Sets `main` and returns the other one. Raises GroupError."""
-        state = self._state_forming
+        state = self._state_formation
         try:
-            self.main = self._formed(self._main_forming, range(self.world_size))
+            self.main = self._formed(self._main_formation, range(self.world_size))
             state_group = None if state is None else self._formed(state, self._involved)
         except GroupError:
             if state is not None:
                 state.abort()
             raise
         if self._connects:
-            assert self._form is not None
-            names = [member.worker for member in self._form.membership.members]
+            assert self._entered is not None
+            names = [member.worker for member in self._entered.membership.members]
             connect_devices(self.main, self._meeting("devices"), names=names)
         for old in self._old:
             old.close()
@@ -139,10 +146,10 @@ class GenerationGroups:
 
     def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations. Raises GroupError."""
-        assert self._form is not None
+        assert self._entered is not None
         if self._side is None:
-            everyone = range(len(self._form.membership.members))
-            self._side = self._formed(self._forming("side", everyone), everyone)
+            everyone = range(len(self._entered.membership.members))
+            self._side = self._formed(self._formation("side", everyone), everyone)
         return self._side
 
     def leave(self) -> None:
@@ -155,52 +162,54 @@ class GenerationGroups:
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
-    def _forming_of_all(self) -> Forming:
+    def _formation_of_all(self) -> GroupFormation:
         """Takes what was prepared for this membership, or starts to form its group."""
-        assert self._form is not None
-        membership = self._form.membership
+        assert self._entered is not None
+        membership = self._entered.membership
         with self._preparing:
             prepared, self._prepared = self._prepared, None
         if prepared is not None:
             told = prepared.command
             if (told.generation, told.number) == (membership.generation, membership.prepared):
-                self._control.abort_at_end(prepared.forming)
-                return prepared.forming
-            prepared.forming.abandon()
-        meeting = _meeting_of_all(self._form.rendezvous, membership.generation, membership.prepared)
-        return self._start_forming(meeting, range(len(membership.members)))
+                self._control.abort_at_end(prepared.formation)
+                return prepared.formation
+            prepared.formation.abandon()
+        meeting = _meeting_of_all(
+            self._entered.rendezvous, membership.generation, membership.prepared
+        )
+        return self._start_formation(meeting, range(len(membership.members)))
 
-    def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
+    def _formation(self, purpose: str, ranks: Sequence[int]) -> GroupFormation:
         """Starts to form a group of the members with these ranks, in this order, this worker
         included."""
-        return self._start_forming(self._meeting(purpose), ranks)
+        return self._start_formation(self._meeting(purpose), ranks)
 
-    def _start_forming(self, meeting: Rendezvous, ranks: Sequence[int]) -> Forming:
-        assert self._form is not None
-        membership = self._form.membership
-        forming = Forming(
+    def _start_formation(self, meeting: Rendezvous, ranks: Sequence[int]) -> GroupFormation:
+        assert self._entered is not None
+        membership = self._entered.membership
+        formation = GroupFormation(
             meeting,
             rank=ranks.index(membership.rank(self._worker)),
             world_size=len(ranks),
             device=self._device,
             timeout_s=membership.forming_timeout_s,
         )
-        self._control.abort_at_end(forming)
-        return forming.start()
+        self._control.abort_at_end(formation)
+        return formation.start()
 
     def _meeting(self, purpose: str) -> Rendezvous:
         """Returns where the members of the present generation meet for `purpose`."""
-        assert self._form is not None
-        meet, generation = self._form.rendezvous, self._form.membership.generation
+        assert self._entered is not None
+        meet, generation = self._entered.rendezvous, self._entered.membership.generation
         return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/{purpose}")
 
-    def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
+    def _formed(self, formation: GroupFormation, ranks: Sequence[int]) -> ProcessGroup:
         try:
-            return forming.wait()
+            return formation.wait()
         except FormingFailed:
-            assert self._form is not None
-            members = self._form.membership.members
-            self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
+            assert self._entered is not None
+            members = self._entered.membership.members
+            self.unreachable = tuple(members[ranks[r]].worker for r in formation.absent)
             raise
 
 

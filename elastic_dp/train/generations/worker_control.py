@@ -43,7 +43,9 @@ class EndSignal:
 
 
 @dataclass(frozen=True, slots=True)
-class FormGroup:
+class EnterGeneration:
+    """Meet the other members of a generation that the controller forms, and train with them."""
+
     membership: Membership
     rendezvous: Rendezvous
 
@@ -89,7 +91,7 @@ class WorkerControl:
     _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
     _attempting: int | None = None
     _asked: int = 0  # the generation to confirm in the next `wait`
-    _form: FormGroup | None = None
+    _to_enter: EnterGeneration | None = None
     _checkpoint: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
@@ -104,9 +106,11 @@ class WorkerControl:
 
     def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
         with self._changed:
-            newest = max(self._generation, self._form.membership.generation if self._form else 0)
+            newest = max(
+                self._generation, self._to_enter.membership.generation if self._to_enter else 0
+            )
             if membership.generation > max(newest, self._ended):
-                self._form = FormGroup(membership, rendezvous)
+                self._to_enter = EnterGeneration(membership, rendezvous)
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
@@ -183,7 +187,7 @@ class WorkerControl:
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
         return min(left_s, threading.TIMEOUT_MAX)
 
-    def wait(self) -> FormGroup | ConfirmLeft | CheckpointState | Orphaned:
+    def wait(self) -> EnterGeneration | ConfirmLeft | CheckpointState | Orphaned:
         """Waits outside of every generation for what to do next. Raises Released."""
         with self._changed:
             while True:
@@ -198,19 +202,19 @@ class WorkerControl:
                 left_s = self.orphaned_in_s()
                 if left_s <= 0:
                     return Orphaned()
-                form = self._form
-                if form is None or form.membership.generation <= self._ended:
-                    self._form = None
+                call = self._to_enter
+                if call is None or call.membership.generation <= self._ended:
+                    self._to_enter = None
                     self._changed.wait(left_s)
                 elif self._lease_ran_out():
                     self._changed.wait(
                         _LOOK_AGAIN_S
                     )  # a controller was unreachable and should answer soon
                 else:
-                    self._form = None
-                    self._generation, self._inside = form.membership.generation, True
+                    self._to_enter = None
+                    self._generation, self._inside = call.membership.generation, True
                     self._abortables = []
-                    return form
+                    return call
 
     def wait_for_release(self, timeout_s: float) -> None:
         """Waits for the release, up to `timeout_s`. Raises Released."""

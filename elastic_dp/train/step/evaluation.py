@@ -24,10 +24,10 @@ from elastic_dp.device.gpu import random_state, set_random_state
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
-from elastic_dp.train.session import Session
 from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, to_device
 from elastic_dp.train.step.precision import autocast
+from elastic_dp.train.worker_session import WorkerSession
 
 # batch -> (loss, weight, metrics, rows that were skipped because they cannot be decoded)
 Results = dict[int, tuple[float, float, dict[str, float], int]]
@@ -48,7 +48,7 @@ class EvaluationBatches(Protocol):
 
 
 def evaluate(
-    session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
+    session: WorkerSession, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
 ) -> dict[str, float]:
     """Returns means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
     if session.membership is None or not session.loop.opened:
@@ -86,7 +86,7 @@ def evaluate(
 
 
 def _complete(
-    session: Session,
+    session: WorkerSession,
     fn: LossFn,
     data: EvaluationBatches,
     model: torch.nn.Module | None,
@@ -113,7 +113,7 @@ def _complete(
 
 
 def _one(
-    session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
+    session: WorkerSession, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
 ) -> tuple[float, float, dict[str, float], int]:
     position = (session.spec.data.seed, session.position.step, _EVALUATION + i)
     seed_everything(batch_seed(*position))
@@ -128,7 +128,7 @@ def _one(
 
 
 @contextlib.contextmanager
-def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """A context without gradients in evaluation mode. Restores modes, buffers and random
     numbers."""
     modes = [(module, module.training) for module in model.modules()]

@@ -2,6 +2,7 @@
 
 import gc
 import types
+from collections.abc import Sequence
 
 import pytest
 
@@ -104,6 +105,22 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     controller.heartbeats.close()
 
 
+def test_controller_sends_what_all_members_get_in_one_call() -> None:
+    spec = JobSpec(name="all", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "all", "127.0.0.1", b"secret", Journal(None))
+    sent: list[Sequence[str]] = []
+    workers = types.SimpleNamespace(send=lambda workers, *_: sent.append(workers))
+    controller._worker_group = workers  # type: ignore[assignment]
+    controller._rendezvous_service.open()
+    position = m.TrainingPosition(1)
+    members = tuple(m.Member(f"w{i}", ((i, i + 1),), position, True) for i in range(3))
+    controller._execute(m.FormGeneration(m.Membership(2, members, "w0", 5.0)))
+    controller._execute(m.PrepareGroup(3, 1, ("w0", "w2"), 5.0))
+    assert [list(workers) for workers in sent] == [["w0", "w1", "w2"], ["w0", "w2"]]
+    controller._rendezvous_service.close()
+    controller.heartbeats.close()
+
+
 def test_superseded_controller_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
@@ -124,7 +141,9 @@ class Told:
     def start(self, worker: m.WorkerId) -> None:
         self.told.append(f"start {worker}")
 
-    def send(self, worker: m.WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+    def send(
+        self, workers: Sequence[m.WorkerId], command: Request, rendezvous: Rendezvous | None
+    ) -> None:
         self.told.append(type(command).__name__)
 
     def kill(self, worker: m.WorkerId) -> None:

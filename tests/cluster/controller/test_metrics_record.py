@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.train.log_sender import LoggedCall
 from tests.patience import PATIENCE_S
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -22,7 +24,7 @@ class Slow(Journal):
         super().__init__(None)
         self.writes, self.sent, self.steps = threading.Event(), threading.Event(), []
 
-    def metrics(self, step, metrics):
+    def metrics(self, step, metrics, at):
         if step == 1:
             self.writes.set()
             self.sent.wait(0.3)  # cannot come where one waits for the other
@@ -32,15 +34,28 @@ class Slow(Journal):
 def test_records_of_two_workers_keep_their_order():
     journal = Slow()
     controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
-    first = threading.Thread(target=controller.log, args=((1, 1), None, {}))
+    calls = [LoggedCall((1, 1), None, {}, 0.0), LoggedCall((2, 1), (1, 1), {}, 0.0)]
+    first = threading.Thread(target=controller.log_all, args=(calls[:1], 0.0))
     first.start()
     assert journal.writes.wait(PATIENCE_S)
-    controller.log((1, 1), None, {})
-    controller.log((2, 1), (1, 1), {})
+    controller.log_all(calls, 0.0)
     journal.sent.set()
     first.join()
     controller.heartbeats.close()
     assert journal.steps == [1, 2]
+
+
+def test_a_record_has_the_time_of_its_call_and_not_of_its_arrival():
+    journal = Journal(None)
+    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    before = time.time()
+    calls = [LoggedCall((1, 1), None, {}, 500.0), LoggedCall((2, 1), (1, 1), {}, 570.0)]
+    assert controller.log_all(calls, sent_at=600.0)
+    assert not controller.log_all([LoggedCall((4, 1), (3, 1), {}, 600.0)], sent_at=600.0)
+    controller.heartbeats.close()
+    first, second = (line["time"] for line in journal.recorded())
+    assert before - 100.001 <= first <= time.time() - 99.999
+    assert second - first == pytest.approx(70.0)
 
 
 def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
@@ -49,7 +64,7 @@ def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
     journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
     controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
     controller.checkpoints._committer = MagicMock()
-    controller.log((5, 1), None, {"loss": 0.4})
+    controller.log_all([LoggedCall((5, 1), None, {"loss": 0.4}, 0.0)], 0.0)
     controller.heartbeats.close()
     journal.metrics.assert_not_called()
     controller.checkpoints._committer.log.assert_called_once_with(5, {"loss": 0.4})

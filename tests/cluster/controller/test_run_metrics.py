@@ -9,6 +9,8 @@ import pytest
 import elastic_dp as edp
 from elastic_dp.cluster.controller.run_metrics import METRICS, RunMetrics
 from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import AbortGeneration
+from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
@@ -53,12 +55,14 @@ def metrics(journal):
     return RunMetrics(spec, journal, started_at=100.0, stored=True)
 
 
-NOTHING, NO_TIMES = Goodput(), PhaseTimes()
+NOTHING, NO_TIMES, NO_CACHE = Goodput(), PhaseTimes(), CacheBytes()
 
 
-def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, **status):
+def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, cache=NO_CACHE, **status):
     sink = Sink() if sink is None else sink
-    exported.sample(now, STATUS | status, goodput, times, 7, sink)
+    exported.sample(
+        now, STATUS | status, goodput, times, {"controller": 7, "workers": 4}, cache, sink
+    )
     return sink
 
 
@@ -77,9 +81,16 @@ def test_metrics_say_step_loss_workers_and_goodput(metrics):
         ("goodput_seconds", "useful"): 3.0,
         ("goodput_seconds", "redone"): 0.0,
         ("checkpoint_age_seconds", ""): 10.0,
-        ("store_retries", ""): 7,
+        ("store_retries", "controller"): 7,
+        ("store_retries", "workers"): 4,
     }.items():
         assert values[name] == value, name
+
+
+def test_bytes_of_caches_are_told_by_where_they_came_from(metrics):
+    values = sample(metrics, 110.0, cache=CacheBytes(from_cache=3, from_store=4)).values
+    assert values["cached_data_bytes", "cache"] == 3
+    assert values["cached_data_bytes", "store"] == 4
 
 
 def test_rows_per_second_and_parts_of_a_step_are_those_since_the_last_sample(metrics):
@@ -95,7 +106,7 @@ def test_rows_per_second_and_parts_of_a_step_are_those_since_the_last_sample(met
 def test_pause_is_observed_once_with_its_cause_and_the_start_is_none(metrics, journal):
     sink = Sink()
     sample(metrics, 110.0, sink, PhaseTimes(pause=4.0))
-    journal._line("events", "command", "AbortGeneration", {"worker": "w1", "generation": 1})
+    journal.command(AbortGeneration("w1", 1))
     sample(metrics, 112.0, sink, PhaseTimes(pause=4.4), phase="forming", generation=2)
     for now in (114.0, 116.0):
         sample(metrics, now, sink, PhaseTimes(pause=5.0), generation=2)
@@ -106,9 +117,9 @@ def test_pause_is_observed_once_with_its_cause_and_the_start_is_none(metrics, jo
 
 
 def test_checkpoint_age_and_duration_follow_the_commit(metrics, journal):
-    commit = {"time": 130.0, "event": "CheckpointCommitted", "step": 9}
-    metrics._line({"time": 127.0, "command": "TakeCheckpoint", "worker": "w1"})
+    commit = {"time": 130.0, "event": "CheckpointCommitted", "step": 9, "duration_s": 3.0}
     metrics._line(commit)
+    metrics._line(commit | {"duration_s": 0.0})  # the commit is told again
     values = sample(metrics, 140.0).values
     assert values["checkpoint_age_seconds", ""] == 10.0
     assert values["checkpoint_duration_seconds", ""] == 3.0

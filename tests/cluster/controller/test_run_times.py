@@ -1,16 +1,27 @@
 """Times of workers, from their heartbeats to the journal and the goodput of a run."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elastic_dp.cluster.controller.run_times import RunTimes
-from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerLost
+from elastic_dp.coordinator.messages import (
+    CheckpointFound,
+    FormGeneration,
+    HeartbeatReceived,
+    Member,
+    Membership,
+    StopRequested,
+    TrainingPosition,
+    WorkerLost,
+)
+from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import eventually
-from tests.runs import goes_on, group, lines_of, spec_of
+from tests.runs import ENDLESS, goes_on, group, lines_of, spec_of
 from tests.telemetry.test_goodput import counted
 
 
@@ -23,22 +34,26 @@ def train(ctx):
 
 
 def kill_one(run):
+    """When two train: either may have begun alone, and has the only state until the other one has
+    received it. The group trains again when this returns."""
     status = run.controller.status
-    eventually(lambda: status()["world_size"] == 2, status)  # it may have begun with one
+    eventually(lambda: (status()["world_size"], status()["phase"]) == (2, "running"), status)
     worker = sorted(run.worker_group.processes)[-1]
     run.worker_group.processes[worker].kill()
+    eventually(lambda: worker not in status()["workers"] and status()["phase"] == "running", status)
     goes_on(run)
 
 
 def test_goodput_of_a_run_with_a_kill_adds_up_to_the_wall_time_of_its_workers():
-    outcome, run = group(spec_of(steps=40, workers=2), train, script=[(10, kill_one)])
-    assert outcome.reason and outcome.error is None
+    script = [(10, kill_one), (10, StopRequested("enough"))]
+    outcome, run = group(spec_of(steps=ENDLESS, workers=2), train, script=script)
+    assert (outcome.reason, outcome.error) == ("enough", None)
     lines = [line for line in lines_of(run) if "event" in line or "command" in line]
     goodput, (total, missing) = goodput_of(lines), counted(lines)
     assert goodput.total == pytest.approx(total, rel=0.01)
     assert goodput.waiting_for_workers == pytest.approx(missing, rel=0.01)
     # The bodies alone, of both workers or of the one that was left.
-    assert goodput.useful > 40 * 0.02
+    assert goodput.useful > outcome.step * 0.02
     assert goodput.pause > 0
     # What the controller knows as the run goes on is no other number.
     assert run.controller.times.goodput() == goodput
@@ -59,6 +74,25 @@ def test_times_of_a_worker_are_in_the_journal_before_its_end():
     assert kinds == [("TimesReported", {"w1": (1.0, 2.0)}), ("WorkerLost", None)]
 
 
+def test_bytes_of_caches_are_in_the_journal_and_stay_when_a_worker_is_gone():
+    journal = Journal(None)
+    times = RunTimes(journal)
+    times.begin(2, takes_over=False, rows_per_step=24)
+    times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(5, 7)))
+    times.heard(beat("w2", 3, 1.0))
+    assert times.cache() == CacheBytes(5, 7)
+    times.heard(replace(beat("w1", 3, 2.0), cache_bytes=(6, 7)))
+    times.lost("w1")
+    times.flush()
+    lines = journal.since(None, 0)[1]
+    assert lines[0]["rows_per_step"] == 24
+    assert [line["cache_bytes"] for line in lines[1:]] == [{"w1": (6, 7)}, {}]
+    assert times.cache() == CacheBytes(6, 7)
+    times.begin(2, takes_over=False, rows_per_step=24)  # another start has a w1 of its own
+    times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(1, 1)))
+    assert times.cache() == CacheBytes(7, 8)
+
+
 def test_many_heartbeats_make_one_line():
     journal = Journal(None)
     times = RunTimes(journal)
@@ -70,17 +104,30 @@ def test_many_heartbeats_make_one_line():
     assert line["step"] == 999 and len(line["times"]) == 7
 
 
+def test_step_in_the_journal_goes_back_with_the_run():
+    journal = Journal(None)
+    times = RunTimes(journal)
+    times.heard(beat("w1", 30, 1.0))
+    times.flush()
+    journal.event(CheckpointFound(10))
+    times.heard(beat("w2", 12, 1.0))
+    times.flush()
+    lines = [line["step"] for line in journal.since(None, 0)[1]]
+    assert lines == [30, 10, 12]
+
+
 def test_controller_that_takes_over_continues_the_goodput_of_the_one_before(tmp_path):
     journal = Journal(str(tmp_path))
     first = RunTimes(journal)
     began = time.time()
-    first.begin(1, takes_over=False)
-    journal._line("events", "command", "FormGeneration", {"members": ["w1"]})
+    first.begin(1, takes_over=False, rows_per_step=8)
+    members = (Member("w1", ((0, 1),), TrainingPosition(0), False),)
+    journal.command(FormGeneration(Membership(1, members, "w1", 1.0)))
     first.heard(beat("w1", 3, 0.0, 1e-3))
     first.flush()
     before = first.goodput()
     journal.close()
     again = RunTimes(Journal(str(tmp_path), since=began - 1))
-    again.begin(1, takes_over=True)
+    again.begin(1, takes_over=True, rows_per_step=8)
     assert again.goodput().useful >= before.useful > 0
     assert again.times().compute == 1e-3

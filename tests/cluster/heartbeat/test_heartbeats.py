@@ -63,6 +63,48 @@ def mutated(rng, genuine):
     return genuine[:at] + bytes([genuine[at] ^ 1 << rng.randrange(8)]) + genuine[at + 1 :]
 
 
+def test_worker_tells_how_many_requests_to_stores_it_has_retried(server, heard):
+    page = SharedMemoryPage()
+    page.point_at(server.address)
+    page.count_retry()
+    page.count_retry()
+    server.start()
+    sidecar = page.start_sidecar("w1", SECRET, 0.01)
+    try:
+        eventually(lambda: heard)
+        assert heard[0].store_retries == 2
+        page.count_retry()
+        eventually(lambda: heard[-1].store_retries == 3)
+    finally:
+        sidecar.kill()
+        sidecar.wait()
+
+
+def test_worker_tells_how_many_bytes_its_cache_had_and_how_many_the_store(server, heard):
+    page = SharedMemoryPage()
+    page.point_at(server.address)
+    server.start()
+    sidecar = page.start_sidecar("w1", SECRET, 0.01)
+    try:
+        eventually(lambda: heard)
+        assert heard[0].cache_bytes == (0, 0)
+        page.count_cached(0, 1 << 40)
+        page.count_cached(5, 0)
+        page.count_cached(2, 1)
+        eventually(lambda: heard[-1].cache_bytes == (7, (1 << 40) + 1))
+    finally:
+        sidecar.kill()
+        sidecar.wait()
+
+
+@pytest.mark.parametrize("counts", [None, 1, [1], [1, 2, 3], ["x", 1]])
+def test_counts_that_are_no_pair_of_numbers_are_refused(counts, server, heard):
+    server.receive(signed(server, 1, BEAT | {"cache_bytes": counts}), SOURCE)
+    assert not heard
+    server.receive(signed(server, 2, BEAT), SOURCE)  # by a sidecar that does not know of it
+    assert [event.cache_bytes for event in heard] == [(0, 0)]
+
+
 def test_million_mutated_datagrams_reach_nobody(server, heard):
     rng = random.Random(7)
     strange = [signed(server, 1, secret=OTHER), signed(server, 1, nonce=bytes(16))]

@@ -8,7 +8,9 @@ import pytest
 from elastic_dp.cluster.controller.metrics_record import MetricsRecord
 from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.coordinator.messages import TrainingPosition
+from elastic_dp.train import log_sender
 from elastic_dp.train.generations.worker_progress import WorkerProgress
+from tests.patience import PATIENCE_S
 
 
 class JournalInMemory:
@@ -18,7 +20,7 @@ class JournalInMemory:
     def recorded(self):
         return iter(self.lines)
 
-    def metrics(self, step, metrics):
+    def metrics(self, step, metrics, at):
         self.lines.append({"step": step, **metrics})
 
 
@@ -28,7 +30,8 @@ class FakeController:
     def __init__(self):
         self.term, self.now, self.reachable, self.links = 0, 0.0, True, {}
         self.asks = False
-        self.log = SimpleNamespace(remote=self._log)
+        self.messages = 0
+        self.log_all = SimpleNamespace(remote=self._log_all)
         self.starts([])
 
     def starts(self, lines):
@@ -47,9 +50,11 @@ class FakeController:
     def steps(self):
         return [line["step"] for line in self.journal.lines]
 
-    def _log(self, term, *content):
-        if self.reachable and term == self.term and not self.record.log(*content):
-            self.asks = True
+    def _log_all(self, term, calls, sent_at):
+        self.messages += 1
+        if self.reachable and term == self.term:
+            recorded = [self.record.log(*call, sent_at - at) for *call, at in calls]
+            self.asks |= not all(recorded)
 
 
 class LoggingWorker:
@@ -65,6 +70,7 @@ class LoggingWorker:
             self.progress.step_committed(number, is_last=False)
             for _ in range(calls):
                 self.link.log(*self.progress.logs(), {"loss": 0.5})
+            self.link.flush()
 
 
 @pytest.fixture
@@ -120,6 +126,7 @@ def test_run_that_logs_rarely_has_no_gaps(controller):
         worker.progress.step_committed(step, is_last=False)
         if step % 50 == 0:
             worker.link.log(*worker.progress.logs(), {})
+    worker.link.flush()
     assert controller.steps() == [50, 100, 150]
 
 
@@ -165,3 +172,24 @@ def test_metrics_that_wait_are_recorded_when_the_run_ends(controller):
     controller.starts(controller.journal.lines[:23])
     controller.record.close()
     assert controller.steps() == [*range(1, 24), *range(30, 35)]
+
+
+def test_each_later_message_comes_behind_what_was_logged_before(controller, monkeypatch):
+    monkeypatch.setattr(log_sender, "GATHER_S", PATIENCE_S)
+    came = []
+    controller.log_all.remote = lambda term, calls, at: came.append([each.call for each in calls])
+    for method in ("post", "say", "wrote", "skip"):
+        said = SimpleNamespace(remote=lambda *_, method=method: came.append(method))
+        setattr(controller, method, said)
+    link = ActorLink(controller, controller.term)
+    later = [lambda: link.post(None), lambda: link.say("text"), lambda: link.skipped(["a"])]
+    later += [lambda: link.wrote("w1", None)]
+    for step, send in enumerate(later, start=1):
+        link.log((step, 1), None, {})
+        link.log((step, 2), (step, 1), {})
+        send()
+    assert came == [
+        each
+        for step, method in enumerate(("post", "say", "skip", "wrote"), start=1)
+        for each in ([(step, 1), (step, 2)], method)
+    ]

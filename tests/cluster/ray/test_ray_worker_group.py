@@ -1,5 +1,6 @@
 """The worker group of Ray's actors, without a cluster."""
 
+import pickle
 import types
 
 import pytest
@@ -56,6 +57,35 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
     worker_group.close()
     dies()
     assert failed == ["01"]
+
+
+class CountsItsPickles:
+    def __init__(self, nbytes):
+        self.times, self._state = 0, b"x" * nbytes
+
+    def __reduce__(self):
+        self.times += 1
+        return bytes, (self._state,)
+
+
+@pytest.mark.parametrize(("nbytes", "objects"), [(10, 0), (200_000, 1)])
+def test_command_to_all_workers_is_serialized_once(worker_group, monkeypatch, nbytes, objects):
+    """A long one is one object of Ray's, and not one for each worker."""
+    delivered, put = [], []
+
+    def puts(message):
+        put.append(message)
+        return message
+
+    monkeypatch.setattr(ray_worker_group.ray, "put", puts)
+    for worker in ("w1", "w2", "w3"):
+        deliver = types.SimpleNamespace(remote=lambda *given: delivered.append(pickle.dumps(given)))
+        worker_group._actors[worker] = types.SimpleNamespace(deliver=deliver)
+    command = CountsItsPickles(nbytes)
+    worker_group.send(["w1", "w2", "gone", "w3"], command, None)
+    assert command.times == 1 and len(put) == objects
+    (message,) = {pickle.loads(given)[0] for given in delivered}
+    assert len(delivered) == 3 and pickle.loads(message) == (b"x" * nbytes, None)
 
 
 def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):

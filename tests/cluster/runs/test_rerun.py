@@ -172,7 +172,9 @@ def test_workers_say_the_same_of_a_checkpoint_that_does_not_fit(tmp_path):
 def test_run_once_continued_on_another_kind_of_machine_stays_inexact(tmp_path, monkeypatch):
     first, _ = fit(tmp_path)
     assert first.exact
-    monkeypatch.setattr("elastic_dp.train.session.machine_kind", lambda device, exact: "an abacus")
+    monkeypatch.setattr(
+        "elastic_dp.train.worker_session.machine_kind", lambda device, exact: "an abacus"
+    )
     for steps in (6, 8):  # the second finds a checkpoint that an abacus made
         result, _ = fit(tmp_path, max_steps=steps)
         assert not result.exact

@@ -1,11 +1,12 @@
 """What a controller that takes over knows of the run, without Ray."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller, coordinator_config_of
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.runs import controller_state
 from elastic_dp.cluster.runs.controller_state import (
@@ -14,6 +15,7 @@ from elastic_dp.cluster.runs.controller_state import (
     time_left_s,
 )
 from elastic_dp.cluster.worker import Worker, WorkerJob
+from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import ControllerLink
@@ -45,7 +47,7 @@ class WorkerGroup:
     def start(self, worker):
         self.started.append(worker)
 
-    def send(self, worker, command, rendezvous):
+    def send(self, workers, command, rendezvous):
         self.sent.append(command)
 
     def kill(self, worker):
@@ -101,21 +103,28 @@ class Heard(ControllerLink):
         self.said.append(event)
 
 
+def job_of(spec):
+    address = ControllerAddress("127.0.0.1", 9, b"n")
+    return WorkerJob(cloudpickle.dumps((spec, None)), None, "run", None, address, b"secret")
+
+
+def test_heartbeat_interval_of_the_job_is_that_of_controller_and_sidecar(monkeypatch):
+    """The controller expects heartbeats as often as they come."""
+    given = []
+    monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda page, *of: given.append(of[-1]))
+    failure = FailureConfig(heartbeat_interval_s=0.75)
+    spec = dataclasses.replace(spec_of(), failure=failure)
+    Worker("w1", job_of(spec), Heard())
+    assert given == [0.75] == [coordinator_config_of(spec).heartbeat_interval_s]
+
+
 @pytest.mark.parametrize("was_begun", [False, True])
 def test_worker_that_came_up_without_a_controller_begins_training_at_takeover(
     monkeypatch, was_begun
 ):
     monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda *_: None)
-    job = WorkerJob(
-        cloudpickle.dumps((spec_of(), None)),
-        None,
-        "run",
-        None,
-        ControllerAddress("127.0.0.1", 9, b"n"),
-        b"secret",
-    )
     link = Heard()
-    worker = Worker("w1", job, link)
+    worker = Worker("w1", job_of(spec_of()), link)
     if was_begun:
         worker.deliver(m.BeginTraining("w1", True), None)
     scenario = Scenario.recovered(["w1"], 0, size=1)

@@ -31,7 +31,7 @@ class Stage:
     def __init__(self, url, lease_s=60.0, config=None, token=None):
         self.catalog = Catalog(Store(url))
         self.asked, self.told, self.committed = queue.Queue(), [], queue.Queue()
-        self.wanted = queue.Queue()
+        self.wanted, self.durations_s = queue.Queue(), []
         self.stood_down = threading.Event()
         self.failures = []
         self.snapshot = Snapshot()
@@ -42,13 +42,17 @@ class Stage:
                 request_parts=lambda *request: self.asked.put(request),
                 request_checkpoint=lambda: self.wanted.put(time.monotonic()),
                 tell=self.told.append,
-                committed=self.committed.put,
+                committed=self.commit,
                 stand_down=lambda reason: self.stood_down.set(),
                 fail=self.failures.append,
             ),
             lease_s=lease_s,
             token=token,
         )
+
+    def commit(self, step, duration_s):
+        self.durations_s.append(duration_s)
+        self.committed.put(step)
 
     def goes_on_from(self):
         found = queue.Queue()
@@ -60,13 +64,17 @@ class Stage:
         self.committer._tasks.put(rests.set)
         assert rests.wait(timeout=PATIENCE_S)
 
-    def write(self, worker, members, parts, step=5, lineage_id=0):
+    def write(self, worker, members, parts, step=5, lineage_id=0, took_s=0.0):
         if self.snapshot.step != step:
             self.snapshot.take(step, TREE)
         with ThreadPoolExecutor(1) as executor:
             share = write_parts(self.catalog, self.snapshot, parts, executor, writer=worker)
-        written = WrittenParts(share, members, self.snapshot.manifest(), {}, {}, 0.0, lineage_id)
+        manifest = self.snapshot.manifest()
+        written = WrittenParts(
+            share, members, manifest, {}, {}, 0.0, lineage_id=lineage_id, took_s=took_s
+        )
         self.committer.wrote(worker, written)
+        return written
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +100,17 @@ def test_committed_when_all_have_written(stage):
     assert stage.committed.get(timeout=PATIENCE_S) == 5
     assert stage.goes_on_from() == 5
     assert stage.asked.empty()
+
+
+def test_duration_of_a_checkpoint_begins_with_the_first_snapshot(stage):
+    stage.write("w1", ("w1", "w2"), [0, 1, 2], took_s=200.0)
+    told = stage.write("w2", ("w1", "w2"), [3, 4, 5], took_s=100.0)
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    [duration_s] = stage.durations_s
+    assert 200.0 <= duration_s < 200.0 + PATIENCE_S
+    stage.committer.wrote("w2", told)  # once more
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    assert stage.durations_s == [duration_s, 0.0]
 
 
 def test_committer_without_work_sleeps(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import collective_read
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import eventually
-from tests.runs import group, local, texts_of
+from tests.runs import formed_of, group, local, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import job
 from tests.train.jobs import adamw, loop
 
@@ -110,9 +110,9 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
         failure = dataclasses.replace(spec.failure, hang_timeout_s=HANG_TIMEOUT_S)
         spec = dataclasses.replace(spec, failure=failure)
         script = [(0, lambda run: (waits(run), comes.touch()))]
-    outcome, _ = group(spec, train, script=script, url=str(there))
+    outcome, run = group(spec, train, script=script, url=str(there))
     assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.generations, outcome.workers_lost) == (calm.digest, 1, 0)
+    assert (outcome.digest, len(formed_of(run)), outcome.workers_lost) == (calm.digest, 1, 0)
     lines = [tuple(map(int, x.split())) for x in (tmp_path / "read").read_text().splitlines()]
     spans = sorted((start, end) for _, _, start, end in lines)
     assert len(spans) == readers and all(end > start for start, end in spans)
@@ -132,7 +132,7 @@ def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
     last.write_bytes(content)
     outcome, run = group(spec_for(3), wide, url=str(there))
     assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.generations) == (calm.digest, 1)
+    assert (outcome.digest, len(formed_of(run))) == (calm.digest, 1)
     told = [text for text in texts_of(run) if "step 10 is damaged" in text]
     assert len(told) == 1 and last.name in told[0]
 

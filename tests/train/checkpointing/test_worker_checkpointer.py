@@ -24,6 +24,7 @@ from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
     Points,
+    formed_of,
     goes_on,
     group,
     lines_of,
@@ -100,10 +101,18 @@ def test_a_run_whose_controller_is_gone_goes_on_in_another(calm, tmp_path):
     url = str(tmp_path)
     outcome, _ = group(job(steps=20), average_and_plateau, url=url)
     assert (outcome.error, outcome.step) == (None, 20)
-    outcome, _ = group(job(workers=2), average_and_plateau, url=url)
+    outcome, run = group(job(workers=2), average_and_plateau, url=url)
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (calm.digest, STEPS)
-    assert outcome.generations <= 2
+    assert len(formed_of(run)) <= 2
+
+
+def test_journal_says_how_long_each_checkpoint_of_the_job_took(tmp_path):
+    outcome, run = group(job(steps=10), average_and_plateau, url=str(tmp_path))
+    commits = [line for line in lines_of(run) if line.get("event") == "CheckpointCommitted"]
+    first = {line["step"]: line["duration_s"] for line in reversed(commits)}
+    assert outcome.error is None and first.keys() == {5, 10}
+    assert all(0 < seconds < 150 for seconds in first.values())
 
 
 def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm, tmp_path):

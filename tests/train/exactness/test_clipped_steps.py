@@ -18,7 +18,7 @@ from elastic_dp.distributed.gradient_norm import gradient_norm
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import (
-    Forming,
+    GroupFormation,
     ProcessGroup,
     Rendezvous,
     open_rendezvous_store,
@@ -138,10 +138,10 @@ def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[
         rendezvous = Rendezvous("127.0.0.1", store.port, "test", b"secret")
 
         def member(rank: int) -> dict[str, str]:
-            forming = Forming(
+            formation = GroupFormation(
                 rendezvous, rank=rank, world_size=world_size, device=CPU, timeout_s=PATIENCE_S
             )
-            group = forming.start().wait()
+            group = formation.start().wait()
             try:
                 return of_all(group)
             finally:

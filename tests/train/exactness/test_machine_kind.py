@@ -101,6 +101,13 @@ def test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels(name, 
     assert gpu() == before
 
 
+def test_kind_of_a_gpu_names_its_model_and_the_versions_of_its_libraries(gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
+    assert "H100, 132 SMs, capability 9.0" in gpu()
+    assert "cuda 13.0, cudnn 91400" in gpu()
+
+
 def test_kind_of_a_gpu_with_mixed_precisions_does_not_raise(gpu):
     """Torch's own `torch.backends.cudnn.allow_tf32` does."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"

@@ -24,13 +24,13 @@ from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
-    FormGroup,
+    EnterGeneration,
     Orphaned,
     Released,
     WorkerControl,
 )
-from elastic_dp.train.session import Session
-from elastic_dp.train.worker_run import fail_worker
+from elastic_dp.train.train_function import fail_worker
+from elastic_dp.train.worker_session import WorkerSession
 from tests.patience import PATIENCE_S
 from tests.runs import spec_of
 
@@ -57,7 +57,7 @@ def test_worker_that_waits_for_a_generation_in_vain_is_an_orphan():
 
 
 def test_a_session_ends_outside_of_every_generation():
-    session = Session(
+    session = WorkerSession(
         *(spec_of(), "w1", None, None, False, Nobody(), SharedMemoryPage()),
         control(LONG_AGO, lease_s=1.0, orphan_timeout_s=2.0),
         is_source=False,
@@ -92,11 +92,11 @@ def test_a_generation_is_entered_with_a_lease():
     """A controller that took over forms it sooner than the next heartbeat is answered."""
     renewed_at = [time.monotonic() - 2000.0]
     late = WorkerControl(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
-    form = FormGroup(
+    call = EnterGeneration(
         Membership(3, (Member("w1", ((0, 1),), TrainingPosition(0), True),), "w1", 5.0),
         Rendezvous("", 0, "", b""),
     )
-    late.form(form.membership, form.rendezvous)
+    late.form(call.membership, call.rendezvous)
     entered = []
     thread = threading.Thread(target=lambda: entered.append(late.wait()))
     thread.start()
@@ -104,7 +104,7 @@ def test_a_generation_is_entered_with_a_lease():
     assert not entered
     renewed_at[0] = time.monotonic()
     thread.join(PATIENCE_S)
-    assert entered == [form]
+    assert entered == [call]
 
 
 def test_a_sidecar_follows_the_controller():

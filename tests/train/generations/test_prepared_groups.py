@@ -18,7 +18,7 @@ from elastic_dp.distributed.process_group import (
     open_rendezvous_store,
 )
 from elastic_dp.train.generations.generation_groups import GenerationGroups
-from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
 from tests.patience import PATIENCE_S, eventually
 
 LIKELY = ("w1", "w2")
@@ -59,7 +59,7 @@ def forms(
     def form(one: GenerationGroups) -> ProcessGroup:
         one._control.form(membership, meet)
         told = one._control.wait()
-        assert isinstance(told, FormGroup)
+        assert isinstance(told, EnterGeneration)
         one.enter(told)
         one.start(())
         one.formed()
@@ -75,9 +75,9 @@ def test_prepared_group_of_the_members_is_taken(meet: Rendezvous) -> None:
     groups = [groups_of(worker) for worker in LIKELY]
     for one in groups:
         one.prepare(preparation(LIKELY), meet)
-    formings = [one._prepared.forming for one in groups if one._prepared is not None]
-    eventually(lambda: all(forming._ended.is_set() for forming in formings))
-    assert forms(groups, LIKELY, meet, prepared=1) == [forming.wait() for forming in formings]
+    formations = [one._prepared.formation for one in groups if one._prepared is not None]
+    eventually(lambda: all(formation._ended.is_set() for formation in formations))
+    assert forms(groups, LIKELY, meet, prepared=1) == [formation.wait() for formation in formations]
 
 
 def test_member_that_was_not_told_meets_those_who_were(meet: Rendezvous) -> None:
@@ -92,11 +92,11 @@ def test_prepared_group_of_others_is_closed(meet: Rendezvous, closed: list[objec
         groups[worker].prepare(preparation(LIKELY), meet)
     prepared = groups["w1"]._prepared
     assert prepared is not None
-    eventually(prepared.forming._ended.is_set)
+    eventually(prepared.formation._ended.is_set)
     members = ("w1", "w3")
     made = forms([groups[worker] for worker in members], members, meet, prepared=0)
     assert [one.world_size for one in made] == [2, 2] and len(closed) == 1
-    assert prepared.forming._group is not None and prepared.forming._group.aborted
+    assert prepared.formation._group is not None and prepared.formation._group.aborted
 
 
 def test_newer_preparation_takes_the_place_of_the_older_one(meet: Rendezvous) -> None:

@@ -1,0 +1,466 @@
+"""One worker's run, generation after generation, behind the step iterator.
+
+The training thread runs here. It is either inside a generation (its group is formed, it holds the
+run's state) or waiting for one. A failed or aborted collective brings it back to a boundary:
+nothing of the aborted step remains, it reports its position (`WorkerProgress`), and takes part in
+the next generation. State that it lacks by then, because another member was ahead, it takes over
+before the first step (`StateTransfer`).
+
+User code sees none of this: `next_step` returns each committed step once, in order.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import (
+    Membership,
+    PrepareGroup,
+    Signature,
+    TrainingPosition,
+    WorkerFinished,
+    WorkerId,
+    WorkerReady,
+    WorkerReported,
+    WorkerStopped,
+)
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.faults import fault_of
+from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
+from elastic_dp.errors import GroupError, Interrupted, LoopError
+from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
+from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
+from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.state_transfer import (
+    StateTransfer,
+    TransferRole,
+    plan_state_transfer,
+)
+from elastic_dp.train.generations.worker_control import (
+    ORPHANED,
+    CheckpointState,
+    ConfirmLeft,
+    EnterGeneration,
+    Orphaned,
+    Released,
+    WorkerControl,
+)
+from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.phase_reporter import PhaseReporter
+from elastic_dp.train.state.state_payload import StatePayload
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.step_runner import RetryStep, StepRunner, StopAgreed
+from elastic_dp.train.step.trial_run import TrialRun
+from elastic_dp.train.training_parts import StepsArguments, TrainingParts
+from elastic_dp.train.user_loop import UserLoop
+
+_LOOK_AGAIN_S = 0.02
+
+
+@dataclass
+class WorkerSession:
+    """The training of one worker: `open` when `ctx.steps` is called, `next_step` for each step, and
+    `serve_until_released` after the train function."""
+
+    spec: JobSpec
+    worker: WorkerId
+    data: BatchSource
+    device: torch.device
+    connects_devices: bool
+    link: ControllerLink
+    status: HeartbeatStatus
+    control: WorkerControl
+    is_source: bool
+    checkpoints: WorkerCheckpointer | None = None
+    code: str = ""  # code_fingerprint of the train function
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    timings: list[GenerationTiming] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.inexact_because: list[str] = []
+        self.loop = UserLoop()
+        self.progress = WorkerProgress()
+        self._groups = GenerationGroups(
+            self.worker, self.device, self.connects_devices, self.control
+        )
+        self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
+        self._checkpoints_at_head: StepBoundaryCheckpoints | None = None
+
+    # ------------------------------------------------------------------------ facts for the user
+
+    @property
+    def membership(self) -> Membership | None:
+        return self._groups.membership
+
+    @property
+    def rank(self) -> int:
+        return self._groups.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._groups.world_size
+
+    @property
+    def generation(self) -> int:
+        return self._groups.generation
+
+    @property
+    def position(self) -> TrainingPosition:
+        return self.progress.position
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run has ended, or None."""
+        return self.progress.ended
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the run by steps or epochs; 0 if only time limits it."""
+        limits = []
+        if self.spec.max_steps is not None:
+            limits.append(self.spec.max_steps)
+        if self.spec.data.epochs is not None:
+            limits.append(self.spec.data.epochs * self.data.steps_per_epoch)
+        return min(limits, default=0)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The names of the row groups that the run skips because they cannot be decoded."""
+        return self._parts.skipped.names()
+
+    @property
+    def state(self) -> TrainState:
+        return self._parts.state
+
+    @property
+    def weights(self) -> WeightComparison:
+        return self._parts.weights
+
+    @property
+    def step_runner(self) -> StepRunner:
+        return self._parts.step_runner
+
+    def report(self, phase: str) -> None:
+        self.reporter.report(phase)
+
+    def pass_point(self, name: str, step: int | None = None) -> None:
+        """Passes a named point at which a test may have planned a fault."""
+        self.reporter.pass_point(name, step)
+
+    def reported(self, asked: int) -> WorkerReported:
+        """Returns this worker's report for a controller that takes over. The control thread calls
+        it."""
+        return WorkerReported(
+            self.worker,
+            self.generation,
+            self.position,
+            self.progress.has_state,
+            self.reporter.phase == "wait",
+            self._signature if self.loop.opened else None,
+            self._can_source,
+            self.progress.lineage_id,
+            asked,
+        )
+
+    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+        """Starts to connect for a generation that this worker will most likely be in. The control
+        thread calls it."""
+        if self.loop.opened:
+            self._groups.prepare(command, rendezvous)
+
+    # ------------------------------------------------------------------------------------- life
+
+    def open(self, given: StepsArguments) -> None:
+        """Builds what the loop needs and tries it out. Raises what `ctx.steps` raises."""
+        if self.loop.opened:
+            raise LoopError("ctx.steps was called twice; a train function has one loop")
+        self._parts = TrainingParts.build(
+            given,
+            self.spec,
+            self.data,
+            self.device,
+            self.control,
+            self.reporter,
+            self.status.write_speed,
+        )
+        self.faults.watch(list(self.state.parameters.values()))
+        self._transfer = StateTransfer(
+            self.state,
+            self.step_runner.buffers,
+            self.weights,
+            self.data,
+            self.progress,
+            self.control,
+            self.reporter,
+            self.device,
+            self.total_steps,
+        )
+        kind = machine_kind(self.device, self.spec.exact)
+        software = software_versions(self.device, self.code)
+        layout, lines = self.state.layout()
+        self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
+        self.state.computed_by(kind)
+        if self.checkpoints is not None:
+            self._open_checkpoints(self.checkpoints)
+        self.loop.open()
+        can_source = self._can_source  # as of now: the probe may take long
+        self._try_out(self._parts.trial)
+        self.link.post(WorkerReady(self.worker, self._signature, can_source))
+
+    def _try_out(self, trial: TrialRun) -> None:
+        """Runs a micro-batch before the first step, and undoes it."""
+        self.step_runner.gradients.preallocate(self.spec.scaling.num_virtual_workers)
+        if self.is_source:
+            trial.probe(self.inexact_because, self.link.say)
+        else:
+            self._groups.load_kernels()
+            self.state.preallocate()
+            trial.warm_up()
+
+    def next_step(self) -> StepRecord | None:
+        """Returns the next committed step, or None after the last. Raises Released when
+        released."""
+        self._parts.loop_guard.body_ended(self._warn)
+        self.loop.body_ended()
+        self._checkpoint_if_requested()
+        if self.control.interrupted:
+            raise Interrupted(128 + self.control.interrupted)
+        while True:
+            caught_up = self.ensure_generation()
+            if caught_up is not None:
+                return self._body_begins(caught_up)
+            if self.position.ended:
+                self._checkpoint_if_requested()
+                self.loop.steps_ended()
+                self.progress.loop_left()
+                self.report("body")
+                return None
+            reason = self.control.may_attempt(self.position.step + 1)
+            if reason is not None:
+                self.leave(reason)
+                continue
+            try:
+                self._groups.check_connection()
+                outcome = self.step_runner.attempt(self.position.step + 1)
+            except GroupError as error:
+                self.leave(error, self._groups.unreachable)
+                continue
+            if isinstance(outcome, StepRecord):
+                self._committed(outcome)
+                return self._body_begins(outcome)
+            if isinstance(outcome, StopAgreed):
+                self.progress.stop_agreed(outcome.reason)
+            else:
+                assert isinstance(outcome, RetryStep)
+
+    def serve_until_released(self) -> NoReturn:
+        """Remains a source of state after the train function returned, until released."""
+        digest = self.state.digest()
+        while True:
+            self.leave_if_ended()
+            self.ensure_generation()
+            if self.checkpoints is not None and self.checkpoints.busy:
+                self.report("keep")  # the last checkpoint is taken before the run ends
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            self.report("done")
+            self.link.skipped(self.skipped)
+            because = why_inexact(self.inexact_because, self.state.kinds)
+            where = self.worker, self.generation, self.position
+            why = self.ended or ""
+            self.link.post(WorkerFinished(*where, digest, because, why, self.progress.lineage_id))
+            if not self.control.wait_until_ended():
+                self.leave(ORPHANED)
+
+    # -------------------------------------------------------------------------- generations
+
+    def ensure_generation(self) -> StepRecord | None:
+        """Enters a generation, if outside, and gets its state.
+
+        Returns the record of a step if the transfer brought one that this worker had not committed.
+        """
+        while self._groups.main is None:
+            self.report("wait")
+            call = self.control.wait()
+            if isinstance(call, Orphaned):
+                if self._checkpoints_at_head is not None:
+                    self._checkpoints_at_head.take_without_controller()
+                raise Released(ORPHANED)
+            if isinstance(call, ConfirmLeft):
+                self._post_stopped(call.generation, "asked")
+                continue
+            if isinstance(call, CheckpointState):
+                self._checkpoint_if_requested(call.writers)
+                continue
+            before, had_state = self.position, self.progress.has_state
+            try:
+                self._enter(call)
+            except GroupError as error:
+                self.leave(error, self._groups.unreachable)
+                continue
+            if had_state and self.position.step > before.step:
+                return self.state.record
+        return None
+
+    def leave(self, reason: str | GroupError, unreachable: tuple[WorkerId, ...] = ()) -> None:
+        """Out of this generation, for good: undo what is not committed, say where we stand. Raises
+        a GroupError whose reason is a fault of our own device: no next generation would work."""
+        if isinstance(reason, GroupError) and fault_of(reason) is not None:
+            raise reason
+        if self.loop.in_body:
+            self.step_runner.complete_record()
+        self.step_runner.close()
+        generation = self.control.leave()
+        self._groups.leave()
+        self._post_stopped(generation, str(reason), unreachable)
+
+    def leave_if_ended(self) -> None:
+        if self._groups.main is not None:
+            try:
+                self.control.may_continue()
+            except GroupError as error:
+                self.leave(error)
+
+    def auxiliary_group(self) -> ProcessGroup:
+        """Returns a second group of the same members, for evaluations; formed on first use."""
+        return self._groups.auxiliary()
+
+    def _enter(self, call: EnterGeneration) -> None:
+        """Forms the groups of a generation, gets its state, and starts to work in it. Raises
+        GroupError."""
+        membership = call.membership
+        self._groups.enter(call)
+        self.report("form")
+        self.pass_point("forming")
+        members = membership.members
+        self.weights.compare_among(tuple(member.worker for member in members))
+        plan = plan_state_transfer(membership, self.worker, self.position)
+        source = members[membership.rank(membership.source)]
+        if plan.role is not TransferRole.RESTORE:
+            # rows of virtual workers that come here, meanwhile
+            self._read_ahead(membership, source.position.step + 1)
+        self._groups.start(plan.ranks)
+        payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
+        state_group = self._groups.formed()
+        if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
+            self.step_runner.forget_finished()  # and its memory, before there is more to hold
+        formed_at = time.time()
+        taken = self._get_state(membership, plan.role, state_group, payload)
+        copied_at = time.time()
+        if plan.role is TransferRole.RESTORE:
+            self._read_ahead(membership, self.position.step + 1)
+        assert self._groups.main is not None
+        shares = [member.ranges for member in members]
+        lineage_id = self.progress.lineage_id
+        self.step_runner.open(self._groups.main, shares, membership.topology, lineage_id)
+        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
+        self.report("compute")
+
+    def _get_state(
+        self,
+        membership: Membership,
+        role: TransferRole,
+        group: ProcessGroup | None,
+        payload: StatePayload | None,
+    ) -> int:
+        """Restores, sends or receives the state, or neither. `group`: of those that send or
+        receive. Returns the number of bytes received."""
+        if role is TransferRole.RESTORE:
+            assert self.checkpoints is not None
+            alone = ProcessGroup(None, 0, 1, self.device)
+            self._transfer.restore(group or alone, self.checkpoints)
+        if role is TransferRole.RESTORE or membership.source == self.worker:
+            self.progress.has_initial_state(membership.lineage_id)
+        if payload is not None:
+            assert group is not None
+            self._transfer.send(group, payload)
+        if role is TransferRole.RECEIVE:
+            assert group is not None
+            return self._transfer.receive(group, membership.lineage_id)
+        return 0
+
+    def _read_ahead(self, membership: Membership, next_step: int) -> None:
+        self.data.read_ahead(next_step, membership.members[self.rank].virtual_workers)
+
+    def _post_stopped(
+        self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
+    ) -> None:
+        self.link.post(
+            WorkerStopped(
+                self.worker,
+                generation,
+                self.position,
+                self.progress.has_state,
+                reason,
+                unreachable,
+                at_head=not self.loop.in_body,
+                lineage_id=self.progress.lineage_id,
+                mismatch=self.weights.mismatch,
+                finished=self.step_runner.finished_nodes(self.position.step + 1),
+            )
+        )
+
+    # -------------------------------------------------------------------------------- steps
+
+    def _committed(self, record: StepRecord) -> None:
+        left_out = self._parts.skipped.not_reported_yet()
+        if left_out and self.rank == 0:  # the whole list follows at the end
+            names = ", ".join(left_out)
+            self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
+        for text in self._groups.news_of_devices():
+            self._warn(text)
+        is_last = bool(self.total_steps and record.number >= self.total_steps)
+        self.progress.step_committed(record.number, is_last=is_last)
+
+    def _body_begins(self, record: StepRecord) -> StepRecord:
+        self.loop.body_begins()
+        # Not in the commit: a member that takes the step over runs this body, too.
+        seed_everything(body_seed(self.spec.data.seed, record.number))
+        self._parts.loop_guard.body_begins()
+        self.report("body")
+        self.pass_point("body")
+        return record
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:  # the others would report the same
+            self.link.say(text)
+
+    # -------------------------------------------------------------------------- checkpoints
+
+    @property
+    def _can_source(self) -> bool:
+        """Returns whether the run may start from this worker's weights.
+
+        It may not if the worker's code made them knowing that they do not count.
+        """
+        return self.is_source or not self.loop.read_is_source
+
+    def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
+        told = self.total_steps if self.loop.read_total_steps else None
+        checkpoints.open(self.state, self._signature, job_identity(self.spec), told)
+        self._checkpoints_at_head = StepBoundaryCheckpoints(
+            checkpoints,
+            self.state,
+            self.weights,
+            self.progress,
+            self.loop,
+            self.control,
+            self.reporter,
+        )
+
+    def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
+        if self._checkpoints_at_head is not None:
+            self._checkpoints_at_head.take_if_requested(writers)

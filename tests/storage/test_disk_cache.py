@@ -1,0 +1,302 @@
+"""The cache on the disk: what it returns is right, and its limit holds, whoever is killed or
+stopped."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_dp.storage import DiskCache, Store, disk_cache
+
+PIECE = 1000  # bytes of a range
+
+
+def content_of(key: str, nbytes: int = PIECE) -> bytes:
+    return random.Random(key).randbytes(nbytes)
+
+
+class Far:
+    """A store that counts what is read from it, through a cache of ten ranges."""
+
+    def __init__(self, folder: Path, limit: int = 10 * PIECE, dataset: str = "a") -> None:
+        self.said: list[str] = []
+        self.fetched: list[str] = []
+        self.cache = DiskCache(str(folder), limit, dataset, self.said.append)
+
+    def read(self, *keys: str) -> None:
+        for key in keys:
+            content = self.cache.read(key, PIECE, lambda key=key: self.fetch(key))
+            assert bytes(content) == content_of(key)
+
+    def fetch(self, key: str) -> bytes:
+        self.fetched.append(key)
+        return content_of(key)
+
+
+def files(folder: Path) -> list[Path]:
+    """The ranges that are cached or being written."""
+    own = {"lock", "used", "boot", "open"}
+    return [path for path in folder.rglob("*") if path.is_file() and path.name not in own]
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+KEYS = [f"key {number}" for number in range(25)]
+
+
+def test_range_is_read_from_the_store_once(tmp_path):
+    far = Far(tmp_path / "new" / "cache")
+    far.read("x", "x", "y", "x")
+    again = Far(tmp_path / "new" / "cache")  # another process, or the same after a restart
+    again.read("x", "y")
+    assert (far.fetched, again.fetched) == (["x", "y"], [])
+    assert (far.cache.bytes_read, again.cache.bytes_read) == (2 * PIECE, 2 * PIECE)
+
+
+def test_misses_are_told_for_a_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_RECENT_S", 1e6)  # whatever the machine does meanwhile
+    far = Far(tmp_path)
+    assert not far.cache.misses
+    far.read("x")
+    assert far.cache.misses
+    monkeypatch.setattr(disk_cache, "_RECENT_S", 0.0)
+    far.read("x")
+    assert not far.cache.misses
+
+
+def test_limit_holds_and_what_is_kept_stays_for_every_epoch(tmp_path):
+    far = Far(tmp_path)
+    for epoch in range(4):
+        far.fetched.clear()
+        for key in random.Random(epoch).sample(KEYS, len(KEYS)):
+            far.read(key)
+            assert size(tmp_path) <= 10 * PIECE
+        assert len(far.fetched) == (15 if epoch else 25)
+    assert not far.said
+
+
+def test_space_of_data_sets_that_nobody_has_open_is_used(tmp_path):
+    first, second = Far(tmp_path, dataset="first"), Far(tmp_path, dataset="second")
+    first.read(*KEYS[:4])
+    second.read(*KEYS[:4])
+    third = Far(tmp_path, dataset="third")
+    third.read(*KEYS[:5])
+    assert len(files(tmp_path)) == 10, "all are open, so nothing is deleted"
+    first.cache.close()
+    third.cache._full_until = 0.0
+    third.read(*KEYS[:6])
+    assert len(files(tmp_path)) == 10 and third.cache.bytes_read == 2 * PIECE
+    second.read(*KEYS[:4])
+    assert len(second.fetched) == 4
+    Far(tmp_path, dataset="first").read(KEYS[0])
+
+
+def test_range_larger_than_the_limit_is_read_from_the_store(tmp_path):
+    far = Far(tmp_path, limit=PIECE - 1)
+    far.read("x", "x")
+    assert far.fetched == ["x", "x"] and not files(tmp_path)
+
+
+def test_error_of_the_store_is_raised_and_leaves_nothing(tmp_path):
+    far = Far(tmp_path)
+
+    def fail() -> bytes:
+        raise OSError("the store")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="the store"):
+            far.cache.read("x", PIECE, fail)
+    assert not files(tmp_path) and not far.said
+    far.read("x")
+
+
+def test_file_of_another_length_is_not_used(tmp_path):
+    far = Far(tmp_path)
+    far.read("x")
+    os.truncate(files(tmp_path)[0], PIECE - 1)
+    far.read("x", "x")
+    assert far.fetched == ["x", "x"]
+
+
+def test_files_of_an_earlier_boot_are_deleted(tmp_path, monkeypatch):
+    boot, folder = tmp_path / "boot id", tmp_path / "cache"
+    Far(folder).read(*KEYS[:9])
+    boot.write_text("other")
+    monkeypatch.setattr(disk_cache, "_BOOT_ID", boot)
+    far = Far(folder)
+    far.read(*KEYS[:9])
+    assert len(far.fetched) == 9 and size(folder) == 9 * PIECE
+
+
+def test_threads_that_need_the_same_range_read_it_once(tmp_path):
+    far, both = Far(tmp_path), threading.Barrier(8)
+
+    def read() -> None:
+        both.wait()
+        far.read("x")
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert far.fetched == ["x"]
+
+
+# ------------------------------------------------------------------------------- disks
+
+
+def test_folder_that_cannot_be_used_is_said_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    far = Far(tmp_path / "file")
+    far.read("x", "x", "y")
+    assert far.fetched == ["x", "x", "y"]
+    assert len(far.said) == 1 and "DataConfig.cache_dir" in far.said[0]
+    assert str(tmp_path) in far.said[0] and "File exists" in far.said[0]
+
+
+def test_full_disk_is_said_once_and_gives_back_what_was_taken(tmp_path, monkeypatch):
+    far = Far(tmp_path)
+    far.read("x")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk_cache.os, "pwrite", full)
+    far.read("y", "y", "x")
+    assert far.fetched == ["x", "y", "y"] and len(far.said) == 1
+    assert "No space left" in far.said[0]
+    assert len(files(tmp_path)) == 1 and int((tmp_path / "used").read_text()) == PIECE
+
+
+def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
+    far = Far(tmp_path / "cache")
+    far.read("x")
+    os.rename(tmp_path / "cache", tmp_path / "elsewhere")
+    far.read("x", "y")
+    assert far.fetched == ["x", "x", "y"] and len(far.said) == 1
+
+
+# --------------------------------------------------------------------------- processes
+
+_OTHER = """
+import random, signal, sys, time
+from elastic_dp.storage import DiskCache
+
+folder, limit, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+cache = DiskCache(folder, limit, "a", print)
+
+def content_of(key):
+    return random.Random(key).randbytes(1000)
+
+def fetch(key):
+    if what == "hang":
+        print("fetching", flush=True)
+        time.sleep(1000)
+    return content_of(key)
+
+chance, reads = random.Random(), 0
+print("began", flush=True)
+while True:
+    key = "x" if what == "hang" else f"key {chance.randrange(25)}"
+    assert bytes(cache.read(key, 1000, lambda: fetch(key))) == content_of(key), key
+    reads += 1
+    if reads % 200 == 0:
+        print("reads", flush=True)
+"""
+
+
+def other(folder: Path, what: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OTHER, str(folder), str(10 * PIECE), what],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "began\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_range_of_a_process_that_is_killed_is_read_by_the_next(tmp_path, monkeypatch):
+    process = other(tmp_path, "hang")
+    assert process.stdout.readline() == "fetching\n"
+    kill(process)
+    assert [path.suffix for path in files(tmp_path)] == [".part"]
+    monkeypatch.setattr(disk_cache, "_WAIT_S", 0.0)  # nobody holds its lock any more
+    far = Far(tmp_path)
+    far.read("x", "x")
+    assert far.fetched == ["x"]
+
+
+def test_process_that_is_stopped_holds_nobody_up_for_long(tmp_path, monkeypatch):
+    process = other(tmp_path, "hang")
+    try:
+        assert process.stdout.readline() == "fetching\n"
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(disk_cache, "_WAIT_S", 0.1)
+        far = Far(tmp_path)
+        far.read("x", "y", "y")
+        assert far.fetched == ["x", "y"] and not far.said
+    finally:
+        kill(process)
+
+
+def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path):
+    """Wherever they are: reading, taking space, writing."""
+    chance, processes = random.Random(0), [other(tmp_path, "read") for _ in range(2)]
+    try:
+        for _ in range(6):
+            time.sleep(chance.uniform(0.0, 0.2))
+            process = processes.pop(0)
+            assert process.poll() is None, "it met other content"
+            kill(process)
+            assert size(tmp_path) <= 10 * PIECE
+            processes.append(other(tmp_path, "read"))
+        for process in processes:
+            assert process.stdout.readline() == "reads\n"
+    finally:
+        for process in processes:
+            kill(process)
+    far = Far(tmp_path)
+    far.read(*KEYS, *KEYS)
+    assert size(tmp_path) <= 10 * PIECE and not far.said
+    assert far.cache.bytes_read >= 2 * 9 * PIECE  # the space of those that were killed is used
+    assert not list(tmp_path.rglob("*.part"))
+
+
+# ------------------------------------------------------------------------------- stores
+
+
+def test_store_keeps_ranges_of_a_version_and_nothing_else(tmp_path):
+    cache = DiskCache(str(tmp_path / "cache"), 1 << 20, "a", print)
+    store = Store("memory://cached", cache=cache)
+    path = f"{store.path}/file"
+    store.write(path, b"0123456789")
+    version = store.look_up(path).version
+    for _ in range(2):
+        assert bytes(store.read(path, 2, 5, version)) == b"234"
+        assert bytes(store.read(path, 5, 8, version)) == b"567"
+        assert bytes(store.read(path, 2, 5)) == b"234"
+    assert store.counts.bytes_read == 3 + 3 + 2 * 3 and cache.bytes_read == 6
+
+
+def test_files_of_the_machine_are_not_copied(tmp_path):
+    (tmp_path / "file").write_bytes(b"0123456789")
+    cache = DiskCache(str(tmp_path / "cache"), 1 << 20, "a", print)
+    store = Store(str(tmp_path), cache=cache)
+    entry = store.look_up(f"{store.path}/file")
+    assert bytes(store.read(entry.path, 2, 5, entry.version)) == b"234"
+    assert not (tmp_path / "cache").exists()

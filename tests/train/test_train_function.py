@@ -1,0 +1,101 @@
+"""What a train function finds when it is called."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from elastic_dp.errors import LoopError
+from elastic_dp.sampling.seeds import seed_for
+from elastic_dp.train import train_function
+from elastic_dp.train.train_function import (
+    call_train_function,
+    exit_if_device_failed,
+    train_until_released,
+)
+from tests.runs import spec_of
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
+    """The generator of a device is not there before the device is in use, and is seeded
+    nevertheless."""
+    opened, seeds = [], []
+    monkeypatch.setattr(torch.cuda, "init", lambda: opened.append(True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(opened))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    spec = spec_of()
+    spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, seed=seed))
+    session = types.SimpleNamespace(
+        spec=spec,
+        device=torch.device("cuda", 0),
+        loop=types.SimpleNamespace(failure=None, opened=False),
+    )
+    found = []
+    with pytest.raises(LoopError):
+        call_train_function(lambda ctx: found.extend(seeds), session)
+    assert found == [seed_for(seed, 0, 0) % (1 << 63)]
+
+
+def test_a_train_function_on_the_cpu_opens_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: pytest.fail("opened"))
+    session = types.SimpleNamespace(
+        spec=spec_of(),
+        device=torch.device("cpu"),
+        loop=types.SimpleNamespace(failure=None, opened=False),
+    )
+    with pytest.raises(LoopError):
+        call_train_function(lambda ctx: None, session)
+
+
+class Exited(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def status(monkeypatch):
+    """Where the fault is written down; `written` has what was."""
+
+    def exit_process(code):
+        raise Exited(code)
+
+    monkeypatch.setattr(train_function.os, "_exit", exit_process)
+    made = types.SimpleNamespace(written=[])
+    made.write_fault = lambda kind, text: made.written.append((str(kind), text))
+    return made
+
+
+def test_a_device_that_fails_after_the_loop_ends_the_process(status, monkeypatch):
+    """While this worker serves others with its state, or computes its digest."""
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def serve():
+        raise error
+
+    monkeypatch.setattr(train_function, "call_train_function", lambda train, session: None)
+    session = types.SimpleNamespace(
+        spec=types.SimpleNamespace(exact=False),
+        inexact_because=[],
+        status=status,
+        serve_until_released=serve,
+        checkpoints=None,
+    )
+    with pytest.raises(Exited):
+        train_until_released(lambda ctx: None, session)
+    text = "AcceleratorError: CUDA error: unspecified launch failure"
+    assert status.written == [("device fault", text)]
+
+
+def test_any_error_on_a_device_whose_context_is_lost_ends_the_process(status, monkeypatch):
+    """Asynchronous faults surface anywhere, or are swallowed by user code."""
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(train_function, "broken_context", lambda: error)
+    with pytest.raises(Exited):
+        exit_if_device_failed(status, KeyError("tokens"))
+    assert "device-side assert" in status.written[0][1]
+
+
+def test_an_error_of_user_code_on_a_device_that_works_ends_no_process(status):
+    exit_if_device_failed(status, KeyError("tokens"))
+    assert status.written == []
