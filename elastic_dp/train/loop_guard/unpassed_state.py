@@ -112,15 +112,20 @@ class UnpassedStateGuard:
 
 
 def _of(kinds: tuple[type, ...]) -> Iterator[Any]:
-    """Yields all objects of the process with these types. It looks at each class only once, for
-    speed."""
-    fits: dict[type, bool] = {}
-    for one in gc.get_objects():
-        cls = type(one)
-        if cls not in fits:
-            fits[cls] = issubclass(cls, kinds)
-        if fits[cls]:
+    """Yields all objects of the process with these types or types derived from them.
+
+    An object refers to its class, so the search asks for what refers to the classes.
+    `gc.get_objects` would list them too, but also tuples that another thread is still making; while
+    somebody else holds such a tuple, CPython cannot finish it and raises SystemError there.
+    """
+    classes = set[type]().union(*map(_with_subclasses, kinds))
+    for one in gc.get_referrers(*classes):
+        if type(one) in classes:
             yield one
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
 
 
 def _uses(one: Any) -> Any:

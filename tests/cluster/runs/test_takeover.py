@@ -19,6 +19,7 @@ from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.log_sender import LoggedCall
 from tests.coordinator.scenarios import Scenario
 from tests.runs import spec_of
 
@@ -206,12 +207,16 @@ def test_a_run_that_has_ended_is_not_led_again():
     assert (status["phase"], status["reason"], status["step"]) == ("over", "the last step", 12)
 
 
+def logged(step, call):
+    return LoggedCall((step, call), None, {"loss": step + call / 10}, 0.0)
+
+
 def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
     state_store = ControllerStateStore()
     journal = Journal(str(tmp_path))
     first = controller(state_store, journal)
     for step, call in ((1, 1), (1, 2), (2, 1)):
-        first.log((step, call), None, {"loss": step + call / 10})
+        first.log_all([logged(step, call)], 0.0)
     journal.close()
     second = controller(
         Stored(state_store), Journal(str(tmp_path), since=state_store.state.started_at)
@@ -219,6 +224,6 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
     assert second.metrics.logged_to == (2, 1)
     assert second.metrics.newest == {"loss": 2.1}
     for step, call in ((1, 2), (2, 1), (2, 2)):
-        second.log((step, call), None, {"loss": step + call / 10})
+        second.log_all([logged(step, call)], 0.0)
     assert [line["loss"] for line in second.journal.recorded()] == [1.1, 1.2, 2.1, 2.2]
     second.journal.close()
