@@ -31,6 +31,7 @@ _MOVE = "Delete it, or move it away"
 PAGE_BYTES = 4096  # alignment of direct writes, in memory and in the file
 LINKS = "links to nothing"
 NO_FILES = "pipes, sockets or devices"
+_ATTEMPTS = 5  # of a write whose temporary file vanishes
 _DIRECT_BYTES = 1 << 20  # smaller writes use the page cache
 
 
@@ -71,6 +72,17 @@ class LocalBackend:
             os.close(descriptor)
 
     def write(self, path: str, content: Buffer, create_only: bool) -> None:
+        for _ in range(_ATTEMPTS):
+            # The temporary file may vanish: who cleans the folder cannot tell it from one that a
+            # killed writer left. The name was not given then, so the write starts again.
+            with contextlib.suppress(FileNotFoundError):
+                return self._write(path, content, create_only)
+        raise StorageError(
+            f"{path}: the temporary file of this write was deleted {_ATTEMPTS} times before it "
+            "was complete; stop what deletes files in this folder"
+        )
+
+    def _write(self, path: str, content: Buffer, create_only: bool) -> None:
         folder, name = os.path.split(path)
         try:
             os.makedirs(folder, exist_ok=True)
@@ -89,7 +101,7 @@ class LocalBackend:
         except IsADirectoryError:
             raise FileDamaged(path, "it is a folder where a file must be", _MOVE) from None
         finally:
-            if os.path.lexists(aside):
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(aside)
 
     def delete(self, path: str) -> None:
@@ -206,7 +218,7 @@ def _link(aside: str, path: str) -> None:
     """Gives the file its name, unless that is taken, in one atomic call."""
     try:
         os.link(aside, path)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

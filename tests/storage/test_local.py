@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from elastic_dp.errors import FileDamaged
+from elastic_dp.errors import FileDamaged, StorageError
 from elastic_dp.storage import Store
-from elastic_dp.storage.local_backend import PAGE_BYTES
+from elastic_dp.storage.local_backend import PAGE_BYTES, LocalBackend
 
 
 def content(offset):
@@ -68,3 +68,34 @@ def test_look_up_below_a_file_finds_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     store = Store(str(tmp_path))
     assert store.look_up(f"{store.path}/file/x") is None
+
+
+@pytest.mark.parametrize("create_only", [True, False])
+def test_write_starts_again_if_its_temporary_file_is_swept_away(tmp_path, monkeypatch, create_only):
+    """Another process deletes temporary files in this folder, as the retention of checkpoints
+    does."""
+    real, calls = getattr(os, name := "link" if create_only else "replace"), []
+
+    def sweep_first(aside, path):
+        calls.append(aside)
+        if len(calls) == 1:
+            os.unlink(aside)
+        real(aside, path)
+
+    monkeypatch.setattr(os, name, sweep_first)
+    path = str(tmp_path / "checkpoints" / "claim")
+    LocalBackend(str(tmp_path)).write(path, b"content", create_only)
+    assert len(calls) == 2
+    assert os.listdir(tmp_path / "checkpoints") == ["claim"]
+    assert (tmp_path / "checkpoints" / "claim").read_bytes() == b"content"
+
+
+def test_write_whose_temporary_file_always_vanishes_says_so(tmp_path, monkeypatch):
+    def vanish(aside, path):
+        os.unlink(aside)
+        raise FileNotFoundError(aside)
+
+    monkeypatch.setattr(os, "link", vanish)
+    with pytest.raises(StorageError, match="deleted 5 times"):
+        LocalBackend(str(tmp_path)).write(str(tmp_path / "x"), b"content", True)
+    assert os.listdir(tmp_path) == []
