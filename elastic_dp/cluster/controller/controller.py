@@ -8,6 +8,7 @@ metrics, exits of workers, checkpoints, the report of the run, and the state for
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import queue
@@ -36,6 +37,7 @@ from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     BeginTraining,
+    CheckpointCommitted,
     ClaimGeneration,
     Command,
     DeadlineReached,
@@ -272,6 +274,7 @@ class Controller:
         self.heartbeats.close()
         self._rendezvous_service.close()
         self.checkpoints.close()
+        self._note_last_commits()
         if self._crash_logs is not None:
             self._crash_logs.close()
         self.metrics.close()
@@ -283,6 +286,14 @@ class Controller:
         except Exception as error:  # any error of a store; attached drivers still get the result
             where = redact_url(self.url or "")
             self.say(f"the result cannot be written to {where}: {error}")
+
+    def _note_last_commits(self) -> None:
+        """Record the checkpoints that were committed after the last worker had left."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self.inbox.get_nowait()
+                if isinstance(event, CheckpointCommitted):
+                    self._note(event)
 
     def _lead(self, found: Sequence[WorkerId]) -> None:
         clock = time.monotonic

@@ -1,6 +1,7 @@
 """What a controller that takes over knows of the run, without Ray."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import cloudpickle
@@ -227,3 +228,20 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
         second.log_all([logged(step, call)], 0.0)
     assert [line["loss"] for line in second.journal.recorded()] == [1.1, 1.2, 2.1, 2.2]
     second.journal.close()
+
+
+def test_checkpoint_committed_after_the_last_worker_left_is_in_the_journal(tmp_path):
+    journal = Journal(str(tmp_path))
+    made = controller(ControllerStateStore(), journal)
+    close = made.checkpoints.close
+
+    def commit_and_close():
+        made.post(m.CheckpointCommitted(10, 0.5))
+        close()
+
+    made.checkpoints.close = commit_and_close
+    made.post(m.DeadlineReached())  # in front of it, and of no interest any more
+    made._close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    committed = [line for line in lines if line.get("event") == "CheckpointCommitted"]
+    assert [line["step"] for line in committed] == [10]
