@@ -190,9 +190,9 @@ MEASURE = textwrap.dedent("""
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_does_not_grow_with_the_source(tmp_path):
-    """The growth of a process' peak over what the same takes with a small source, by sources of 60
-    MiB each, one row group."""
-    for name, rows in (("small", 2000), ("large", 16_000)):
+    """The growth of a process' peak over what the same takes with a small source, by sources of 120
+    MiB each, one row group. How many rows are under way differs with the load of the machine."""
+    for name, rows in (("small", 2000), ("large", 32_000)):
         line = json.dumps({"id": 1, "text": "word " * 800}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(line * rows)
         values = np.random.default_rng(0).integers(0, 1 << 30, 1024 * rows, dtype=np.int32)
@@ -201,8 +201,8 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
             table, tmp_path / f"{name}.parquet", row_group_size=rows, use_dictionary=False
         )
     for ending in ("jsonl", "parquet"):
-        assert (tmp_path / f"large.{ending}").stat().st_size > 60 << 20
+        assert (tmp_path / f"large.{ending}").stat().st_size > 120 << 20
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peaks_mib = [int(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert peaks_mib[-1] - peaks_mib[2] < 24, done.stdout  # the source has grown by 53 MiB
+    assert peaks_mib[-1] - peaks_mib[2] < 60, done.stdout  # the source has grown by 115 MiB
