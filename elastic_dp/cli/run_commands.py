@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -32,7 +33,7 @@ from elastic_dp.cli.run_options import (
     find_run,
 )
 from elastic_dp.cli.store_options import StorageOption
-from elastic_dp.errors import ElasticError, SpecError
+from elastic_dp.errors import ElasticError, Interrupted, SpecError
 from elastic_dp.wording import counted
 
 _RunAddress = Annotated[
@@ -84,8 +85,10 @@ def events(
     as_json: Json = False,
 ) -> None:
     """Print every event, command and metric, one per line; with --json one JSON object per line."""
-    for line in find_run(name, address, storage_path, storage_option).events(follow=follow):
-        print(json.dumps(line, default=str) if as_json else _journal_line(line), flush=True)
+    found = find_run(name, address, storage_path, storage_option)
+    with _sigterm_exits():
+        for line in found.events(follow=follow):
+            print(json.dumps(line, default=str) if as_json else _journal_line(line), flush=True)
 
 
 def logs(
@@ -107,12 +110,12 @@ def logs(
     logs/WORKER.last.log.
     """
     printed = False
-    for each, line in find_run(name, address, storage_path, storage_option).logs(
-        worker, tail=tail, follow=follow
-    ):
-        words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
-        print(words, flush=True)
-        printed = True
+    found = find_run(name, address, storage_path, storage_option)
+    with _sigterm_exits():
+        for each, line in found.logs(worker, tail=tail, follow=follow):
+            words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
+            print(words, flush=True)
+            printed = True
     if not printed:
         print(
             f"no worker of {name} has printed anything that is kept. A run in one process "
@@ -300,6 +303,21 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Let SIGTERM end a command with exit code 143 and without a word.
+
+    Ray, whose handler is in place once a run is found, prints a stack trace instead.
+    """
+    from elastic_dp.cluster.console import sigterm_interrupts
+
+    try:
+        with sigterm_interrupts():
+            yield
+    except Interrupted:  # also a KeyboardInterrupt, which would be reported as Ctrl-C
+        raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 def _ray_has_owner() -> bool:

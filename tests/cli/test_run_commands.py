@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import types
 
@@ -9,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from elastic_dp.cli import app
+from elastic_dp.cli import app, run_commands
 from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
@@ -69,6 +70,53 @@ def test_follow_has_the_short_form_of_tail(verb):
     commands = typer.main.get_command(app).commands
     [follow] = [p for p in commands[verb].params if p.name == "follow"]
     assert follow.opts == ["--follow", "-f"]
+
+
+class Followed:
+    """A run that gets SIGTERM while it is followed; Ray's calls raise a plain KeyboardInterrupt
+    for it."""
+
+    def __init__(self, swallows):
+        self.swallows = swallows
+
+    def events(self, *, follow):
+        yield {"time": 0.0, "command": "Explain", "text": "hello"}
+        self.wait()
+
+    def logs(self, worker, *, tail, follow):
+        yield "w1", "hello"
+        self.wait()
+
+    def wait(self):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            if self.swallows:
+                raise KeyboardInterrupt from None
+            raise
+        raise AssertionError("the signal did nothing")
+
+
+def present(number, frame):
+    """A handler as Ray's, which exits otherwise."""
+    raise SystemExit(15)
+
+
+present.__module__ = "ray.stands_in"
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("verb", ["events", "logs"])
+def test_sigterm_ends_a_follower_with_143_and_without_a_word(verb, swallows, monkeypatch):
+    monkeypatch.setattr(run_commands, "find_run", lambda *_: Followed(swallows))
+    before = signal.signal(signal.SIGTERM, present)
+    try:
+        said = CliRunner().invoke(app, [verb, "job", "-f"], catch_exceptions=False)
+        assert signal.getsignal(signal.SIGTERM) is present
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (said.exit_code, said.stderr) == (143, "")
+    assert said.stdout.rstrip().endswith("hello")
 
 
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
