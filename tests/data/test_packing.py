@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,16 +230,50 @@ def test_packed_rows_under_a_kill_and_over_a_resume_give_the_undisturbed_weights
     outcome, _ = group(spec, train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
-    rows: dict[str, Row] = {}
-    for file in (tmp_path / "log").iterdir():
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # else its worker was killed
-                rows |= {str(row): row for row in json.loads(line)}
-    check(list(rows.values()))
+    check(list(rows_in(tmp_path / "log").values()))
     url = str(tmp_path / "run")
     first = local(dataclasses.replace(spec, max_steps=2), train, url=url)
     resumed = local(spec, train, url=url)
     assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
+
+
+def rows_in(log: Path) -> dict[str, Row]:
+    """The packed rows that the workers logged, each once: a worker tries `loss_fn` with the first
+    micro-batch of the run before it trains, and the last line may be cut if it was killed."""
+    lines = [line for file in log.iterdir() for line in file.read_text().splitlines(keepends=True)]
+    logged = [row for line in lines if line.endswith("\n") for row in json.loads(line)]
+    return {str(row): row for row in logged}
+
+
+def test_packed_rows_resumed_within_an_epoch_on_another_number_of_workers_come_once(tmp_path):
+    """Two workers until step 2 of 6, then one or three."""
+    config = packed(tmp_path / "in")
+    data = open_data(config, virtual_workers=V)
+    steps, tried = data.steps_per_epoch, {str(row) for row in rows_of(data.batch(1, 0))}
+    data.close()
+
+    def trained(workers: int, last: int, folder: Path) -> tuple[str, dict[str, Row]]:
+        log = folder / f"workers-{workers}"
+        log.mkdir(parents=True)
+        options = {"folder": str(log)}
+        spec = spec_of(steps=last, workers=workers, min_workers=workers, virtual=V, config=options)
+        spec = dataclasses.replace(spec, data=config)
+        outcome, _ = group(spec, train, url=str(folder / "run"))
+        assert outcome.error is None, outcome.traceback
+        assert outcome.step == last and len(list(log.iterdir())) == workers
+        return outcome.digest, rows_in(log)
+
+    undisturbed, every = trained(1, steps, tmp_path / "undisturbed")
+    _, before = trained(2, 2, tmp_path / "first")
+    assert len(before) == 2 * V * B
+    for workers in (1, 3):
+        folder = tmp_path / f"resumed-{workers}"
+        shutil.copytree(tmp_path / "first/run", folder / "run")
+        digest, after = trained(workers, steps, folder)
+        assert digest == undisturbed
+        assert before.keys() & after.keys() <= tried
+        assert before | after == every
+    check(list(every.values()))
 
 
 def write(folder: Path, **columns: Any) -> DataConfig:
