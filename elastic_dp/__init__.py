@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         DataConfig,
         FailureConfig,
+        IterableData,
         MapStyleData,
         ScalingConfig,
     )
@@ -28,6 +29,7 @@ __all__ = [
     "DataConfig",
     "ElasticTrainer",
     "FailureConfig",
+    "IterableData",
     "MapStyleData",
     "Result",
     "Run",

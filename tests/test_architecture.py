@@ -42,6 +42,7 @@ ALLOWED = {
         "threads",
     },
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
+    "materialization": {"errors", "config", "storage", "data", "dataprep", "materialization"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
     "device": {"errors", "device"},
     "distributed": {"errors", "device", "distributed", "threads"},
@@ -65,6 +66,7 @@ ALLOWED = {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording", "run_record", "report.report_builder", "report.report_model"),
+        "materialization.materialized_rows",
     },
     "report": {
         *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
@@ -523,6 +525,10 @@ PARAMETERS = {
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint
     """,
+    "IterableData": """
+        dataset *micro_batch_size epochs seed tail fingerprint max_rows folder pack group_by_length
+        decode transform collate_fn workers shuffle memory_bytes fill_nulls storage_options
+    """,
     "ScalingConfig": """
         *min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker
         stabilization_s market min_on_demand zones label_selector balance priority
@@ -549,8 +555,8 @@ MEMBERS = {
 
 def test_public_names_are_exactly_these():
     names = (
-        "CheckpointConfig DataConfig ElasticTrainer FailureConfig MapStyleData Result Run "
-        "ScalingConfig Step TrainContext "
+        "CheckpointConfig DataConfig ElasticTrainer FailureConfig IterableData MapStyleData Result "
+        "Run ScalingConfig Step TrainContext "
         "attach load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()

@@ -28,6 +28,7 @@ from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
+    IterableData,
     JobSpec,
     MapStyleData,
     ScalingConfig,
@@ -83,7 +84,7 @@ class ElasticTrainer:
         self,
         train: TrainFunction,
         *,
-        data: DataConfig | MapStyleData,
+        data: DataConfig | MapStyleData | IterableData,
         name: str | None = None,
         storage_path: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -140,6 +141,7 @@ class ElasticTrainer:
         self.loggers = tuple(loggers)
         self._total_steps = self.spec.max_steps  # and by epochs, once the data is open
         self.runtime_env = dict(runtime_env or {})
+        self._said_of_rows: list[str] = []  # for the journal
 
     @property
     def url(self) -> StorageURL:
@@ -169,6 +171,7 @@ class ElasticTrainer:
         die or freeze, by point, step and rank.
         """
         self._adopt_fixed_fields()
+        self._materialize(ProgressPrinter().say)
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()
             stored = self._check_and_record(data)
@@ -182,13 +185,15 @@ class ElasticTrainer:
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            for note in self._record_start(data.steps_per_epoch) if is_new else ():
+            start = partial(self._record_start, data.steps_per_epoch)
+            for note in (*self._said_of_rows, *start()) if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
     # ------------------------------------------------------------------------------ private
 
     def _fit_on_ray(self, progress: ProgressPrinter) -> Result:
+        self._materialize(progress.say)
         run = self.start()
         if run.controller is None:
             progress.say(console.stored(run.result()))
@@ -224,6 +229,19 @@ class ElasticTrainer:
         scaling = dataclasses.replace(scaling, virtual_workers=fixed)
         self.spec = dataclasses.replace(self.spec, scaling=scaling)
 
+    def _materialize(self, say: Callable[[str], None]) -> None:
+        """Write the rows of an iterable, and train on their shards from then on."""
+        if not isinstance(self.spec.data, IterableData):
+            return
+        from elastic_dp.materialization.materialized_rows import materialized  # dataprep, pandas
+
+        def tell(text: str) -> None:
+            self._said_of_rows.append(text)
+            say(text)
+
+        data = materialized(self.spec.data, self.url, tell)
+        self.spec = dataclasses.replace(self.spec, data=data)
+
     def _open_data(self, **options: Any) -> Dataset:
         return open_data(
             self.spec.data,
@@ -241,6 +259,7 @@ class ElasticTrainer:
         def say(text: str) -> None:
             progress.show({"command": "Explain", "text": text})
 
+        self._materialize(progress.say)
         data = self._open_data(pin=is_gpu(device), on_wait=say)
         stored = self._check_and_record(data)
         if stored is not None:
@@ -254,7 +273,7 @@ class ElasticTrainer:
         journal = Journal(self.url)
         loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
         journal.listen(loggers.put)
-        for note in self._record_start(data.steps_per_epoch):
+        for note in (*self._said_of_rows, *self._record_start(data.steps_per_epoch)):
             journal.command(Explain(note))
 
         def tell(text: str) -> None:

@@ -19,7 +19,7 @@ from elastic_dp.config.source_weights import Weights, sources_of, weights_by_ste
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
-FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds"]
+FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds", "litdata"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,9 @@ class DataConfig(_Order):
       micro-batch, so that a `collate_fn` pads less. They are sorted within windows of 50 steps.
       None: rows are in the order of `shuffle`.
     - `decode`: {"image": "rgb"} decodes the images in a column of bytes to uint8 arrays [height,
-      width, 3], before `transform`, in threads or in the processes of `workers`.
+      width, 3], before `transform`, in threads or in the processes of `workers`. {"clip": "audio"}
+      decodes audio files to float32 arrays [samples], and adds the column "clip_rate";
+      {"clip": {"audio": 16000}} resamples them to this rate.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
       `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
       step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
@@ -99,7 +101,7 @@ class DataConfig(_Order):
     filter: Any = field(default=None, kw_only=True, compare=False)
     pack: int | None = field(default=None, kw_only=True)
     group_by_length: str | None = field(default=None, kw_only=True)
-    decode: Mapping[str, str] | None = field(default=None, kw_only=True)
+    decode: Mapping[str, str | Mapping[str, int]] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
@@ -142,11 +144,7 @@ class DataConfig(_Order):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         self._check_pack()
         self._check_group_by_length()
-        kinds = self.decode or {}
-        if not isinstance(kinds, Mapping) or any(kind != "rgb" for kind in kinds.values()):
-            raise SpecError(
-                f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}'
-            )
+        self._check_decode()
         if self.source_column is not None and not (
             isinstance(self.source_column, str) and self.source_column
         ):
@@ -159,6 +157,14 @@ class DataConfig(_Order):
         fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
             raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")
+
+    def _check_decode(self) -> None:
+        kinds: Any = self.decode or {}
+        if not isinstance(kinds, Mapping) or not all(map(_is_decoded, kinds.values())):
+            raise SpecError(
+                f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}, '
+                '{"x": "audio"} or {"x": {"audio": 16000}}, with a sampling rate'
+            )
 
     def _check_cache(self) -> None:
         given: Any = self.cache_dir
@@ -240,6 +246,14 @@ class DataConfig(_Order):
         return weights_by_step(self.url) if isinstance(self.url, Mapping) else None
 
 
+def _is_decoded(kind: Any) -> bool:
+    """Whether it is a kind that `DataConfig.decode` knows."""
+    if isinstance(kind, Mapping):
+        rates = [*kind.values()]
+        return [*kind] == ["audio"] and type(rates[0]) is int and rates[0] > 0
+    return kind in ("rgb", "audio")
+
+
 @dataclass(frozen=True)
 class MapStyleData(_Order):
     """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order of
@@ -278,6 +292,6 @@ class MapStyleData(_Order):
             )
         if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
             raise SpecError(
-                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows "
-                "write Parquet shards and use DataConfig"
+                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows that "
+                "ends use IterableData"
             )

@@ -10,12 +10,13 @@ from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
 from elastic_dp.config.field_checks import at_least, boolean, whole_number
+from elastic_dp.config.iterable_data import IterableData
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.errors import SpecError
 
 _NAME_BYTES = 255  # the longest name of a folder in file systems
 _PARTS: dict[str, tuple[type, ...]] = {
-    "data": (DataConfig, MapStyleData),
+    "data": (DataConfig, MapStyleData, IterableData),
     "config": (Mapping,),
     "scaling": (ScalingConfig,),
     "checkpoint": (CheckpointConfig,),
@@ -31,7 +32,7 @@ class JobSpec:
     """
 
     name: str
-    data: DataConfig | MapStyleData
+    data: DataConfig | MapStyleData | IterableData
     config: Mapping[str, Any] = field(default_factory=dict)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -55,8 +56,9 @@ class JobSpec:
         for name, kinds in _PARTS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds):
-                must = " or a ".join(kind.__name__ for kind in kinds)
-                raise SpecError(f"{name} is a {type(value).__name__}, must be a {must}")
+                names = [kind.__name__ for kind in kinds]
+                must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
+                raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
         boolean("exact", self.exact)
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")

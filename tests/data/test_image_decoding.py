@@ -95,9 +95,11 @@ def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_pa
     ("bad", "message"),
     [(b"no image", "cannot identify image file"), (None, "column 'image' is null")],
 )
-def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, tmp_path):
+@pytest.mark.parametrize("on_bad_shard", ["fail", "skip"])
+def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, on_bad_shard, tmp_path):
     contents = [encoded(pixels(0)), bad] * 4
-    data = open_data(images(tmp_path, contents, shuffle="none"), virtual_workers=1)
+    config = images(tmp_path, contents, shuffle="none", on_bad_shard=on_bad_shard)
+    data = open_data(config, virtual_workers=1)
     with pytest.raises(UserCodeError, match=rf"DataConfig\.decode .*{message}.*rows 0, 1 of a\."):
         data.batch(1, 0)
     data.close()

@@ -89,7 +89,7 @@ def test_a_shard_that_is_cut_short(name, tmp_path):
 @pytest.mark.parametrize(
     ("shards", "changes", "said"),
     [
-        ({}, {}, r"no shard \(\*\.parquet.*\*\.mds\) at '.*': the folder is empty"),
+        ({}, {}, r"no shard \(\*\.parquet.*\*\.mds, \*\.bin\) at '.*': the folder is empty"),
         ({"a": ONE[:0], "b": ONE[:0]}, {}, r"no shard at '.*' holds a row: a\.parquet, b\.parquet"),
         ({"a": ONE}, {"columns": ["t"]}, r"no column 't' in a\.parquet, which has 'x', 's'"),
         (

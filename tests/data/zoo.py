@@ -841,6 +841,52 @@ def streaming_unfinished(folder):
     return At(folder / "d")
 
 
+# ------------------------------------------------------------------------------------ litdata
+
+LITDATA = Path(__file__).parent / "written_by_litdata"  # by its own BinaryWriter
+
+
+def of_litdata(folder: Path, name: str) -> At:
+    """What litdata's own reader makes of it, too."""
+    shutil.copytree(LITDATA / name, folder / "d")
+    return At(folder / "d", of_streaming(96))
+
+
+@reads("litdata", "`optimize`: `index.json` and `chunk-*.bin`, dicts with arrays", converts=False)
+def litdata_chunks(folder):
+    return of_litdata(folder, "plain")
+
+
+@reads("litdata", '`optimize(compression="zstd")`, also by chunk or sample', converts=False)
+def litdata_zstd(folder):
+    return of_litdata(folder, "batch")
+
+
+@reads("litdata", "`optimize` of plain values, which are an Arrow file in a chunk", converts=False)
+def litdata_arrow(folder):
+    shutil.copytree(LITDATA / "flat", folder / "d")
+    found = of_streaming(96)
+    return At(folder / "d", {"id": found["id"], "text": found["text"]})
+
+
+@reads("litdata", "`TokensLoader`", "a row for each document; `pack` makes blocks", converts=False)
+def litdata_tokens(folder):
+    shutil.copytree(LITDATA / "tokens", folder / "d")
+    return At(folder / "d", {"input_ids": [list(range(i, i + i % 5 + 1)) for i in range(96)]})
+
+
+@refuses("litdata", "pickled values", "'pickle'")
+def litdata_pickled(folder):
+    shutil.copytree(LITDATA / "pickled", folder / "d")
+    return At(folder / "d")
+
+
+@refuses("litdata", "encrypted chunks", "the chunks are encrypted")
+def litdata_encrypted(folder):
+    shutil.copytree(LITDATA / "encrypted_chunk", folder / "d")
+    return At(folder / "d")
+
+
 # ------------------------------------------------------------------------------------ Spark's
 # layout
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 import tarfile
+import wave
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from PIL import Image
 
 from elastic_dp.config import DataConfig, ScalingConfig
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.data.test_litdata import WRITTEN as WRITTEN_BY_LITDATA
 from tests.data.test_mds import WRITTEN as WRITTEN_BY_STREAMING
 from tests.runs import group, local
 from tests.train.test_exactly_once import given, job, train
@@ -85,6 +87,28 @@ def images(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"url": str(folder), "decode": {"image": "rgb"}}, check
 
 
+def audio(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Clips of one value, which is the id; those of odd ids are longer."""
+    for shard in range(SHARDS):
+        files = []
+        for i in ids_of(shard):
+            with wave.open(out := io.BytesIO(), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(16000)
+                file.writeframes(np.full(100 + i % 2, i, "<i2").tobytes())
+            files.append(out.getvalue())
+        made = pa.table({"id": ids_of(shard), "clip": pa.array(files, pa.binary())})
+        pq.write_table(made, folder / f"{shard}.parquet", row_group_size=5)
+
+    def check(batch: dict[str, Any]) -> None:
+        assert batch["clip_rate"].tolist() == [16000] * len(batch["id"])
+        for i, clip in zip(batch["id"].tolist(), batch["clip"], strict=True):
+            assert clip.shape == (100 + i % 2,) and (clip == i / (1 << 15)).all()
+
+    return {"url": str(folder), "decode": {"clip": "audio"}}, check
+
+
 def csv_options(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     for shard in range(SHARDS):
         with open(folder / f"{shard}.csv", "w", encoding="latin-1", newline="") as file:
@@ -138,13 +162,23 @@ def mds(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"url": str(folder), "columns": ["id", "text"]}, check
 
 
+def litdata(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """The same rows in four chunks, as litdata wrote them, compressed."""
+    shutil.copytree(WRITTEN_BY_LITDATA / "batch", folder, dirs_exist_ok=True)
+
+    def check(batch: dict[str, Any]) -> None:
+        assert [*batch["text"]] == ["x" * (i % 7) for i in batch["id"].tolist()]
+
+    return {"url": str(folder), "columns": ["id", "text"]}, check
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         csv_options,
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (hive, row_filter, images, tar_gz, json_array, mds)
+            for kind in (hive, row_filter, images, audio, tar_gz, json_array, mds, litdata)
         ),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_dp.config import DataConfig, MapStyleData
+from elastic_dp.config import DataConfig, IterableData, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.length_grouped import check_lengths
@@ -21,7 +21,7 @@ from elastic_dp.data.datasets.sharded import (
     rows_in_file_order,
 )
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.pipeline.image_decoding import check_decoded
+from elastic_dp.data.pipeline.media_decoding import check_decoded
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_data(
-    config: DataConfig | MapStyleData,
+    config: DataConfig | MapStyleData | IterableData,
     *,
     virtual_workers: int,
     index: Index | None = None,
@@ -53,6 +53,7 @@ def open_data(
     """
     if isinstance(config, MapStyleData):
         return MapStyleDataset(config, virtual_workers=virtual_workers, pin=pin)
+    assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s)
     order = _order(config, index, virtual_workers)
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)

@@ -23,7 +23,7 @@ from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message,
 from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
 from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
-from elastic_dp.data.discovery.streaming_index import INDEX, refuse_other_shards
+from elastic_dp.data.discovery.streaming_index import refuse_other_shards
 from elastic_dp.data.discovery.table_formats import (
     Table,
     refuse_table,
@@ -33,11 +33,13 @@ from elastic_dp.data.discovery.table_formats import (
 )
 from elastic_dp.data.formats.format_registry import FORMATS, format_of
 from elastic_dp.data.formats.jsonl import is_json
+from elastic_dp.data.formats.litdata_index import INDEX
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
 _GLOB_MARKS = "*?["
 _NAMED = 3
+_INDEXED = ("mds", "litdata")  # formats with an index.json that names the shards
 _CODECS = (".gz", ".zst", ".bz2", ".lz4", ".zstd", ".br")
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -113,7 +115,7 @@ def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
     _refuse_table(config, url, store, found, kept)
     cached = _cached(url, store, found, kept) if chosen == "arrow" else set()
     kept = [entry for entry in kept if entry.path not in cached] if cached else kept
-    indexes = _indexes(url, store, found, kept) if chosen == "mds" else set()
+    indexes = _indexes(url, store, chosen, found, kept) if chosen in _INDEXED else set()
     skipped = _skipped(found, seen, kept, cached, indexes)
     if not kept:
         raise DataError(_nothing(config, url, store, found, skipped))
@@ -335,14 +337,16 @@ def _cached(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str
         raise DataError(f"DataConfig.url: {error}") from None
 
 
-def _indexes(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str]:
-    """The indexes of MDS shards. Raises DataError if `kept` are not the shards that they name."""
+def _indexes(url: str, store: Store, chosen: str, found: _Found, kept: list[Entry]) -> set[str]:
+    """The indexes of MDS shards, or of litdata's chunks. Raises DataError if `kept` are not the
+    shards that they name."""
     if found.is_file or not kept:
         return set()
     there = {e.path for e in found.look.entries if e.path.rpartition("/")[2] == INDEX}
     matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else None
     try:
         refuse_other_shards(
+            chosen,
             {entry.path: entry.size for entry in kept},
             there,
             read=lambda path: bytes(store.read_all(path)),

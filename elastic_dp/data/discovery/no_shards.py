@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from elastic_dp.data.discovery.skipped_files import Skipped, skipped_message
+from elastic_dp.data.formats.litdata_index import is_chunk
 from elastic_dp.storage import Entry, FolderListing, Store
 
 _LOOKS = 16  # folders that are listed to find an example
@@ -78,7 +79,9 @@ class IsShard:
         self._endings = tuple(has_format)
 
     def __call__(self, path: str) -> bool:
-        return not _is_hidden(path) and path.lower().endswith(self._endings)
+        lower = path.lower()
+        is_named = lower.endswith(self._endings) and (not lower.endswith(".bin") or is_chunk(lower))
+        return is_named and not _is_hidden(path)
 
 
 def shown_folder(shown: str, path: str, folder: str) -> str:

@@ -12,6 +12,7 @@ from elastic_dp.data.discovery.opened_source import FOOTERS_IN_FLIGHT, OpenedSou
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.file_format import FileFormat, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.litdata import LitData
 from elastic_dp.data.formats.mds import Mds
 from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.errors import DataError, ElasticError
@@ -67,7 +68,7 @@ def _scan_one(chosen: FileFormat, shard: ShardAt, config: DataConfig) -> Scan:
     except ElasticError:
         raise
     except Exception as error:  # a decoder may raise anything for damaged content
-        place = "header" if isinstance(chosen, Mds) else "footer"
+        place = "header" if isinstance(chosen, Mds | LitData) else "footer"
         what = "scan" if chosen.scans_content else f"read the {place} of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
     return found

@@ -21,8 +21,9 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, Scan, ShardAt
-from elastic_dp.data.formats.mds_encodings import Encoding, Values, encoding_of
+from elastic_dp.data.formats.mds_encodings import Encoding, encoding_of
 from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
+from elastic_dp.data.formats.sample_values import Values, group_bounds, values_of
 from elastic_dp.data.formats.text import decompress, is_compressed
 from elastic_dp.errors import DataError
 
@@ -56,7 +57,7 @@ class Mds:
             sample = content[first] if packed else bytes(shard.read(first.start, first.stop))
         kinds = header.types(shard.name, columns, sample)
         schema = pa.schema(zip(header.names, kinds, strict=True))
-        bounds = header.groups(size if packed else GROUP_BYTES)
+        bounds = group_bounds(header.offsets, size if packed else GROUP_BYTES)
         starts, ends = header.offsets[bounds[:-1]], header.offsets[bounds[1:]]
         rows = np.diff(bounds)
         row_bytes = 16 * len(header.names)  # where its values begin and end
@@ -142,15 +143,6 @@ class _Header:
             found.append(encoding.type_of(values[name].joined() if name in values else b""))
         return found
 
-    def groups(self, group_bytes: int) -> Ints:
-        """The bounds of row groups, in samples."""
-        bounds = [0]
-        while bounds[-1] < self.samples:
-            end = int(self.offsets[bounds[-1]]) + group_bytes
-            after = int(np.searchsorted(self.offsets, end, side="left"))
-            bounds.append(min(max(after, bounds[-1] + 1), self.samples))
-        return np.array(bounds, dtype=np.int64)
-
     def decode(self, content: bytes, samples: Ints, schema: pa.Schema) -> pa.Table:
         """The columns of `schema`. `samples` [rows + 1]: where they begin and end in `content`."""
         found = {}
@@ -164,25 +156,8 @@ class _Header:
         return pa.table(found)
 
     def _values(self, content: bytes, samples: Ints) -> dict[str, Values]:
-        """Where the values of each column are. Raises ValueError if the lengths of a sample's
-        columns do not add up to the sample."""
-        starts = samples[:-1]
-        variable = [encoding.size is None for encoding in self.encodings]
-        head = 4 * sum(variable)
-        if (np.diff(samples) < head).any() or samples[-1] > len(content):
-            raise ValueError("a sample is shorter than the lengths of its columns")
-        data = np.frombuffer(content, np.uint8)
-        heads = data[starts[:, None] + np.arange(head)]
-        lengths = iter(np.ascontiguousarray(heads).view(_LENGTH).T.astype(np.int64))
-        at, found = starts + head, {}
-        for name, encoding in zip(self.names, self.encodings, strict=True):
-            end = at + (next(lengths) if encoding.size is None else encoding.size)
-            found[name] = Values(memoryview(content), at, end)
-            at = end
-        if (at != samples[1:]).any():
-            row = int(np.argmax(at != samples[1:]))
-            raise ValueError(f"the columns of sample {row} do not add up to its length")
-        return found
+        sizes = [encoding.size for encoding in self.encodings]
+        return dict(zip(self.names, values_of(content, samples, sizes), strict=True))
 
 
 def _read_header(shard: ShardAt) -> bytes:

@@ -8,9 +8,7 @@ not read; nor are other encodings.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless, type_name
-from elastic_dp.data.formats.file_format import Ints
+from elastic_dp.data.formats.sample_values import Values
 
 _DTYPES = {
     8: "uint8",
@@ -39,39 +37,6 @@ _BYTES = ("bytes", "jpeg", "png")
 _FROM_TEXT = {"str_int": (pa.int64(), int), "str_float": (pa.float64(), float)}
 _MAGIC = {b"RGB": (b"P6", 3), b"L": (b"P5", 1)}  # of PPM and PGM; bytes of a pixel
 _ARRAY = re.compile(r"ndarray(?::(?P<dtype>\w+)(?::(?P<shape>\d+(?:,\d+)*))?)?")
-
-_AT_ONCE = 4096  # values that are sliced together: a slice takes more memory than a short value
-
-
-@dataclass(frozen=True)
-class Values:
-    """The bytes of a column's values in `content`: value i is at `starts[i]` up to `ends[i]`."""
-
-    content: memoryview
-    starts: Ints
-    ends: Ints
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for first in range(0, len(self.starts), _AT_ONCE):
-            some = slice(first, first + _AT_ONCE)
-            for start, end in zip(
-                self.starts[some].tolist(), self.ends[some].tolist(), strict=True
-            ):
-                yield self.content[start:end]
-
-    def joined(self) -> bytes:
-        pieces, each = [], iter(self)
-        while some := list(itertools.islice(each, _AT_ONCE)):
-            pieces.append(b"".join(some))
-        return b"".join(pieces)
-
-    def as_arrow(self, kind: pa.DataType) -> pa.Array:
-        """`kind`: large_binary or large_string."""
-        offsets = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
-        buffers = [None, pa.py_buffer(offsets.astype(np.int64)), pa.py_buffer(self.joined())]
-        array = pa.Array.from_buffers(kind, len(self.starts), buffers)
-        array.validate(full=True)  # text that is not UTF-8
-        return array
 
 
 @dataclass(frozen=True)
@@ -98,7 +63,7 @@ class Encoding:
             own, parse = _FROM_TEXT[self.name]
             return pa.array([parse(str(value, "ascii")) for value in values], own)
         if self.name == "pil":
-            return pa.array((_netpbm(value) for value in values), pa.large_binary())
+            return pa.array((netpbm(value) for value in values), pa.large_binary())
         return values.as_arrow(pa.large_binary())
 
 
@@ -114,7 +79,7 @@ class _Scalar(Encoding):
 
 
 @dataclass(frozen=True)
-class _Array(Encoding):
+class ArrayEncoding(Encoding):
     """`dtype`, `shape`: what all values have; "" and (): each value says it."""
 
     dtype: str = ""
@@ -125,31 +90,16 @@ class _Array(Encoding):
             return _fixed_type(self.dtype, self.shape)
         if not sample:  # a shard without samples
             return pa.null()
-        array = self._parse(memoryview(sample))
-        return _list_type(array.dtype.name, array.shape)
+        array = self.parse(memoryview(sample))
+        return list_type(array.dtype.name, array.shape)
 
     def decode(self, values: Values, kind: pa.DataType) -> pa.Array:
         if self.shape:
             found = np.frombuffer(values.joined(), self.dtype)
             return _nested(pa.array(found), self.shape)
-        arrays = [self._parse(value) for value in values]
-        types = dict.fromkeys(_list_type(array.dtype.name, array.shape) for array in arrays)
-        for own in types:
-            both = lossless(kind, own)
-            if both is None or type_name(both) != type_name(kind) or len(types) > 1:
-                other = next((one for one in types if one != own), kind)
-                raise ValueError(
-                    f"its arrays are {type_name(own)} and {type_name(other)}, and only the length "
-                    "of those with one dimension may vary; write them in one type and shape, or "
-                    "flat, with their shape in another column"
-                )
-        flat = pa.array(np.concatenate([array.ravel() for array in arrays]))
-        if arrays[0].ndim > 1:
-            return _nested(flat, arrays[0].shape)
-        ends = np.cumsum([0, *map(len, arrays)])
-        return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), flat)
+        return joined_arrays([self.parse(value) for value in values], kind)
 
-    def _parse(self, value: memoryview) -> npt.NDArray[np.generic]:
+    def parse(self, value: memoryview) -> npt.NDArray[np.generic]:
         dtype, at = self.dtype, 0
         if not dtype:
             dtype, at = _DTYPES[value[0]], 1
@@ -166,16 +116,36 @@ def encoding_of(name: str) -> Encoding:
     if (match := _ARRAY.fullmatch(name)) and match["dtype"] in (None, *_DTYPES.values()):
         dtype, shape = match["dtype"] or "", tuple(map(int, (match["shape"] or "0").split(",")))
         if not match["shape"]:
-            return _Array(name, None, needs_sample=True, dtype=dtype)
+            return ArrayEncoding(name, None, needs_sample=True, dtype=dtype)
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return _Array(name, size, dtype=dtype, shape=shape)
+        return ArrayEncoding(name, size, dtype=dtype, shape=shape)
     return Encoding(name, is_read=name in (*_TEXT, *_BYTES, *_FROM_TEXT, "pil"))
 
 
-def _list_type(dtype: str, shape: tuple[int, ...]) -> pa.DataType:
-    """The type of arrays whose shape is not declared: only that of several dimensions is fixed."""
+def joined_arrays(arrays: list[npt.NDArray[np.generic]], kind: pa.DataType) -> pa.Array:
+    """Arrays that have the type and shape of `kind`, that of the data set. Raises ValueError for
+    others; only the length of those with one dimension may vary."""
+    types = dict.fromkeys(list_type(array.dtype.name, array.shape) for array in arrays)
+    for own in types:
+        both = lossless(kind, own)
+        if both is None or type_name(both) != type_name(kind) or len(types) > 1:
+            other = next((one for one in types if one != own), kind)
+            raise ValueError(
+                f"its arrays are {type_name(own)} and {type_name(other)}, and only the length "
+                "of those with one dimension may vary; write them in one type and shape, or "
+                "flat, with their shape in another column"
+            )
+    flat = pa.array(np.concatenate([array.ravel() for array in arrays]))
+    if arrays[0].ndim != 1:
+        return _nested(flat, arrays[0].shape)
+    ends = np.cumsum([0, *map(len, arrays)])
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), flat)
+
+
+def list_type(dtype: str, shape: tuple[int, ...]) -> pa.DataType:
+    """The type of arrays whose shape is not declared: only that of one dimension may vary."""
     return (
-        _fixed_type(dtype, shape) if len(shape) > 1 else pa.large_list(pa.from_numpy_dtype(dtype))
+        pa.large_list(pa.from_numpy_dtype(dtype)) if len(shape) == 1 else _fixed_type(dtype, shape)
     )
 
 
@@ -192,7 +162,7 @@ def _nested(values: pa.Array, shape: tuple[int, ...]) -> pa.Array:
     return values
 
 
-def _netpbm(value: memoryview) -> bytes:
+def netpbm(value: memoryview) -> bytes:
     """Raw pixels with their size and mode, as the bytes of an image file."""
     width, height, mode_bytes = np.frombuffer(value[:12], "<u4").tolist()
     mode, pixels = bytes(value[12 : 12 + mode_bytes]), value[12 + mode_bytes :]

@@ -18,7 +18,7 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
-from elastic_dp.data.pipeline.image_decoding import decoded
+from elastic_dp.data.pipeline.media_decoding import decoded, is_audio
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 
@@ -64,7 +64,10 @@ class Collator:
                 "dict of arrays; "
                 "what makes the micro-batch itself is collate_fn"
             )
-        tensors = {name: _to_tensor(name, value) for name, value in arrays.items()}
+        tensors = {
+            name: _to_tensor(name, value, is_audio(self._decode.get(name)))
+            for name, value in arrays.items()
+        }
         return pinned(tensors) if self._pin else tensors
 
 
@@ -153,7 +156,7 @@ def nbytes_of(batch: Any) -> int:
     return _OBJECT_BYTES
 
 
-def _to_tensor(name: str, value: Any) -> Any:
+def _to_tensor(name: str, value: Any, is_audio: bool) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         plain = value.flags.c_contiguous and value.flags.writeable and is_aligned(value)
         return torch.from_numpy(value if plain else aligned_copy(value))
@@ -165,6 +168,12 @@ def _to_tensor(name: str, value: Any) -> Any:
             f"column {name!r} holds images of different sizes ({first.shape[0]} x "
             f"{first.shape[1]}, …) in one micro-batch; crop or resize them in "
             "DataConfig.transform, or write them in one size"
+        )
+    if isinstance(value, list) and isinstance(first, np.ndarray) and is_audio:
+        raise DataError(
+            f"column {name!r} holds clips of different lengths or numbers of channels "
+            f"({', '.join(str([*clip.shape]) for clip in value[:2])}, …) in one micro-batch; "
+            "pad or cut them in DataConfig.transform or DataConfig.collate_fn"
         )
     if isinstance(value, list) and isinstance(first, np.ndarray):
         raise DataError(

@@ -1,18 +1,16 @@
-"""Decodes images: columns of the bytes of files become arrays of pixels.
+"""Decodes images: the bytes of a file become an array of pixels.
 
-It runs where micro-batches are made ahead of the step: in threads, or in the processes of
-`DataConfig.workers`. Pillow decodes; it is imported when it is needed.
+Pillow decodes; it is imported when it is needed.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from elastic_dp.data.pipeline.array_memory import aligned
 from elastic_dp.errors import DataError
@@ -20,32 +18,15 @@ from elastic_dp.errors import DataError
 Pixels = npt.NDArray[np.uint8]
 
 
-def check_decoded(decode: Mapping[str, str] | None, leaves: Iterable[pa.Field]) -> None:
-    """Raises DataError if a column that is to be decoded is not there, or not of bytes, or Pillow
-    is not."""
-    types = {leaf.name: leaf.type for leaf in leaves}
-    for name in decode or ():
-        if name not in types:
-            raise DataError(
-                f"DataConfig.decode: the job reads no column {name!r}, only "
-                f"{', '.join(map(repr, types))}"
-            )
-        kind = types[name]
-        if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-            raise DataError(
-                f"DataConfig.decode: column {name!r} is {kind}, and must hold the bytes of images"
-            )
-    if decode:
-        _pillow()
+def check_images() -> None:
+    """Raises DataError if Pillow cannot be imported."""
+    _pillow()
 
 
-def decoded(arrays: dict[str, Any], decode: Mapping[str, str]) -> dict[str, Any]:
-    """The columns with pixels, uint8 [rows, height, width, 3]; a list of [height, width, 3] if the
-    sizes differ."""
-    return {
-        name: _stacked([_rgb(name, content) for content in values]) if name in decode else values
-        for name, values in arrays.items()
-    }
+def images(name: str, contents: list[bytes | None]) -> Pixels | list[Pixels]:
+    """The pixels, uint8 [rows, height, width, 3]; a list of [height, width, 3] if the sizes
+    differ."""
+    return _stacked([_rgb(name, content) for content in contents])
 
 
 def _rgb(name: str, content: bytes | None) -> Pixels:

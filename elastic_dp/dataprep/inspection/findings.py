@@ -96,7 +96,7 @@ def _unscanned(survey: Survey, _: JobShape) -> Iterator[Finding]:
             "request for each record batch"
         )
         yield Finding("scan", "slow", message, _command(survey) + " --format arrow")
-    elif not survey.has_row_groups and survey.format != "mds":
+    elif not survey.has_row_groups and survey.format not in ("mds", "litdata"):
         message = (
             f"{survey.format} has no index: the first start of a run reads all {total} of "
             f"{count} shards "

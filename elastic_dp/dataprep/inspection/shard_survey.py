@@ -1,9 +1,9 @@
 """Numbers about the shards of a data set, from Parquet's footers or Arrow's record batches.
 
-For formats that have neither (JSON Lines, CSV, tar, Arrow streams, text, images) and for MDS, files
-and bytes are counted. Of JSON Lines and CSV the first rows of each file are parsed, since most of
-what makes a file unreadable shows there. Schemas are compared, and the memory of row groups is
-estimated, as in training.
+For formats that have neither (JSON Lines, CSV, tar, Arrow streams, text, images), for MDS and for
+litdata, files and bytes are counted. Of JSON Lines and CSV the first rows of each file are parsed,
+since most of what makes a file unreadable shows there. Schemas are compared, and the memory of row
+groups is estimated, as in training.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from elastic_dp.storage import Store, redact_url
 FOOTER_THREADS = 16
 FIRST_ROWS_BYTES = 256 << 10
 _CONVERTED = ("parquet", "arrow", "csv", "jsonl")  # `deep` decodes these as `convert` does
-_IN_PLACE = ("tar", "mds")  # `deep` decodes these as training does
+_IN_PLACE = ("tar", "mds", "litdata")  # `deep` decodes these as training does
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from elastic_dp.data.discovery.listing import splits_message
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.discovery.saved_datasets import INFO, STATE
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
-from elastic_dp.data.discovery.streaming_index import INDEX
+from elastic_dp.data.formats.litdata_index import INDEX
 from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
 from elastic_dp.dataprep.sources.images import open_images
 from elastic_dp.dataprep.sources.row_stream import Documents, Rows
@@ -36,6 +36,7 @@ _FORMATS = {
     "txt": "text",
     "tar": "tar",
     "mds": "mds",
+    "litdata": "litdata",
 }
 _NOTES = (STATE, INFO, "dataset_dict.json")  # of Hugging Face `datasets`
 _OPENERS = {
@@ -104,7 +105,7 @@ def open_rows(
             f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: "
             "tokenizer=, pack="
         )
-    if source.kind in ("tar", "mds"):
+    if source.kind in ("tar", "mds", "litdata"):
         raise DataError(
             f"{redact_url(source.url)!r} holds {source.kind} shards, which convert does not read; "
             "training does, as they are"
@@ -139,12 +140,12 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
 
 def find_format(url: str, files: Files) -> tuple[str, Files]:
     """(format, files of that format). Text files next to another format are taken for a README, and
-    JSON files of Hugging Face `datasets` next to Arrow files, and of Streaming next to MDS shards,
-    for a description."""
+    JSON files of Hugging Face `datasets` next to Arrow files, and of Streaming and litdata
+    next to their shards, for a description."""
     names = files.names
     if any(kind_of(name) == "arrow" for name in names):
         names = tuple(name for name in names if name.rpartition("/")[2] not in _NOTES)
-    if any(kind_of(name) == "mds" for name in names):
+    if any(kind_of(name) in ("mds", "litdata") for name in names):
         names = tuple(name for name in names if name.rpartition("/")[2] != INDEX)
     kinds = Counter(_FORMATS[k] for name in names if (k := kind_of(name)) in _FORMATS)
     if len(kinds) > 1:

@@ -24,6 +24,7 @@ from elastic_dp.data.discovery.listing import glob_mark
 from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
+from elastic_dp.data.formats.litdata_index import is_chunk
 from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import (
     Entry,
@@ -206,10 +207,13 @@ def list_files(
 
 
 def kind_of(name: str) -> str:
-    """The ending of a name without that of a codec: "jsonl" for "a/b.jsonl.gz"."""
+    """The ending of a name without that of a codec: "jsonl" for "a/b.jsonl.gz"; "litdata" for the
+    names of litdata's chunks."""
     file = name.rpartition("/")[2].lower()
     if file.endswith(_OF_MDS):
         return "mds"
+    if is_chunk(file):  # of litdata
+        return "litdata"
     for packed in _UNPACKED:
         file = file.removesuffix(packed)
     return file.rpartition(".")[2] if "." in file else ""

@@ -1,0 +1,1 @@
+"""Rows of an iterable, written once as shards. Only the driver imports it."""
