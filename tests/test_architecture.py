@@ -519,8 +519,8 @@ PARAMETERS = {
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
         url *micro_batch_size epochs seed tail format csv_options source_column columns filter
-        pack group_by_length decode transform collate_fn workers shuffle memory_bytes cache_dir
-        cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
+        pack pack_columns group_by_length decode transform collate_fn workers shuffle memory_bytes
+        cache_dir cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
     """,
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint

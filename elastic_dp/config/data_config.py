@@ -19,6 +19,7 @@ from elastic_dp.config.source_weights import Weights, sources_of, weights_by_ste
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
+_PACK_COLUMNS = ("position_ids", "document_ids")
 FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds", "litdata"]
 
 
@@ -60,6 +61,8 @@ class DataConfig(_Order):
     - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
       end, with the columns "position_ids" and "document_ids". All columns must be lists with one
       number for each token, such as "input_ids". None: rows are as they are.
+    - `pack_columns`: which of "position_ids" and "document_ids" packing makes: both, one, or () for
+      neither. `columns` does not name them, as they are not read.
     - `group_by_length`: a column of lists or texts, or of lengths: rows of similar length share a
       micro-batch, so that a `collate_fn` pads less. They are sorted within windows of 50 steps.
       None: rows are in the order of `shuffle`.
@@ -100,6 +103,7 @@ class DataConfig(_Order):
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
     pack: int | None = field(default=None, kw_only=True)
+    pack_columns: Sequence[str] = field(default=_PACK_COLUMNS, kw_only=True)
     group_by_length: str | None = field(default=None, kw_only=True)
     decode: Mapping[str, str | Mapping[str, int]] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
@@ -183,6 +187,7 @@ class DataConfig(_Order):
 
     def _check_pack(self) -> None:
         whole_number("DataConfig.pack", self.pack, 1)
+        self._check_pack_columns()
         if self.pack is None:
             return
         alone = "DataConfig.pack is set, and"
@@ -198,6 +203,19 @@ class DataConfig(_Order):
             )
         if self.source_column is not None:
             raise SpecError(f"{alone} source_column has one value for each row, not for each token")
+
+    def _check_pack_columns(self) -> None:
+        made = self.pack_columns
+        if not isinstance(made, list | tuple) or any(name not in _PACK_COLUMNS for name in made):
+            raise SpecError(
+                f"DataConfig.pack_columns is {made!r}, must be a list of "
+                f"{' and '.join(map(repr, _PACK_COLUMNS))}, of one of them, or ()"
+            )
+        if self.pack is None and set(made) != set(_PACK_COLUMNS):
+            raise SpecError(
+                "DataConfig.pack_columns is set, and pack is not; set pack, or leave pack_columns "
+                "out"
+            )
 
     def _check_group_by_length(self) -> None:
         column: Any = self.group_by_length

@@ -85,6 +85,7 @@ OTHER: dict[str, Any] = {  # another value of each option, or several options th
     "source_column": "source",
     "filter": pc.field("x") > 3,
     "pack": {"pack": 8, "columns": ["tokens"]},
+    "pack_columns": {"pack": 8, "columns": ["tokens"], "pack_columns": ()},
     "group_by_length": "tokens",
     "decode": {"image": "rgb"},
     "transform": keep,
@@ -130,6 +131,9 @@ def test_options_marked_as_fixed_are_those_that_change_what_a_run_remembers(name
     if name == "pack":  # beside the same columns without it
         plain = dataclasses.replace(plain, columns=other["columns"], fill_nulls=None)
         changed = dataclasses.replace(changed, fill_nulls=None)
+    if name == "pack_columns":
+        plain, changed = (dataclasses.replace(c, fill_nulls=None) for c in (plain, changed))
+        plain = dataclasses.replace(plain, pack=8, columns=["tokens"])
     if name == "columns":
         plain, changed = (dataclasses.replace(c, fill_nulls=None) for c in (plain, changed))
         plain = dataclasses.replace(plain, columns=["x", "tokens"])

@@ -126,6 +126,7 @@ def test_each_token_is_packed_once_for_one_worker_and_for_three(
     kind, long_pieces, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(packed_micro_batches, "_LONG_PIECES", long_pieces)
+    monkeypatch.setattr(packed_micro_batches, "_TOKENS_AT_ONCE", 2 * LENGTH + 1)
     config = packed(tmp_path / "in", kind)
     alone = epoch_of(config, 1)
     assert alone == epoch_of(config, 3)
@@ -133,6 +134,31 @@ def test_each_token_is_packed_once_for_one_worker_and_for_three(
     other = epoch_of(config, 1, epoch=1)
     check(other)
     assert alone != other
+
+
+MADE = ("position_ids", "document_ids")
+
+
+@pytest.mark.parametrize("made", [(), MADE[:1], MADE[1:]])
+@pytest.mark.parametrize("shuffle", ["none", "rows"])
+def test_pack_columns_leave_out_what_is_not_wanted_and_change_nothing_else(shuffle, made, tmp_path):
+    config = packed(tmp_path / "in", shuffle=shuffle)
+    wanted = ["input_ids", "labels", *made]
+    rows = epoch_of(dataclasses.replace(config, pack_columns=made), 3)
+    assert rows == [{name: row[name] for name in wanted} for row in epoch_of(config, 1)]
+    evaluations = []
+    for each in (config, dataclasses.replace(config, pack_columns=made)):
+        data = open_evaluation(each)
+        evaluations.append(rows_of(data.batch(data.num_batches - 1)))
+        data.close()
+    assert evaluations[1] == [{name: row[name] for name in wanted} for row in evaluations[0]]
+
+
+def test_columns_keep_both_made_columns_unless_pack_columns_says_otherwise(tmp_path):
+    """Jobs that list their columns do not name what is made."""
+    config = packed(tmp_path / "in", columns=["input_ids"])
+    (row, *_) = epoch_of(config, 1)
+    assert row.keys() == {"input_ids", *MADE}
 
 
 @pytest.mark.parametrize("shuffle", ["none", "full"])
@@ -286,8 +312,13 @@ def test_columns_that_cannot_be_packed_are_refused_by_name(tmp_path):
     lists = [[1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(DataError, match=r"column 'text' is string, and must be a list with one"):
         read_index(write(tmp_path, input_ids=lists, text=["a", "b"]))
+    own = write(tmp_path, input_ids=lists, position_ids=lists)
     with pytest.raises(DataError, match=r"makes the column 'position_ids', and the data set has"):
-        read_index(write(tmp_path, input_ids=lists, position_ids=lists))
+        read_index(own)
+    data = open_data(dataclasses.replace(own, pack_columns=["document_ids"]), virtual_workers=1)
+    (row,) = rows_of(data.batch(1, 0))
+    data.close()
+    assert row["position_ids"] == row["input_ids"] and "document_ids" in row
     data = open_data(write(tmp_path, input_ids=lists, labels=[[1, 2], lists[1]]), virtual_workers=1)
     with pytest.raises(DataError, match=r"row 0 of a\.parquet has 3 values .* and 2 in 'labels'"):
         data.batch(1, 0)
@@ -301,6 +332,9 @@ def test_columns_that_cannot_be_packed_are_refused_by_name(tmp_path):
     ("changes", "message"),
     [
         ({"pack": 0}, r"DataConfig\.pack is 0, must be at least 1"),
+        ({"pack_columns": ["labels"]}, r"pack_columns is \['labels'\], must be a list of"),
+        ({"pack_columns": "position_ids"}, r"pack_columns is 'position_ids', must be a list of"),
+        ({"pack": None, "pack_columns": ()}, "pack_columns is set, and pack is not; set pack"),
         ({"url": {"a": 1.0}}, "url has weights, which count rows; pack each source beforehand"),
         ({"on_bad_shard": "skip"}, 'on_bad_shard is "skip"'),
         ({"source_column": "s"}, "source_column has one value for each row"),

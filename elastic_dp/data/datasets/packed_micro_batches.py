@@ -5,6 +5,10 @@ document, and the number of its document in the row.
 as row groups arrive, one at a time, as rows are: a packed row that begins in one row group and ends
 in another does not need both in memory.
 
+Every token is copied once, straight to its place. Rows that follow each other in the line are one
+run: in file order a run is one copy, in another order one copy for each document. Only the places
+where documents begin are kept until all is copied; positions and numbers follow from them.
+
 Padding, which only the last row of an epoch with tail="short" has, is 0, and its document is -1.
 """
 
@@ -31,10 +35,12 @@ from elastic_dp.sampling import PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
-_ID_BYTES = 2 * _ID.itemsize  # of both columns, for each token
-# From this mean number of tokens on, pieces of documents are copied one by one: a call costs as
+# From this mean number of tokens on, pieces of documents are copied one by one: a copy costs as
 # much as gathering so many tokens.
-_LONG_PIECES = 128
+_LONG_PIECES = 96
+_TOKENS_AT_ONCE = (
+    1 << 15
+)  # where arrays with an item for each token are needed, to stay in the cache
 _DOCUMENTS_KEPT = 1 << 22  # whose order is kept, of row groups; 16 bytes each
 _NAMED = 3  # segments, in an error message
 
@@ -52,8 +58,8 @@ class _Layout(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Parts of documents: `lengths[i]` tokens from token `sources[i]` of the row group go to
-    `places[i]` in the output."""
+    """Parts of documents or of row groups: `lengths[i]` tokens from token `sources[i]` of the row
+    group go to `places[i]` in the output."""
 
     sources: Ints
     places: Ints
@@ -61,8 +67,9 @@ class _Pieces(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What packed rows have of a row group in an epoch: as `Segments`, in the order of `starts`.
-    `places`: where each begins in the output."""
+    """What packed rows have of a row group in an epoch: runs of tokens. Run i is `lengths[i]`
+    tokens from token `starts[i]` on, in the order of the epoch, and begins at `places[i]` in the
+    output. In the order of `starts`."""
 
     epoch: int
     starts: Ints
@@ -74,7 +81,8 @@ class PackedStream(MicroBatchStream):
     def __init__(
         self, config: DataConfig, row_groups: RowGroups, order: PackedOrder, **options: Any
     ) -> None:
-        token_bytes = int(row_groups.nbytes.sum()) // order.num_tokens + _ID_BYTES
+        ids_bytes = _ID.itemsize * len(config.pack_columns)
+        token_bytes = int(row_groups.nbytes.sum()) // order.num_tokens + ids_bytes
         super().__init__(config, row_groups, max(1, token_bytes * order.length), **options)
         self._order = order
         self._layouts: OrderedDict[tuple[int, int], _Layout] = OrderedDict()
@@ -104,7 +112,8 @@ class PackedStream(MicroBatchStream):
 
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
-        assembler = _PackedRows(bounds[-1], self._order.length, self._blocks)
+        shape = bounds[-1], self._order.length
+        assembler = _PackedRows(shape, self._config.pack_columns, self._blocks)
         failed = self._fill(assembler, key, _by_row_group(wanted, bounds, self._order.length))
         columns = assembler.finish()
         made: list[Any] = []
@@ -186,82 +195,82 @@ class PackedStream(MicroBatchStream):
 
 
 class _PackedRows:
-    """The columns of packed rows that are made together."""
+    """The columns of packed rows that are made together, `shape` = [rows, length]. `ids`: which of
+    positions and documents are made."""
 
-    def __init__(self, rows: int, length: int, blocks: BlockPool) -> None:
-        self._shape, self._blocks = (rows, length), blocks
+    def __init__(self, shape: tuple[int, int], ids: Sequence[str], blocks: BlockPool) -> None:
+        self._shape, self._ids, self._blocks = shape, ids, blocks
         self._out: dict[str, Array] = {}
-        self._places: list[Ints] = []
-        self._lengths: list[Ints] = []
+        self._runs: list[tuple[Ints, Ints]] = []  # places, lengths
+        self._begins: list[Ints] = []  # places of documents
 
     def copy(self, columns: Mapping[str, Column], part: _Part, layout: _Layout) -> None:
-        pieces = _pieces_of(layout, part)
-        index = None if layout.is_file_order else _index_of(pieces)
-        copied = pieces
-        if layout.is_file_order:
-            copied = _Pieces(part.starts, part.places, part.lengths)
-        elif index is not None:
-            ends = np.cumsum(part.lengths)
-            copied = _Pieces(ends - part.lengths, part.places, part.lengths)
+        runs = _Pieces(part.starts, part.places, part.lengths)
+        pieces = _pieces_of(layout, part) if self._ids or not layout.is_file_order else runs
         for name, column in columns.items():
             values: Array = column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[assignment]
             if name not in self._out:
                 self._out[name] = self._blocks.empty(self._shape, values.dtype)
             out = self._out[name].reshape(-1)
-            _copy(values if index is None else values[index], copied, out)
-        self._places.append(pieces.places)
-        self._lengths.append(pieces.lengths)
+            if layout.is_file_order:
+                _copy_long(values, runs, out)
+            elif len(pieces.lengths) * _LONG_PIECES <= int(part.lengths.sum()):
+                _copy_each(values, pieces, out)
+            else:
+                _gather(values, pieces, out)
+        self._runs.append((part.places, part.lengths))
+        self._begins.append(pieces.places)
 
     def finish(self) -> dict[str, Array]:
-        """All columns, int32 positions and documents too; [rows, length]."""
+        """All columns [rows, length], with int32 `ids`."""
         if not self._out:
             return {}
-        rows, length = self._shape
-        total = rows * length
-        places, lengths = np.concatenate(self._places), np.concatenate(self._lengths)
-        order = np.argsort(places, kind="stable")
-        places, lengths = places[order], lengths[order]
-        row = places // length
-        numbers = np.arange(len(places)) - np.searchsorted(row, row)
-        left = total - int(lengths.sum())
-        if left:
-            places, lengths, numbers = self._with_padding(places, lengths, numbers)
-        # Running sums in place: `np.repeat` would make arrays of fresh memory
-        positions, documents = (self._blocks.empty((total,), _ID) for _ in range(2))
-        positions[...] = 1
-        positions[places] = 1 - np.concatenate([[1], lengths[:-1]])
-        documents[...] = 0
-        documents[places] = np.diff(numbers, prepend=0)
-        for ids in (positions, documents):
-            np.cumsum(ids, dtype=_ID, out=ids)
-        if left:
-            positions[documents < 0] = 0
-        return {
-            **self._out,
-            POSITIONS: positions.reshape(self._shape),
-            DOCUMENTS: documents.reshape(self._shape),
-        }
+        ids = {name: self._blocks.empty(self._shape, _ID) for name in self._ids}
+        if ids:
+            self._number({name: out.reshape(-1) for name, out in ids.items()})
+        gaps = self._gaps()
+        for name, out in (self._out | ids).items():
+            for start, stop in gaps:
+                out.reshape(-1)[start:stop] = -1 if name == DOCUMENTS and name in ids else 0
+        return self._out | ids
 
-    def _with_padding(self, places: Ints, lengths: Ints, numbers: Ints) -> tuple[Ints, Ints, Ints]:
-        """The pieces, and one for each gap. What cannot be decoded is a gap, too."""
+    def _number(self, ids: Mapping[str, Array]) -> None:
+        """Fills `ids`, flat, as if there were no gaps."""
+        rows, length = self._shape
+        row_begins = np.arange(rows + 1) * length
+        begins = np.unique(np.concatenate([row_begins, *self._begins]))
+        first = np.searchsorted(begins, row_begins)
+        lengths = np.diff(begins)
+        numbers = (np.arange(len(lengths)) - np.repeat(first[:-1], np.diff(first))).astype(_ID)
+        at_once = max(1, _TOKENS_AT_ONCE // length)
+        tokens = np.arange(min(rows, at_once) * length, dtype=_ID)
+        for row in range(0, rows, at_once):
+            end = min(rows, row + at_once)
+            of = slice(first[row], first[end])
+            place, stop = row * length, end * length
+            if DOCUMENTS in ids:
+                ids[DOCUMENTS][place:stop] = np.repeat(numbers[of], lengths[of])
+            if POSITIONS in ids:
+                begin = np.repeat((begins[of] - place).astype(_ID), lengths[of])
+                np.subtract(tokens[: stop - place], begin, out=ids[POSITIONS][place:stop])
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """The places that no token was copied to: padding, and what cannot be decoded."""
         total = self._shape[0] * self._shape[1]
-        begins = np.concatenate([[0], places + lengths])
-        gaps = np.concatenate([places, [total]]) - begins
-        at = np.flatnonzero(gaps)
-        for out in self._out.values():
-            for first, count in zip(begins[at].tolist(), gaps[at].tolist(), strict=True):
-                out.reshape(-1)[first : first + count] = 0
-        places = np.concatenate([places, begins[at]])
+        if sum(int(lengths.sum()) for _, lengths in self._runs) == total:
+            return []
+        places, lengths = (np.concatenate(each) for each in zip(*self._runs, strict=True))
         order = np.argsort(places, kind="stable")
-        lengths = np.concatenate([lengths, gaps[at]])[order]
-        return places[order], lengths, np.concatenate([numbers, np.full(len(at), -1)])[order]
+        begins = np.concatenate([[0], (places + lengths)[order]])
+        ends = np.concatenate([places[order], [total]])
+        return [(b, e) for b, e in zip(begins.tolist(), ends.tolist(), strict=True) if b < e]
 
 
 def _by_row_group(
     wanted: Sequence[MicroBatch], bounds: Sequence[int], length: int
 ) -> dict[int, list[_Part]]:
-    """Parts by row group. The rows of micro-batch j are bounds[j] ≤ i < bounds[j + 1] of the
-    output."""
+    """Parts by row group, in runs as long as possible. The rows of micro-batch j are
+    bounds[j] ≤ i < bounds[j + 1] of the output."""
     each = [m.work[1] for m in wanted]
     groups, starts, lengths, rows = map(np.concatenate, zip(*each, strict=True))
     counts = [len(segments.rows) for segments in each]
@@ -273,8 +282,14 @@ def _by_row_group(
     order = np.lexsort((starts, groups, epochs))
     groups, epochs = groups[order], epochs[order]
     starts, lengths, places = starts[order], lengths[order], places[order]
-    changes = (groups[1:] != groups[:-1]) | (epochs[1:] != epochs[:-1])
-    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(groups)]
+    new_part = (groups[1:] != groups[:-1]) | (epochs[1:] != epochs[:-1])
+    gap = (starts + lengths)[:-1] != starts[1:]
+    new_run = new_part | gap | ((places + lengths)[:-1] != places[1:])
+    runs = np.flatnonzero(np.concatenate([[True], new_run]))
+    parts = np.concatenate([[0], np.flatnonzero(new_part) + 1, [len(groups)]])
+    cuts = np.searchsorted(runs, parts).tolist()
+    groups, epochs, starts, places = groups[runs], epochs[runs], starts[runs], places[runs]
+    lengths = np.add.reduceat(lengths, runs)
     found: dict[int, list[_Part]] = {}
     for low, high in pairwise(cuts):
         here = slice(low, high)
@@ -284,37 +299,57 @@ def _by_row_group(
 
 
 def _pieces_of(layout: _Layout, part: _Part) -> _Pieces:
-    """Cuts the segments of a row group at the ends of documents."""
+    """Cuts the runs of a row group at the ends of documents."""
     begins, stops = layout.begins, part.starts + part.lengths
     low = np.searchsorted(begins, part.starts, side="right") - 1
     counts = np.searchsorted(begins, stops, side="left") - low
-    owner = np.repeat(np.arange(len(counts)), counts)
-    document = np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]
-    first = np.maximum(begins[document], part.starts[owner])
-    lengths = np.minimum(begins[document + 1], stops[owner]) - first
+    ends = np.cumsum(counts)
+    document = np.arange(ends[-1]) + np.repeat(low + counts - ends, counts)
+    first, stop, sources = begins[document], begins[document + 1], layout.sources[document]
+    # A run may begin and end within a document
+    first[ends - counts] = part.starts
+    stop[ends - 1] = stops
+    sources[ends - counts] += part.starts - begins[low]
+    places = first + np.repeat(part.places - part.starts, counts)
+    lengths = stop - first
     if not lengths.all():  # documents may be empty
         kept = lengths > 0
-        document, owner, first, lengths = document[kept], owner[kept], first[kept], lengths[kept]
-    sources = layout.sources[document] + first - begins[document]
-    return _Pieces(sources, part.places[owner] + first - part.starts[owner], lengths)
+        sources, places, lengths = sources[kept], places[kept], lengths[kept]
+    return _Pieces(sources, places, lengths)
 
 
-def _index_of(pieces: _Pieces) -> Ints | None:
-    """Which tokens of a row group the pieces have, one after the other; None if the pieces are long
-    and better copied one by one."""
-    sources, _, lengths = pieces
-    total = int(lengths.sum())
-    if len(lengths) * _LONG_PIECES <= total:
-        return None
-    index: Ints = np.repeat(sources - (np.cumsum(lengths) - lengths), lengths)
-    index += np.arange(total)
-    return index
-
-
-def _copy(values: Array, pieces: _Pieces, out: Array) -> None:
+def _copy_long(values: Array, runs: _Pieces, out: Array) -> None:
     """`values` and `out`: flat."""
-    for source, place, length in zip(*(each.tolist() for each in pieces), strict=True):
+    for source, place, length in zip(*(each.tolist() for each in runs), strict=True):
         out[place : place + length] = values[source : source + length]
+
+
+def _copy_each(values: Array, pieces: _Pieces, out: Array) -> None:
+    """Like `_copy_long`, for pieces of some hundred tokens: slices of a memoryview take two thirds
+    of the time."""
+    sources, places, lengths = pieces
+    taken, there = memoryview(values.data), memoryview(out.data)
+    stops = (sources + lengths).tolist(), (places + lengths).tolist()
+    each = zip(sources.tolist(), stops[0], places.tolist(), stops[1], strict=True)
+    for source, source_stop, place, stop in each:
+        there[place:stop] = taken[source:source_stop]
+
+
+def _gather(values: Array, pieces: _Pieces, out: Array) -> None:
+    """Like `_copy_each`, for short pieces: many at once by their indices."""
+    sources, places, lengths = pieces
+    before = np.cumsum(lengths) - lengths
+    block = before // _TOKENS_AT_ONCE
+    cuts = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(block)]
+    follows = (places + lengths)[:-1] == places[1:]
+    for low, high in pairwise(cuts):
+        here = slice(low, high)
+        index = np.repeat(sources[here] - (before[here] - before[low]), lengths[here])
+        index += np.arange(len(index))
+        gathered = values.take(index)
+        first = low + np.concatenate([[0], np.flatnonzero(~follows[low : high - 1]) + 1])
+        runs = np.add.reduceat(lengths[here], first - low)
+        _copy_each(gathered, _Pieces(before[first] - before[low], places[first], runs), out)
 
 
 def _bounds_of(column: Column) -> Ints:

@@ -6,6 +6,7 @@ opened.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,14 +28,13 @@ from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import DataError
 
 TOKENS = "input_ids"
-_MADE = ("position_ids", "document_ids")
 
 
 def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
     """The index with the number of tokens of each row group, without the rows that the filter
     leaves out. Raises DataError if a column has no value for each token, and BadShard if a row
     group cannot be decoded."""
-    column = _column_of_tokens(index.schema)
+    column = _column_of_tokens(index.schema, config.pack_columns)
     rows_of = None if config.filter is None else RowFilter(config.filter, index.schema)
     used = [] if rows_of is None else rows_of.fields
     read = list(dict.fromkeys([column, *(leaf.name for leaf in leaves(used))]))
@@ -70,11 +70,12 @@ def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -
     return replace(index, groups=index.groups.append_column(field, pa.array(counts)))
 
 
-def _column_of_tokens(schema: pa.Schema) -> str:
-    if twice := [name for name in _MADE if name in schema.names]:
+def _column_of_tokens(schema: pa.Schema, made: Sequence[str]) -> str:
+    if twice := [name for name in made if name in schema.names]:
         raise DataError(
             f"DataConfig.pack makes the column {twice[0]!r}, and the data set has one of that "
-            "name; leave it out by DataConfig.columns"
+            "name; leave it out by DataConfig.columns, or out of DataConfig.pack_columns, which "
+            "says what is made"
         )
     for field in schema:
         kind = plain(field.type)
