@@ -4,6 +4,9 @@ Functions are called with each line of metrics, one after the other. A `RunLogge
 thread: it is opened with the first line, is given what the run's folder holds and its tool lacks,
 and then each line as it comes. If it fails, it is opened again after a while in the same way, so a
 failure leaves no gap.
+
+A service that is unavailable for a moment is no reason to lose days of training. So an exception in
+a logger becomes a warning with its traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import itertools
 import json
 import threading
 import time
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,7 +26,6 @@ from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import RunEvent
 from elastic_dp.telemetry.batch_queue import BatchQueue
 from elastic_dp.telemetry.journal import MAX_KEPT, read_events
-from elastic_dp.telemetry.loggers import log_to, warn_of
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from elastic_dp.threads import background
 
@@ -85,8 +89,13 @@ class _Functions:
         self._functions = functions
 
     def take(self, line: Line) -> None:
-        if _is_metrics(line):
-            log_to(self._functions, line)
+        if not _is_metrics(line):
+            return
+        for function in self._functions:
+            try:
+                function(line)
+            except Exception as error:  # the user's own code
+                _warn_of(function, error)
 
     def miss(self) -> None:
         """Lines were dropped. They are in `metrics.jsonl`."""
@@ -139,7 +148,7 @@ class _Feed:
         except Exception as error:  # of the tool, or of the store
             self._is_open = False
             self._again_at = time.monotonic() + _AGAIN_S
-            warn_of(self.logger, error)
+            _warn_of(self.logger, error)
             with contextlib.suppress(Exception):  # what is broken may also fail to close
                 self.logger.close()
 
@@ -216,7 +225,7 @@ class _LoggerThread:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             slow = TimeoutError(f"{self._left} lines wait after {CLOSE_S:.0f} s")
-            warn_of(self._taker.logger, slow)
+            _warn_of(self._taker.logger, slow)
 
     @property
     def _left(self) -> int:
@@ -245,9 +254,20 @@ class _LoggerThread:
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         if dropped:
-            warn_of(self._taker.logger, TimeoutError(f"it was too slow for {dropped} lines"))
+            _warn_of(self._taker.logger, TimeoutError(f"it was too slow for {dropped} lines"))
             self._taker.miss()
 
 
 def _is_metrics(line: Line) -> bool:
     return "event" not in line and "command" not in line
+
+
+def _warn_of(logger: Any, error: Exception) -> None:
+    """Warn that a logger raised `error`. Identical warnings are shown once."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    name = getattr(logger, "__name__", type(logger).__name__)
+    warnings.warn(
+        f"the logger {name!r} raised {what}; training continues, and the logger is called again "
+        f"with the next record\n{''.join(traceback.format_exception(error))}",
+        stacklevel=3,
+    )

@@ -2,6 +2,7 @@
 other, and a value that was not filled in is refused by `kubectl kustomize` itself.
 """
 
+import functools
 import re
 import shlex
 import subprocess
@@ -72,6 +73,7 @@ def kustomization(folder: str) -> dict[str, Any]:
     return yaml.safe_load((K8S / folder / "kustomization.yaml").read_text())
 
 
+@functools.cache
 def cloud_of(folder: str) -> str | None:
     """Return the cloud whose params.env a kustomization reads."""
     for component in kustomization(folder).get("components", []):
@@ -80,6 +82,7 @@ def cloud_of(folder: str) -> str | None:
     return None
 
 
+@functools.cache
 def overridden(folder: str) -> set[str]:
     """What an overlay's `run/` and its components say over the params.env."""
     keys = set()

@@ -105,10 +105,10 @@ class Survey:
 
     def decoded(self) -> Ints:
         """Bytes in memory of all columns, int64 [row groups]."""
-        return _sum([column.decoded for column in self.columns], len(self.group_rows))
+        return _by_row_group([column.decoded for column in self.columns], len(self.group_rows))
 
     def stored(self) -> Ints:
-        return _sum([column.stored for column in self.columns], len(self.group_rows))
+        return _by_row_group([column.stored for column in self.columns], len(self.group_rows))
 
 
 def survey(
@@ -348,7 +348,7 @@ def _width(kind: pa.DataType) -> int:
     return -(-kind.bit_width // 8) if pa.types.is_primitive(kind) else 0
 
 
-def _sum(columns: list[list[int]], row_groups: int) -> Ints:
+def _by_row_group(columns: list[list[int]], row_groups: int) -> Ints:
     total = np.zeros(row_groups, dtype=np.int64)
     for column in columns:
         total += np.asarray(column, dtype=np.int64)
