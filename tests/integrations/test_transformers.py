@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -370,6 +371,39 @@ def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
     trainer.train_dataset = None
     with pytest.raises(SpecError, match="no train_dataset"):
         TransformersTrainer(trainer)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (datasets.IterableDataset.from_generator(iter, gen_kwargs={}), "without a length"),
+        (Stream(), "train_dataset is a Stream without a length"),
+        ([], "train_dataset has no rows"),
+    ],
+)
+def test_rows_without_numbers_are_refused(rows, words, tmp_path):
+    trainer = causal_lm(tmp_path)
+    trainer.train_dataset = rows
+    with pytest.raises(SpecError, match=words):
+        TransformersTrainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage_pth": "runs"}, "no option 'storage_pth'. Did you mean 'storage_path'"),
+        ({"resume_from_checkpoint": True}, "resume_from_checkpoint is given, .*goes on"),
+        ({"scaling": {"max_workers": 2}}, "scaling is a dict, must be a ScalingConfig"),
+    ],
+)
+def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words, tmp_path):
+    with pytest.raises(SpecError, match=words):
+        TransformersTrainer(causal_lm(tmp_path), **options)
 
 
 # ------------------------------------------------------------------------------------- with kills
