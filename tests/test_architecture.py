@@ -109,6 +109,7 @@ ALLOWED = {
         "integrations",
         "module_pickling",
         "telemetry.run_logger",
+        "wording",
         "__init__",
     },  # as a user's script does
     "__init__": {"config", "train", "cluster", "checkpoint", "run_record"},

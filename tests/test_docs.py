@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import elastic_dp
 import elastic_dp.data
@@ -151,6 +152,15 @@ def test_job_of_the_first_page_and_of_get_started_is_one_and_trains(tmp_path, mo
     assert step == "200" and len(digest) == 64
     logged = [json.loads(x) for x in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["loss"] < 0.01
+    monkeypatch.chdir(tmp_path)
+    looks = [line for line in commands(PAGES[page]) if "~/elastic_dp_runs" in line]
+    assert len(looks) == (5 if page == "docs/get-started.md" else 0)
+    for line in looks:
+        words = shlex.split(line.replace("~/elastic_dp_runs", str(tmp_path)))
+        if words[1] != "ui":  # which serves until Ctrl-C
+            said = CliRunner().invoke(cli.app, words[1:])
+            assert said.exit_code == 0 and said.stdout, said.output
+    assert not looks or (tmp_path / "mine.html").exists()
 
 
 # ------------------------------------------------------------------------------------- names on all

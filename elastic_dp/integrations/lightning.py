@@ -21,8 +21,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
-from elastic_dp import ElasticTrainer, MapStyleData, Result, ScalingConfig
+from elastic_dp import ElasticTrainer, MapStyleData, Result
 from elastic_dp.errors import SpecError
+from elastic_dp.integrations.elastic_options import scaling_of
 from elastic_dp.integrations.host_copy import on_host
 from elastic_dp.integrations.lightning_arguments import (
     PRECISIONS,
@@ -69,10 +70,10 @@ class LightningTrainer(ElasticTrainer):
                 raise SpecError(f"{name} is given, but it comes from the module and its data")
         used = options_of_lightning({k: v for k, v in options.items() if k in _OF_TRAINER})
         others = {name: value for name, value in options.items() if name not in _OF_TRAINER}
+        scaling = scaling_of("LightningTrainer", others, _OF_TRAINER)
         callbacks = _callbacks(module, used["callbacks"])
         _check(module, datamodule, callbacks)
         train, validation = _dataloaders(module, datamodule, train_dataloaders, val_dataloaders)
-        scaling = others.pop("scaling", None) or ScalingConfig()
         accumulated = used["accumulate_grad_batches"]
         steps = None if used["max_steps"] == -1 else used["max_steps"]
         epochs = None if used["max_epochs"] == -1 else used["max_epochs"]
@@ -102,7 +103,9 @@ class LightningTrainer(ElasticTrainer):
             "callbacks": callbacks,
             "validation": validation,
             "validate_every": used["check_val_every_n_epoch"],
-            "log_every": used["log_every_n_steps"] or _LOG_EVERY,
+            "log_every": _LOG_EVERY
+            if used["log_every_n_steps"] is None
+            else used["log_every_n_steps"],
             "clip_norm": used["gradient_clip_val"] or None,
             "precision": PRECISIONS[used["precision"]],
             "max_epochs": epochs,
@@ -114,9 +117,8 @@ class LightningTrainer(ElasticTrainer):
             # A method of the module, so that its code counts as the user's.
             types.MethodType(self._train_module, *on_host(module)),
             data=data,
-            scaling=scaling,
             max_steps=steps,
-            **others,
+            **others | {"scaling": scaling},
         )
         self._module, self._datamodule = module, datamodule
 

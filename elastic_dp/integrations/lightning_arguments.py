@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -26,7 +27,7 @@ USED: dict[str, str] = {
     "precision": "32-true, bf16-mixed or 16-mixed; others are refused",
     "callbacks": "see above",
     "check_val_every_n_epoch": "validation after every so many epochs; None is refused",
-    "log_every_n_steps": "how often values of `training_step` are recorded (50)",
+    "log_every_n_steps": "how often values of `training_step` are recorded (50); 0: never",
 }
 
 # Allowed values, and the way out for others.
@@ -34,7 +35,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "strategy": (("auto", "ddp"), "each worker holds the whole model, and is started for you"),
     "devices": (("auto", 1, "1"), "set ScalingConfig.max_workers; a worker has one device"),
     "num_nodes": ((1,), "set ScalingConfig.max_workers"),
-    "logger": ((None, True, False), "pass loggers=, functions that get each record once"),
+    "logger": (
+        (None, True, False),
+        "pass loggers=, such as a TensorBoardLogger, WandbLogger or MLflowLogger of "
+        "elastic_dp.integrations",
+    ),
     "fast_dev_run": ((False,), "set max_steps, and fit(local=True)"),
     "min_epochs": ((None,), "leave it out"),
     "min_steps": ((None,), "leave it out"),
@@ -70,6 +75,12 @@ IGNORED: dict[str, str] = {
     "use_distributed_sampler": "rows are dealt to virtual workers by arithmetic",
     "default_root_dir": "`storage_path` decides",
     "enable_autolog_hparams": "there is no logger of Lightning's",
+}
+
+_LEAST = {
+    **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    "log_every_n_steps": 0,
+    **dict.fromkeys(("max_epochs", "max_steps"), -1),
 }
 
 PRECISIONS: dict[Any, str | None] = {
@@ -120,6 +131,15 @@ def options_of_lightning(given: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError(
             "check_val_every_n_epoch is None, which is not supported: validation runs after epochs"
         )
+    for name, least in _LEAST.items():
+        value = options[name]
+        if value is None and name in ("max_epochs", "log_every_n_steps"):
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise SpecError(f"{name} is {value!r}, must be a whole number of at least {least}")
+    clip = options["gradient_clip_val"]
+    if clip is not None and not (isinstance(clip, int | float) and clip >= 0):
+        raise SpecError(f"gradient_clip_val is {clip!r}, must be None or a number of at least 0")
     return options
 
 
@@ -145,6 +165,8 @@ def check_datamodule(datamodule: Any) -> None:
 def check_callback(callback: Any) -> None:
     """Raises SpecError for a callback that needs what a step does not have."""
     kind = type(callback)
+    if not isinstance(callback, Callback):
+        raise SpecError(f"callbacks has {callback!r}, must be a list of Lightning's Callback")
     if kind.__module__.startswith("lightning.") and kind not in _CALLBACKS:
         ours = ", ".join(one.__name__ for one in _CALLBACKS)
         raise SpecError(

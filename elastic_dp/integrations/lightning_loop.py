@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -97,8 +98,10 @@ class _TrainerView:
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.state = types.SimpleNamespace(fn=TrainerFn.FITTING)
-        # Every worker decides by the same values.
-        self.strategy = types.SimpleNamespace(reduce_boolean_decision=lambda value, all=True: value)
+        # Every worker decides by the same values. `module.optimizers()` reads the other one.
+        self.strategy = types.SimpleNamespace(
+            reduce_boolean_decision=lambda value, all=True: value, _lightning_optimizers=[]
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -122,6 +125,7 @@ def train_module(settings: Mapping[str, Any], module: Any, ctx: TrainContext) ->
             )
         configs = _configure_schedulers_automatic_opt(schedulers, monitor)
         view.optimizers, view.lr_scheduler_configs = optimizers, configs
+        view.strategy._lightning_optimizers = optimizers
         for callback in view.callbacks:
             callback.setup(view, module, "fit")
         body = _LightningBody(settings, module, ctx, view, log)
@@ -170,6 +174,41 @@ def _moved(module: Any, batch: Any) -> Any:
     return module.on_after_batch_transfer(batch, 0)
 
 
+def _that_fills_no_list(module: Any, validation_step: Any) -> Any:
+    """Returns the step, whose first call is watched: what it adds to a list of the module would
+    differ between workers."""
+    calls = itertools.count()
+
+    def watched(batch: Any, batch_idx: int) -> None:
+        if next(calls):
+            validation_step(batch, batch_idx)
+            return
+        before = _lengths_of_lists(module)
+        validation_step(batch, batch_idx)
+        for name, length in _lengths_of_lists(module).items():
+            if length > before.get(name, 0):
+                raise LossError(
+                    f"validation_step adds to self.{name}, but its batches are dealt over workers, "
+                    "so each worker has a part of them: log values, and the mean over all rows is "
+                    "taken"
+                )
+
+    return watched
+
+
+def _lengths_of_lists(module: Any) -> dict[str, int]:
+    """Returns the lengths of the lists that the module and its parts hold, also in dicts."""
+    lengths = {}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            inner = value if isinstance(value, dict) else {None: value}
+            for key, one in inner.items():
+                if isinstance(one, list):
+                    where = f"{prefix}.{name}".lstrip(".")
+                    lengths[where if key is None else f"{where}[{key!r}]"] = len(one)
+    return lengths
+
+
 class _LightningBody:
     """What Lightning does around a step: hooks, schedulers, validation and logging. Its state is
     what workers that join need."""
@@ -185,7 +224,7 @@ class _LightningBody:
         self._settings, self._module, self._ctx = settings, module, ctx
         self._view, self._log = view, log
         self._sums: dict[str, list[float]] = {}  # of this epoch: values times weights, weights
-        self._has_begun = False
+        self._has_begun = self._has_validated = False
 
     def state_dict(self) -> dict[str, Any]:
         view = self._view
@@ -219,7 +258,8 @@ class _LightningBody:
         if step.epoch_end:
             self._step_schedulers("epoch", step.epoch + 1)
         self._fire("on_train_batch_end", record, {"loss": torch.tensor(step.loss)}, None, in_epoch)
-        if step.number % self._settings["log_every"] == 0:
+        log_every = self._settings["log_every"]
+        if log_every and step.number % log_every == 0:
             record |= of_step
         self._step_schedulers("step", step.number, by_metric=True)
         if step.epoch_end or step.number == ctx.total_steps or view.should_stop:
@@ -292,6 +332,8 @@ class _LightningBody:
     def _validate(self, record: dict[str, Any]) -> None:
         module, view = self._module, self._view
         call = _with_batch_idx(module.validation_step)
+        if not self._has_validated:
+            call, self._has_validated = _that_fills_no_list(module, call), True
 
         def validate(_: Any, numbered: Any) -> Any:
             number, rows, batch = numbered

@@ -181,6 +181,8 @@ def check_training_arguments(args: Any) -> None:
             args.optim.value,
             f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs to the Trainer",
         )
+    if args.max_steps <= 0 and not args.num_train_epochs > 0:
+        _refuse("num_train_epochs", args.num_train_epochs, "a run has at least one step")
     if args.train_sampling_strategy not in _SAMPLING:
         _refuse("train_sampling_strategy", args.train_sampling_strategy, "use 'random'")
     if args.data_seed not in (None, args.seed):

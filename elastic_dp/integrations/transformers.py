@@ -28,8 +28,9 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 
-from elastic_dp import ElasticTrainer, MapStyleData, Result, ScalingConfig, Step, TrainContext
+from elastic_dp import ElasticTrainer, MapStyleData, Result, Step, TrainContext
 from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.integrations.elastic_options import scaling_of
 from elastic_dp.integrations.host_copy import on_host
 from elastic_dp.integrations.training_arguments import check_training_arguments
 
@@ -68,7 +69,7 @@ class TransformersTrainer(ElasticTrainer):
             if name in options:
                 raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
         args = trainer.args
-        scaling = options.pop("scaling", None) or ScalingConfig()
+        scaling = scaling_of("TransformersTrainer", options)
         virtual_workers = scaling.virtual_workers
         if virtual_workers is None:
             virtual_workers = scaling.max_workers * args.gradient_accumulation_steps
@@ -88,9 +89,8 @@ class TransformersTrainer(ElasticTrainer):
         super().__init__(
             types.MethodType(_train, sent),
             data=data,
-            scaling=scaling,
             max_steps=_total_steps(args, len(rows), virtual_workers),
-            **options,
+            **options | {"scaling": scaling},
         )
         self._trainer, self._sent = trainer, sent
 
@@ -158,6 +158,14 @@ def _rows_and_collator(trainer: Any) -> tuple[Any, Any]:
     them."""
     if trainer.train_dataset is None:
         raise SpecError("trainer has no train_dataset")
+    if not hasattr(trainer.train_dataset, "__len__"):
+        raise SpecError(
+            f"train_dataset is a {type(trainer.train_dataset).__name__} without a length, whose "
+            "rows have no numbers: pass a map-style dataset, or write the loop with ctx.steps and "
+            "IterableData"
+        )
+    if not len(trainer.train_dataset):
+        raise SpecError("train_dataset has no rows")
     if hasattr(trainer.train_dataset, "remove_columns"):  # of the library datasets
         rows = trainer._remove_unused_columns(trainer.train_dataset, "training")
         return rows, trainer.data_collator

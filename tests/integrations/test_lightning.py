@@ -131,6 +131,24 @@ def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
     assert [line["epoch"] for line in lines if "val_loss" in line] == [0, 1, 2]
 
 
+def test_no_step_is_logged_if_the_number_of_steps_is_zero(tmp_path):
+    fit(Classifier(), tmp_path, log_every_n_steps=0, max_epochs=1)
+    assert not [line for line in logged(tmp_path) if "train_loss_step" in line]
+
+
+class LogsRate(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+def test_module_logs_the_learning_rate_of_its_optimizer(tmp_path):
+    curve = Curve()
+    fit(LogsRate(schedule="epoch"), tmp_path, callbacks=[curve])
+    rates = [line["rate"] for line in logged(tmp_path) if "rate" in line]
+    assert rates == pytest.approx([1e-2] * 6 + [5e-3] * 6 + [2.5e-3] * 6)
+
+
 def test_validation_runs_after_every_so_many_epochs(tmp_path):
     fit(Classifier(), tmp_path, check_val_every_n_epoch=2)
     assert [line["epoch"] for line in logged(tmp_path) if "val_loss" in line] == [1]
@@ -317,6 +335,29 @@ def test_argument_that_cannot_be_had_is_refused_by_name(name):
         LightningTrainer(Classifier(), datamodule=PointsData(), **{name: OTHERS[name]})
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpus": 8}, "LightningTrainer has no option 'gpus'"),
+        ({"stroage_path": "runs"}, "no option 'stroage_path'. Did you mean 'storage_path'"),
+        ({"limit_train_batch": 3}, "Did you mean 'limit_train_batches'"),
+        ({"ckpt_path": "last"}, "ckpt_path is given, .*under the same name goes on"),
+        ({"scaling": 4}, "scaling is a int, must be a ScalingConfig"),
+        ({"accumulate_grad_batches": {0: 2}}, "accumulate_grad_batches is .* whole number"),
+        ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0, must be .* at least 1"),
+        ({"log_every_n_steps": -1}, "log_every_n_steps is -1"),
+        ({"max_epochs": 1.5}, "max_epochs is 1.5, must be a whole number"),
+        ({"max_steps": None}, "max_steps is None, must be a whole number"),
+        ({"gradient_clip_val": -1.0}, "gradient_clip_val is -1.0, must be None or a number"),
+        ({"callbacks": [print]}, "callbacks has <built-in function print>, must be a list of"),
+        ({"callbacks": "EarlyStopping"}, "callbacks has 'E', must be a list of"),
+    ],
+)
+def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words):
+    with pytest.raises(SpecError, match=words):
+        LightningTrainer(Classifier(), datamodule=PointsData(), **{"max_epochs": 1} | options)
+
+
 def overriding(base, name):
     return type("Mine", (base,), {name: lambda self, *args, **kwargs: None})
 
@@ -422,6 +463,17 @@ class LogsBatches(Classifier):
         self.log("val_loss", 1.0, on_step=True)
 
 
+class KeepsOutputs(Classifier):
+    """Keeps what each batch gives until the end of the epoch, as Lightning advises since 2.0."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = {"logits": []}
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs["logits"].append(self.net(batch[0]))
+
+
 class MonitorsNothing(Classifier):
     def configure_optimizers(self):
         return super().configure_optimizers() | {"monitor": "nothing"}
@@ -433,6 +485,7 @@ class MonitorsNothing(Classifier):
         (TwoOptimizers, SpecError, "returned 2 optimizers"),
         (SumsLog, LossError, "only means are supported"),
         (LogsBatches, LossError, "with on_step=True"),
+        (KeepsOutputs, LossError, r"adds to self\.outputs\['logits'\]"),
         (lambda: MonitorsNothing(schedule="plateau"), LoopError, "monitors 'nothing'"),
     ],
 )

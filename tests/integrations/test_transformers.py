@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -55,6 +56,55 @@ def test_loss_curve_is_the_one_of_trainer_within_one_in_a_hundred_thousand(job, 
         assert losses(ours, key) == pytest.approx(curve, rel=1e-5), key
         evaluated = key != "eval_accuracy" or job is text_classification
         assert len(curve) == (2 * evaluated if key.startswith("eval") else 12)
+
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
+OFTEN_USED = {
+    "steps that are shares": EVALUATES | {"logging_steps": 0.25, "eval_steps": 0.25},
+    "late evaluations": EVALUATES | {"eval_delay": 6, "eval_accumulation_steps": 1},
+    "the best is saved": EVALUATES | {"save_strategy": "best", "metric_for_best_model": "loss"},
+    "epochs": {"max_steps": -1, "num_train_epochs": 1.5, "logging_strategy": "epoch"},
+    "first step": {"logging_first_step": True, "logging_steps": 5},
+    "data processes": {"dataloader_num_workers": 2},
+    "a batch of more rows than there are": {
+        "per_device_train_batch_size": 100,
+        "gradient_accumulation_steps": 1,
+    },
+    "full batches": {"gradient_accumulation_steps": 1, "dataloader_drop_last": True},
+    "checkpointed activations": {"gradient_checkpointing": True},
+    "clipping": {"max_grad_norm": 0.1},
+    "no clipping": {"max_grad_norm": 0.0},
+    "AdamW": {"adam_beta2": 0.9, "weight_decay": 0.1},
+    **{optimizer: {"optim": optimizer} for optimizer in ("adafactor", "adagrad", "rmsprop", "sgd")},
+    **{
+        schedule: {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options}
+        | {"warmup_steps": 0.2}
+        for schedule, options in {
+            "constant_with_warmup": {},
+            "cosine_with_min_lr": {"min_lr": 1e-4},
+            "cosine_with_restarts": {"num_cycles": 2},
+            "inverse_sqrt": {},
+            "polynomial": {},
+            "warmup_stable_decay": {"num_decay_steps": 4},
+        }.items()
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OFTEN_USED.values(), ids=OFTEN_USED)
+def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_path):
+    options = {"train_sampling_strategy": "sequential"} | options
+    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original.train()
+    result = fit(ours, tmp_path)
+    assert result.exact and result.step == original.state.global_step
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+        curve = losses(original, key)
+        assert losses(ours, key) == pytest.approx(curve, rel=1e-5), key
+        assert curve or key == "eval_loss"
+    saved = [{path.name for path in (tmp_path / each).glob("out/checkpoint-*")} for each in "ab"]
+    assert saved[0] == saved[1]
 
 
 def test_loss_curve_over_shuffled_rows_falls_as_that_of_trainer(tmp_path):
@@ -321,13 +371,14 @@ OTHERS = {
     "train_sampling_strategy": "group_by_length",
     "optim": transformers.training_args.OptimizerNames.LOMO,
     "dataloader_drop_last": True,  # with gradient accumulation
+    "num_train_epochs": 0.0,
     "mixed_precision": "fp8",
 }
 
 
 @pytest.mark.parametrize("field", sorted({*OTHERS, *training_arguments.REFUSED}))
 def test_field_that_cannot_be_had_is_refused_by_name(field, tmp_path):
-    trainer = causal_lm(tmp_path)
+    trainer = causal_lm(tmp_path, max_steps=-1)
     setattr(trainer.args, field, OTHERS[field])
     with pytest.raises(SpecError, match=rf"TrainingArguments\.{field} is .*which is not supported"):
         TransformersTrainer(trainer)
@@ -370,6 +421,39 @@ def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
     trainer.train_dataset = None
     with pytest.raises(SpecError, match="no train_dataset"):
         TransformersTrainer(trainer)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (datasets.IterableDataset.from_generator(iter, gen_kwargs={}), "without a length"),
+        (Stream(), "train_dataset is a Stream without a length"),
+        ([], "train_dataset has no rows"),
+    ],
+)
+def test_rows_without_numbers_are_refused(rows, words, tmp_path):
+    trainer = causal_lm(tmp_path)
+    trainer.train_dataset = rows
+    with pytest.raises(SpecError, match=words):
+        TransformersTrainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"storage_pth": "runs"}, "no option 'storage_pth'. Did you mean 'storage_path'"),
+        ({"resume_from_checkpoint": True}, "resume_from_checkpoint is given, .*goes on"),
+        ({"scaling": {"max_workers": 2}}, "scaling is a dict, must be a ScalingConfig"),
+    ],
+)
+def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words, tmp_path):
+    with pytest.raises(SpecError, match=words):
+        TransformersTrainer(causal_lm(tmp_path), **options)
 
 
 # ------------------------------------------------------------------------------------- with kills

@@ -165,6 +165,19 @@ def test_alerts_are_silent_before_their_time(promtool, tmp_path):
     assert met, output
 
 
+def test_nodes_that_are_lost_before_there_is_a_counter_are_counted(promtool, tmp_path):
+    """Ray's counter begins with the first nodes that are lost, here with twelve at once."""
+    appears = {"series": 'ray_node_failure_total{ray_io_cluster="mine-x"}', "values": "_x60 12x120"}
+    count = 'count(ALERTS{alertstate="firing", alertname="NodesLost"}) or vector(0)'
+    asks = [
+        {"expr": count, "eval_time": at, "exp_samples": [{"labels": "{}", "value": fires}]}
+        for at, fires in (("59m", 0), ("61m", 1), ("118m", 1), ("125m", 0))
+    ]
+    test = {"interval": "1m", "input_series": [appears], "promql_expr_test": asks}
+    met, output = passed(promtool, tmp_path, [test])
+    assert met, output
+
+
 def test_queries_ask_for_metrics_that_runs_have():
     asked = [rule["expr"] for group in rules() for rule in group["rules"]] + queries()
     found = {name for text in asked for name in re.findall(r"ray_elastic_dp_\w+", text)}

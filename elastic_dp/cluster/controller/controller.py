@@ -186,21 +186,22 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         coordinator = self.coordinator
-        membership = coordinator.membership
+        membership, workers = coordinator.membership, coordinator.workers
+        members = () if membership is None else membership.members
         because = self.report.inexact_because(coordinator.kinds)
         now = time.time()
         return {
             "phase": "over" if self.ended.is_set() else coordinator.phase,
             "reason": coordinator.reason or self.outcome.reason,
             "generation": coordinator.generation,
-            "world_size": 0 if membership is None else len(membership.members),
+            "world_size": sum(member.worker in workers for member in members),
             "size": coordinator.requested_size,
             "size_limit": coordinator.size_limit,
             "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
             "step": self.report.step,
             "exact": self.spec.exact and not because,
             "inexact_because": because,
-            "workers": dict(coordinator.workers),
+            "workers": workers,
             "metrics": dict(self.metrics.newest),
             "failed": self.outcome.error is not None,
             "max_steps": self.spec.max_steps,

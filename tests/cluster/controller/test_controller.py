@@ -12,6 +12,7 @@ from elastic_dp.cluster.worker import Request
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.report.run_overview import Health, overview_of_status
 from elastic_dp.telemetry.journal import Journal
 from tests.coordinator.scenarios import Scenario
 
@@ -70,6 +71,24 @@ def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
     scenario.wait(0.1)
     because = "steps were made on several kinds of machine: an abacus | kind"
     assert controller.status()["inexact_because"] == (because,)
+    controller.heartbeats.close()
+
+
+def test_status_counts_no_member_that_is_lost() -> None:
+    """A run that has lost all its workers and waits for nodes has none, as its report says."""
+    spec = JobSpec(name="gone", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "gone", "127.0.0.1", b"secret", Journal(None))
+    scenario = Scenario()
+    scenario.committed = 0
+    controller.coordinator = scenario.coordinator
+    assert controller.status()["world_size"] == 0
+    scenario.running("w1", "w2")
+    assert controller.status()["world_size"] == 2
+    for left, worker in ((1, "w2"), (0, "w1")):
+        scenario.lost(worker)
+        assert controller.status()["world_size"] == left
+    overview = overview_of_status("gone", controller.status())
+    assert (overview.health, overview.world_size) == (Health.CONCERN, 0)
     controller.heartbeats.close()
 
 

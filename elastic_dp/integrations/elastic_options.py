@@ -1,0 +1,34 @@
+"""The options of an adapter that go on to `ElasticTrainer`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_dp import ElasticTrainer, ScalingConfig
+from elastic_dp.errors import SpecError
+from elastic_dp.wording import did_you_mean
+
+_OF_ELASTIC_TRAINER = set(inspect.signature(ElasticTrainer.__init__).parameters) - {"self"}
+_OF_RESUMING = ("ckpt_path", "resume_from_checkpoint")
+
+
+def scaling_of(adapter: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> ScalingConfig:
+    """Returns how the run may scale.
+
+    Raises SpecError for an option that neither `ElasticTrainer` nor the adapter itself (`own`) has.
+    """
+    known = {*_OF_ELASTIC_TRAINER, *own}
+    for name in options:
+        if name in _OF_RESUMING:
+            raise SpecError(
+                f"{name} is given, which is not supported: leave it out, since a run that is "
+                "started again under the same name goes on from its newest checkpoint"
+            )
+        if name not in known:
+            raise SpecError(f"{adapter} has no option {name!r}{did_you_mean(name, sorted(known))}")
+    scaling = options.get("scaling")
+    if not isinstance(scaling, ScalingConfig | None):
+        raise SpecError(f"scaling is a {type(scaling).__name__}, must be a ScalingConfig")
+    return scaling or ScalingConfig()
