@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
+import platform
+import queue
+import signal
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +40,8 @@ from elastic_dp.config import (
 from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.data import open_data
 from elastic_dp.device.accelerator import Accelerator, CudaAccelerator
+from elastic_dp.device.gpu import nccl_version
+from elastic_dp.distributed.abort_limit import ABORT_LIMIT_S
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
@@ -46,7 +52,9 @@ from elastic_dp.train.local_run import LocalRun
 
 VIRTUAL_WORKERS = 8
 CONNECTING_S = 50.0
-WAIT_S = 100.0  # for a run; the limit of the check is what counts
+WAIT_S = 60.0  # for a run: less than the limit of its check, so that it says where it stands
+ROUNDS_S = 40.0  # in which communicators are made again and again
+NOTES = "notes.jsonl"
 
 
 class Skipped(Exception):
@@ -67,8 +75,18 @@ class Setup:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
     def pick(self, full: Any, small: Any) -> Any:
         return small if self.small else full
+
+    def note(self, **facts: Any) -> dict[str, Any]:
+        """Keep these facts, also if this check fails, hangs, or ends its process later."""
+        with (self.folder / NOTES).open("a") as file:
+            file.write(json.dumps(facts, default=str) + "\n")
+        return facts
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,8 @@ def loss_of(name: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torc
 
 def train(ctx: Any) -> None:
     config = ctx.config
+    if config.get("connects"):
+        be_another_host()
     with ctx.device:  # initial weights are drawn there
         model = build(config["model"], config["width"])
     if config.get("compile") is not None:
@@ -212,14 +232,17 @@ def job(
     )
 
 
+Ended = tuple[RunOutcome, list[dict[str, Any]]]  # and its journal
+
+
 def group(
     spec: JobSpec,
     faults: Sequence[WorkerFault] = (),
     url: str | None = None,
     act: Callable[[ProcessRun], None] = lambda run: None,
     device: SimulatedDevice | None = None,
-) -> tuple[RunOutcome, list[dict[str, Any]]]:
-    """How a run on processes ended, and its journal. `act`: called while it runs."""
+) -> Ended:
+    """How a run on processes ended. `act`: called while it runs."""
     with ProcessRun(spec, train, faults=tuple(faults), url=url, device=device) as run:
         act(run)
         outcome = run.wait(WAIT_S)
@@ -232,18 +255,31 @@ def group(
 def alone(setup: Setup, spec: JobSpec) -> LocalRun:
     """The run in this process, without a group."""
     prepare_environment(os.environ, 1)  # type: ignore[arg-type]
-    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS)
-    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
-    run = LocalRun(spec, data, device)
+    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS, pin=setup.on_gpu)
+    run = LocalRun(spec, data, setup.torch_device)
     run.run(train)
     return run
 
 
-def together(runs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each returns; at the same time, since most of a short run is its start."""
-    with ThreadPoolExecutor(len(runs)) as executor:
-        started = {name: executor.submit(run) for name, run in runs.items()}
-        return {name: future.result() for name, future in started.items()}
+def together(
+    setup: Setup, runs: Mapping[str, Callable[[], Ended]]
+) -> tuple[dict[str, RunOutcome], dict[str, list[dict[str, Any]]]]:
+    """How they ended, and their journals. At the same time, since most of a short run is its
+    start."""
+
+    def run(name: str) -> Ended:
+        begun_at, said = time.monotonic(), "failed"
+        try:
+            outcome, lines = runs[name]()
+            said = outcome.digest[:16]
+        finally:
+            setup.note(**{f"run {name}": f"{said}, {time.monotonic() - begun_at:.1f} s"})
+        return outcome, lines
+
+    executor = ThreadPoolExecutor(len(runs))  # nobody waits for the others where one fails
+    started = {name: executor.submit(run, name) for name in runs}
+    ended = {name: future.result() for name, future in started.items()}
+    return {n: outcome for n, (outcome, _) in ended.items()}, {n: j for n, (_, j) in ended.items()}
 
 
 def same(digests: dict[str, str]) -> dict[str, Any]:
@@ -256,14 +292,21 @@ def same(digests: dict[str, str]) -> dict[str, Any]:
 
 
 def environment(setup: Setup) -> dict[str, Any]:
-    facts: dict[str, Any] = {"gpu": None, "torch": torch.__version__, "cores": os.cpu_count()}
-    if torch.cuda.is_available():
-        device = torch.device("cuda", 0)
-        p = torch.cuda.get_device_properties(device)
-        facts |= {"gpu": p.name, "memory_gb": round(p.total_memory / 1e9, 1)}
-        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["kind"] = machine_kind(device, exact=True)
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    facts = setup.note(
+        gpu=None if gpu is None else gpu.name,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cores=os.cpu_count(),
+    )
+    if gpu is not None:
+        facts |= setup.note(
+            memory_gb=round(gpu.total_memory / 1e9, 1),
+            cuda=torch.version.cuda,
+            cudnn=torch.backends.cudnn.version(),
+            nccl=nccl_version(),
+        )
+        facts |= setup.note(kind=machine_kind(torch.device("cuda", 0), exact=True))
     return facts
 
 
@@ -294,7 +337,7 @@ def digests_by_size(
         f"{n} workers": partial(group, job(setup, workers=n, model=model, precision=precision))
         for n in setup.pick((1, 2, 4), (1, 2))
     }
-    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    outcomes, _ = together(setup, runs)
     because = {reason for outcome in outcomes.values() for reason in outcome.inexact_because}
     return {name: outcome.digest for name, outcome in outcomes.items()}, sorted(because)
 
@@ -314,7 +357,7 @@ def changes(setup: Setup) -> dict[str, Any]:
         "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
         "drain": partial(group, spec, act=drain_one),
     }
-    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    outcomes, _ = together(setup, runs)
     facts = {
         "killed": outcomes["kill, join"].workers_lost,
         "lost before restore": outcomes["restore"].workers_lost,
@@ -347,13 +390,13 @@ def faults(setup: Setup) -> dict[str, Any]:
     for kind in causes:
         file = str(setup.folder / kind)
         runs[kind] = partial(group, job(setup, **options, fault=kind, fault_file=file))
-    found = together(runs)
+    outcomes, journals = together(setup, runs)
     for kind, cause in causes.items():
-        lost = [line for line in found[kind][1] if line.get("event") == "WorkerLost"]
+        lost = [line for line in journals[kind] if line.get("event") == "WorkerLost"]
         if cause not in [line["cause"] for line in lost]:
             raise Wrong(f"{kind}: the cause {cause!r} is not in {lost}")
-    lost_of = {kind: found[kind][0].workers_lost for kind in causes}
-    return same({name: outcome.digest for name, (outcome, _) in found.items()}) | lost_of
+    lost_of = {kind: outcomes[kind].workers_lost for kind in causes}
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | lost_of
 
 
 def overhead(setup: Setup) -> dict[str, Any]:
@@ -378,29 +421,25 @@ def overhead(setup: Setup) -> dict[str, Any]:
         ctx.log = log
 
     prepare_environment(os.environ, 1)  # type: ignore[arg-type]
-    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
-    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS)
+    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS, pin=setup.on_gpu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        LocalRun(spec, data, device).run(noted)
+        LocalRun(spec, data, setup.torch_device).run(noted)
     if setup.on_gpu:
         torch.cuda.set_sync_debug_mode("default")
-    syncs = most_synchronizations(caught, ends[2:]) if setup.on_gpu else None
     ours = statistics.median(b - a for a, b in itertools.pairwise(marks[2:]))
-    plain = ddp_step_s(setup, device, steps)
-    return {
-        "ms": round(1e3 * ours, 2),
-        "ddp_ms": round(1e3 * plain, 2),
-        "ratio": round(ours / plain, 3),
-        "syncs_per_step": syncs,
-    }
+    facts = setup.note(ms=round(1e3 * ours, 2))
+    plain = ddp_step_s(setup, setup.torch_device, steps)
+    facts |= setup.note(ddp_ms=round(1e3 * plain, 2), ratio=round(ours / plain, 3))
+    syncs = most_synchronizations(caught, ends[2:]) if setup.on_gpu else None
+    return facts | {"syncs_per_step": syncs}
 
 
 def most_synchronizations(caught: Sequence[Any], ends: Sequence[int]) -> int:
     """In any step. Raises Wrong where it is not 1 in each. `ends`: of the steps, in `caught`."""
     counts = []
     for begin, end in itertools.pairwise(ends):
-        found = [w for w in caught[begin:end] if "synchroniz" in str(w.message)]
+        found = [w for w in caught[begin:end] if "synchronizing CUDA operation" in str(w.message)]
         if len(found) != 1:
             where = sorted({f"{w.filename}:{w.lineno}" for w in found})
             raise Wrong(f"the host waits {len(found)} times for the device in a step: {where}")
@@ -448,6 +487,7 @@ def compiled(setup: Setup, plain: str = "default", graphs: str = "reduce-overhea
         torch._dynamo.reset()
         run = alone(setup, job(setup, steps=setup.pick(10, 4), compile=how))
         losses[name], digests[name] = float(run.logged[-1]["loss"]), run.digest
+        setup.note(**{name: f"{losses[name]:.6f}", f"digest of {name}": run.digest[:16]})
     for name, loss in losses.items():
         if abs(loss - losses["eager"]) > 0.02 * abs(losses["eager"]):
             raise Wrong(f"the loss of {name} is {loss}, of eager {losses['eager']}")
@@ -463,11 +503,11 @@ def compiled(setup: Setup, plain: str = "default", graphs: str = "reduce-overhea
 def snapshot(setup: Setup) -> dict[str, Any]:
     """Take 20 GB twice: into new memory, which is then registered, and again."""
     nbytes = setup.pick(20 << 30, 32 << 20)
-    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
+    device = setup.torch_device
     if setup.on_gpu:
         nbytes = min(nbytes, int(0.8 * torch.cuda.mem_get_info()[0]))
     tree = {f"tensor-{i}": torch.full((nbytes // 80,), float(i), device=device) for i in range(20)}
-    snapshot, facts = Snapshot(), {"gb": round(nbytes / 1e9, 1)}
+    snapshot, facts = Snapshot(), setup.note(gb=round(nbytes / 1e9, 1))
     resident = memory_used()
     for step, name in enumerate(("first", "second"), 1):
         if setup.on_gpu:
@@ -482,6 +522,7 @@ def snapshot(setup: Setup) -> dict[str, Any]:
         if step == 1:
             facts["host_memory_ratio"] = round((memory_used() - resident) / nbytes, 2)
             facts |= registering(snapshot, device)
+        setup.note(**facts)
     sampled = snapshot._memory.view(torch.float32)[::1021].clone()
     least = 0.99 * (nbytes // 80) / 1021
     if not all(int((sampled == float(i)).sum()) >= least for i in range(20)):
@@ -556,7 +597,7 @@ def abort(setup: Setup) -> dict[str, Any]:
     communicator, value = connected(accelerator), torch.ones(1 << 20, device=device)
     communicator.all_reduce(value).wait()
     settle(accelerator)
-    facts: dict[str, Any] = {}
+    facts: dict[str, float] = {}
     begun_at = time.perf_counter()
     spin(setup, accelerator, setup.pick(6.0, 0.5))
     communicator.all_reduce(value)
@@ -573,13 +614,13 @@ def abort(setup: Setup) -> dict[str, Any]:
     for name, act in acts.items():
         at = time.perf_counter()
         act()
-        facts[f"{name}_s"] = round(time.perf_counter() - at, 4)
+        facts |= setup.note(**{f"{name}_s": round(time.perf_counter() - at, 4)})
     copied.join()
-    facts["spin_and_copy_s"] = round(time.perf_counter() - begun_at, 2)
-    must_not_wait = ("query_s", "failure_s", "abort_s")
-    late = {name: s for name, s in facts.items() if name in must_not_wait and s > 3.0}
-    if late:
-        raise Wrong(f"blocked by a host copy behind a spinning kernel: {late} of {facts}")
+    facts |= setup.note(spin_and_copy_s=round(time.perf_counter() - begun_at, 2))
+    # To free memory, CUDA may wait for the kernels of all streams, and so may an abort.
+    late = [name for name in ("query_s", "failure_s") if facts[name] > 3.0]
+    if late or facts["abort_s"] > ABORT_LIMIT_S:
+        raise Wrong(f"blocked by a host copy behind a spinning kernel: {late or 'abort_s'}")
     return facts
 
 
@@ -599,40 +640,34 @@ def free_bytes(setup: Setup) -> int:
 def communicators(setup: Setup) -> dict[str, Any]:
     """The first and the second communicator, in time and memory, and many more, for leaks."""
     accelerator, value = accelerator_for(setup), torch.ones(8, device=setup.device)
-    free, seconds, kept = [free_bytes(setup)], [], []
-    for _ in range(2):
+    facts: dict[str, Any] = {}
+    free, kept = free_bytes(setup), []
+    for name in ("first", "second"):
         at = time.perf_counter()
         kept.append(connected(accelerator))
-        seconds.append(round(time.perf_counter() - at, 3))
-        free.append(free_bytes(setup))
+        facts |= setup.note(**{f"{name}_s": round(time.perf_counter() - at, 3)})
+        before, free = free, free_bytes(setup)
+        facts |= setup.note(**{f"{name}_mb": (before - free) >> 20})
     if failures := [one.failure() for one in kept if one.failure() is not None]:
         raise Wrong(f"a communicator that works reports {failures}")
     for communicator in kept:
         communicator.abort()
     kept.clear()
     before = free_bytes(setup)
-    at = time.perf_counter()
-    rounds = setup.pick(50, 5)
-    for _ in range(rounds):
+    begun_at, rounds = time.perf_counter(), 0
+    while rounds < setup.pick(50, 5) and time.perf_counter() < begun_at + ROUNDS_S:
         communicator = connected(accelerator)
         communicator.all_reduce(value).wait()
         settle(accelerator)
         communicator.abort()
         del communicator
+        rounds += 1
     leaked = before - free_bytes(setup)
-    round_s = round((time.perf_counter() - at) / rounds, 3)
-    facts = {
-        "first_s": seconds[0],
-        "second_s": seconds[1],
-        "first_mb": (free[0] - free[1]) >> 20,
-        "second_mb": (free[1] - free[2]) >> 20,
-        "round_s": round_s,
-        "blocking_s": blocking_s() if setup.on_gpu else None,
-        "leaked_mb": leaked >> 20,
-    }
+    facts |= setup.note(rounds=rounds, leaked_mb=leaked >> 20)
+    facts |= setup.note(round_s=round((time.perf_counter() - begun_at) / rounds, 3))
     if leaked > 64 << 20:
-        raise Wrong(f"communicators leak: {facts}")
-    return facts
+        raise Wrong(f"communicators leak {leaked >> 20} MB")
+    return facts | {"blocking_s": blocking_s() if setup.on_gpu else None}
 
 
 def blocking_s() -> float:
@@ -648,35 +683,64 @@ def blocking_s() -> float:
     return seconds
 
 
-def share_the_gpu(setup: Setup) -> None:
+def share_the_gpu(setup: Setup) -> dict[str, Any]:
     """Let several ranks of NCCL use one GPU, in processes that start from now on."""
     if not setup.on_gpu:
-        return
-    version = torch.cuda.nccl.version()
-    if tuple(version) < (2, 30):
-        raise Skipped(f"NCCL {'.'.join(map(str, version))} allows one rank for each GPU")
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        return {}
+    if tuple(torch.cuda.nccl.version()) >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        return setup.note(ranks_by="NCCL_MULTI_RANK_GPU_ENABLE")
+    # An older NCCL takes ranks of one host with one GPU for a mistake. So each says that it is on a
+    # host of its own, and they exchange over sockets, as between nodes.
+    os.environ |= {_OWN_HOST: "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return setup.note(ranks_by="NCCL_HOSTID")
+
+
+_OWN_HOST = "GPU_CHECK_OWN_HOST"
+
+
+def be_another_host() -> None:
+    """See `share_the_gpu`. Before this process uses NCCL."""
+    if _OWN_HOST in os.environ:
+        os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
 
 
 def several_ranks(setup: Setup) -> dict[str, Any]:
-    """Two ranks of one communicator on this GPU, one of which is killed: the other gets out."""
-    share_the_gpu(setup)
+    """Two ranks of one communicator on this GPU, one of which is killed: the other notices, aborts
+    while a thread copies from behind the collective, and works on."""
+    facts = share_the_gpu(setup)
     context = torch.multiprocessing.get_context("spawn")
     port, told = context.Value("i", 0), context.Queue()
     ranks = [context.Process(target=one_rank, args=(r, setup, port, told)) for r in range(2)]
     for process in ranks:
         process.start()
-    sums = [told.get(timeout=40.0) for _ in ranks]
+
+    def hear(limit_s: float) -> Any:
+        until = time.monotonic() + limit_s
+        while True:
+            statuses = [process.exitcode for process in ranks]
+            with contextlib.suppress(queue.Empty):
+                return told.get(timeout=0.5)
+            if any(status not in (None, 0, -signal.SIGKILL) for status in statuses):
+                raise Wrong(f"a rank has ended: exit statuses {statuses}")
+            if time.monotonic() > until:
+                raise Wrong(f"no word in {limit_s:g} s; exit statuses {statuses}")
+
+    sums = [hear(40.0) for _ in ranks]
     ranks[1].kill()
-    failure, aborted_s = told.get(timeout=30.0)
+    facts |= hear(30.0)
     ranks[0].join(10.0)
-    facts = {"sums": str(sums), "failure": failure, "abort_s": aborted_s}
-    if sums != [3.0, 3.0] or ranks[0].exitcode != 0:
-        raise Wrong(f"{facts}, exit status {ranks[0].exitcode}")
-    return facts
+    if sums != [3.0, 3.0] or ranks[0].exitcode != 0 or facts["after"] != 1.0:
+        raise Wrong(f"the sums are {sums}, the survivor ended with {ranks[0].exitcode}")
+    if setup.on_gpu and facts["failure"] is None:
+        raise Wrong("NCCL does not report that its peer is gone")
+    if facts["abort_s"] > ABORT_LIMIT_S:
+        raise Wrong(f"an abort takes {facts['abort_s']} s")
+    return facts | {"sums": sums}
 
 
 def one_rank(rank: int, setup: Setup, port: Any, told: Any) -> None:
+    be_another_host()
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port.value = store.port
@@ -685,20 +749,34 @@ def one_rank(rank: int, setup: Setup, port: Any, told: Any) -> None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", port.value, is_master=False)
     accelerator = accelerator_for(setup)
+    at = time.perf_counter()
     communicator = connected(accelerator, rank, 2, store)
+    setup.note(**{f"connect_{rank}_s": round(time.perf_counter() - at, 3)})
     value = torch.full((1 << 20,), rank + 1.0, device=setup.device)
+    at = time.perf_counter()
     communicator.all_reduce(value).wait()
     settle(accelerator)
+    setup.note(**{f"sum_{rank}_s": round(time.perf_counter() - at, 3)})
     told.put(float(value[0]))
     if rank == 1:
         time.sleep(60.0)  # until it is killed
-    communicator.all_reduce(value)  # its peer never comes
-    until = time.monotonic() + setup.pick(10.0, 1.0)
+    communicator.all_reduce(value).wait()  # its peer never comes
+    copied = threading.Thread(target=value.cpu)
+    copied.start()
+    at = time.monotonic()
+    until = at + setup.pick(10.0, 1.0)
     while (failure := communicator.failure()) is None and time.monotonic() < until:
         time.sleep(0.01)
+    facts = setup.note(failure=failure, noticed_s=round(time.monotonic() - at, 3))
     at = time.perf_counter()
     communicator.abort()
-    told.put((failure, round(time.perf_counter() - at, 3)))
+    facts |= setup.note(abort_s=round(time.perf_counter() - at, 3))
+    copied.join()
+    settle(accelerator)
+    again, one = connected(accelerator), torch.ones(1, device=setup.device)
+    again.all_reduce(one).wait()
+    settle(accelerator)
+    told.put(facts | setup.note(after=float(one[0])))
     told.close()
     told.join_thread()
     os._exit(0)
@@ -707,8 +785,8 @@ def one_rank(rank: int, setup: Setup, port: Any, told: Any) -> None:
 def connected_run(setup: Setup) -> dict[str, Any]:
     """Whole runs of two workers whose gradients use the device's communicator: undisturbed, and
     with a kill while it is used. Their bits are those over Gloo."""
-    share_the_gpu(setup)
-    options = {"workers": 2, "steps": setup.pick(60, 24), "body_s": setup.pick(0.1, 0.05)}
+    facts = share_the_gpu(setup)
+    options = {"workers": 2, "steps": setup.pick(40, 24), "body_s": setup.pick(0.1, 0.05)}
     spec = job(setup, **options)
     whole_gpu = {"CPU": 1, **({"GPU": 1} if setup.on_gpu else {})}
     scaling = dataclasses.replace(spec.scaling, resources_per_worker=whole_gpu)
@@ -722,10 +800,10 @@ def connected_run(setup: Setup) -> dict[str, Any]:
         "connected": partial(group, connects, device=device),
         "kill": partial(group, connects, [fault], device=device),
     }
-    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    outcomes, _ = together(setup, runs)
     if outcomes["kill"].workers_lost != 1:
         raise Wrong(f"{outcomes['kill'].workers_lost} workers were lost, and one was killed")
-    return same({name: outcome.digest for name, outcome in outcomes.items()})
+    return facts | same({name: outcome.digest for name, outcome in outcomes.items()})
 
 
 _PRECISIONS = (None, "bf16", "fp16")

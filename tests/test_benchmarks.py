@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+import sys
 import time
 import types
 
@@ -268,6 +269,45 @@ def test_gpu_check_ends_a_check_that_hangs_and_one_that_dies_is_failed():
     assert gpu_check.run_apart("snapshot", "cpu", True, 0.05)["status"] == "timeout"
     died = gpu_check.run_apart("no such check", "cpu", True, 60.0)
     assert died["status"] == "failed" and "KeyError" in died["output"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("time.sleep(60)", "timeout"), ("os.abort()", "failed")]
+)
+def test_gpu_check_that_ends_early_leaves_what_it_found_and_where_it_stood(
+    end, status, monkeypatch
+):
+    def command(name, device, small, result):
+        notes = str(result.parent / gpu_checks.NOTES)
+        note = f'pathlib.Path({notes!r}).write_text(\'{{"first_s": 1}}\\n{{"seco\')'
+        return [sys.executable, "-c", f"import os, pathlib, time; {note}; {end}"]
+
+    monkeypatch.setattr(gpu_check, "command_of", command)
+    found = gpu_check.run_apart("abort", "cpu", True, 3.0)
+    assert (found["status"], found["facts"]) == (status, {"first_s": 1})
+    assert "Fatal Python error: Aborted" in found["output"]
+    assert "(first_s 1)" in gpu_check.line("abort", found)
+
+
+def test_gpu_check_keeps_what_a_check_has_noted(tmp_path):
+    setup = gpu_checks.Setup("cpu", True, tmp_path)
+    assert gpu_check.noted(tmp_path) == {}
+    assert setup.note(first_s=1.5) == {"first_s": 1.5}
+    setup.note(second_s=2)
+    assert gpu_check.noted(tmp_path) == {"first_s": 1.5, "second_s": 2}
+
+
+@pytest.mark.parametrize(
+    ("environment", "device"),
+    [
+        ({"status": "ok", "facts": {"gpu": None}}, "cpu"),
+        ({"status": "ok", "facts": {"gpu": "H100"}}, "cuda"),
+        ({"status": "timeout", "facts": {}}, "cuda"),
+        ({"status": "failed", "facts": {"gpu": "H100"}}, "cuda"),
+    ],
+)
+def test_gpu_check_tests_the_cpu_only_where_no_gpu_is_found(environment, device):
+    assert gpu_check.device_of(environment) == device
 
 
 def test_gpu_check_has_a_limit_for_each_check():

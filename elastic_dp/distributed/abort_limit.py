@@ -2,6 +2,9 @@
 
 NCCL may block in an abort for as long as it likes. A process in which that happens cannot be
 trusted with its device any more, so it ends, and counts as a lost worker.
+
+The limit leaves time for what the device was given before, such as a long micro-batch: an abort
+frees memory, and CUDA may do that only when the kernels of all streams have ended.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable
 
 from elastic_dp.threads import background
 
-ABORT_LIMIT_S = 10.0
+ABORT_LIMIT_S = 60.0
 _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 

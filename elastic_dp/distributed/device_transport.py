@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
-from elastic_dp.distributed.abort_limit import end_process
+from elastic_dp.distributed.abort_limit import ABORT_LIMIT_S, end_process
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.errors import CollectiveFailed
 
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 _POLL_S = 0.00005
-# Longer than an abort, since the device first does what was launched before: a long micro-batch.
-REST_LIMIT_S = 60.0
+REST_LIMIT_S = ABORT_LIMIT_S  # after an abort, for the same reason
 
 
 class StagedOperation:
