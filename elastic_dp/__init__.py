@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
+    from elastic_dp.train.learning_rate import batch_lr
 
 __all__ = [
     "CheckpointConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "Step",
     "TrainContext",
     "attach",
+    "batch_lr",
     "load_state",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
     "attach": "elastic_dp.cluster.runs.attach",
+    "batch_lr": "elastic_dp.train.learning_rate",
     "load_state": "elastic_dp.checkpoint.exporting",
 }
 

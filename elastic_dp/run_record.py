@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,7 @@ class Result:
 class RunRecord:
     """What determines a run's result and must not change while it keeps its name."""
 
-    virtual_workers: int
+    virtual_workers: int  # of the first step; how the batch grows may change, see `job_match`
     micro_batch_size: int
     seed: int
     data: str
@@ -194,8 +194,9 @@ class RunLimits:
     def of(cls, spec: JobSpec, stopped: bool = False) -> RunLimits:
         return cls(spec.max_steps, spec.data.epochs, spec.max_time_s, stopped)
 
-    def steps(self, steps_per_epoch: int) -> float:
-        epochs = math.inf if self.epochs is None else self.epochs * steps_per_epoch
+    def steps(self, steps_of: Callable[[int], int]) -> float:
+        """`steps_of(epochs)` is the number of steps of so many epochs."""
+        epochs = math.inf if self.epochs is None else steps_of(self.epochs)
         return min(epochs, math.inf if self.max_steps is None else self.max_steps)
 
     @property
@@ -203,7 +204,7 @@ class RunLimits:
         return math.inf if self.max_time_s is None else self.max_time_s
 
 
-def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
+def stored_result(url: str, limits: RunLimits, steps_of: Callable[[int], int]) -> Result | None:
     """Return the stored result, or None if the run may continue.
 
     It may if a limit was raised, or an operator stopped it, and steps are left.
@@ -211,8 +212,8 @@ def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result |
     result, then = _read_result(url)
     if result is None:
         return None
-    steps = limits.steps(steps_per_epoch)
-    raised = steps > then.steps(steps_per_epoch) or limits.time_s > then.time_s or then.stopped
+    steps = limits.steps(steps_of)
+    raised = steps > then.steps(steps_of) or limits.time_s > then.time_s or then.stopped
     if raised and result.step < steps:
         return None
     if dataclasses.replace(then, stopped=False) != limits:

@@ -44,7 +44,7 @@ def spec_of(
     *,
     steps: int = 12,
     workers: int = 3,
-    virtual: int = 8,
+    virtual: int | dict[int, int] = 8,
     rows: int = 192,
     shape: Sequence[int] = (),
     micro_batch_size: int = 4,
@@ -69,7 +69,7 @@ def spec_of(
 
 def local(spec: JobSpec, train: Callable[..., None], url: str | None = None) -> LocalRun:
     """The undisturbed run, in this process."""
-    data = open_data(spec.data, virtual_workers=spec.scaling.num_virtual_workers)
+    data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
     run = LocalRun(spec, data, torch.device("cpu"), url=url)
     run.run(train)
     return run

@@ -130,7 +130,8 @@ def _as(arm: Any, text: str) -> Any:
     if kind is list and not text.startswith("["):
         return [part.strip() for part in text.split(",")]
     if kind is not None and isinstance(value := json.loads(text), kind):
-        return value
+        by_number = kind is dict and typing.get_args(arm)[0] is int  # JSON has no such keys
+        return {int(key): held for key, held in value.items()} if by_number else value
     raise ValueError(text)
 
 

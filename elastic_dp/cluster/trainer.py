@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
@@ -52,7 +53,7 @@ from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
-from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.checkpointing.job_match import check_growth, growth_of, job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
@@ -185,7 +186,7 @@ class ElasticTrainer:
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            start = partial(self._record_start, data.steps_per_epoch)
+            start = partial(self._record_start, data.steps_of)
             for note in (*self._said_of_rows, *start()) if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
@@ -226,7 +227,10 @@ class ElasticTrainer:
                 f"to at most {fixed}, "
                 "or use a new name= for a new run"
             )
-        scaling = dataclasses.replace(scaling, virtual_workers=fixed)
+        before = last_start(Store(self.url))
+        growth = {} if before is None else {int(s): n for s, n in before.growth.items()}
+        by_step = {0: fixed, **growth}
+        scaling = dataclasses.replace(scaling, virtual_workers=by_step if growth else fixed)
         self.spec = dataclasses.replace(self.spec, scaling=scaling)
 
     def _materialize(self, say: Callable[[str], None]) -> None:
@@ -245,7 +249,7 @@ class ElasticTrainer:
     def _open_data(self, **options: Any) -> Dataset:
         return open_data(
             self.spec.data,
-            virtual_workers=self.spec.scaling.num_virtual_workers,
+            virtual_workers=self.spec.scaling.virtual_workers_by_step,
             timeout_s=self.spec.failure.storage_timeout_s,
             **options,
         )
@@ -273,7 +277,7 @@ class ElasticTrainer:
         journal = Journal(self.url)
         loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
         journal.listen(loggers.put)
-        for note in (*self._said_of_rows, *self._record_start(data.steps_per_epoch)):
+        for note in (*self._said_of_rows, *self._record_start(data.steps_of)):
             journal.command(Explain(note))
 
         def tell(text: str) -> None:
@@ -336,9 +340,13 @@ class ElasticTrainer:
         """
         probe(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
-        stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
-        before = None if stored is None else last_start(Store(self.url))
-        if before is not None:
+        stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_of)
+        before = last_start(Store(self.url))
+        if before is not None and before.growth != growth_of(self.spec):
+            made = [name.step for name in Catalog(Store(self.url)).names()]
+            step = max(made, default=0) if stored is None else stored.step
+            check_growth(before.growth, growth_of(self.spec), step)
+        if stored is not None and before is not None:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
                 console.warn_at_call(f"{text}; the stored result is returned all the same")
         return stored
@@ -347,19 +355,19 @@ class ElasticTrainer:
         """Return the number of steps of the run by `max_steps` and epochs; None: only time limits
         it.
         """
-        steps = RunLimits.of(self.spec).steps(data.steps_per_epoch)
+        steps = RunLimits.of(self.spec).steps(data.steps_of)
         return int(steps) if steps < math.inf else None
 
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
-    def _record_start(self, steps_per_epoch: int) -> list[str]:
+    def _record_start(self, steps_of: Callable[[int], int]) -> list[str]:
         """Record this start. Return what has changed since the last one, for the journal.
 
         Changes that may be unintended are also warnings.
         """
         store = Store(self.url)
-        start = StartRecord.of(self.spec, self.train, steps_per_epoch)
+        start = StartRecord.of(self.spec, self.train, steps_of)
         before = last_start(store)
         start.write(store)
         if before is None:
@@ -367,7 +375,11 @@ class ElasticTrainer:
         odd = [*start.limits_changed(before, raised=False), *start.code_changed(before)]
         notes = [
             f"since the last start of this run: {text}"
-            for text in (*start.limits_changed(before, raised=True), *odd)
+            for text in (
+                *start.limits_changed(before, raised=True),
+                *start.growth_changed(before),
+                *odd,
+            )
         ]
         for note in notes[len(notes) - len(odd) :]:
             console.warn_at_call(note)

@@ -182,7 +182,7 @@ class Worker:
         try:
             data = open_data(
                 self._spec.data,
-                virtual_workers=self._spec.scaling.num_virtual_workers,
+                virtual_workers=self._spec.scaling.virtual_workers_by_step,
                 index=self._job.index,
                 pin=is_gpu(device),
                 timeout_s=self._spec.failure.storage_timeout_s,

@@ -14,6 +14,7 @@ from elastic_dp.config.field_checks import (
     valid_labels,
     whole_number,
 )
+from elastic_dp.config.virtual_workers import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
 
@@ -31,7 +32,9 @@ class ScalingConfig:
 
     - `min_workers`, `max_workers`: bounds of the number of workers that train.
     - `virtual_workers`: V fixes the math: the global batch is V micro-batches whatever the number
-      of workers. It defaults to `max_workers` at the run's first start.
+      of workers. It defaults to `max_workers` at the run's first start. A batch that grows: numbers
+      by the step after which they hold, `{0: 8, 2000: 16}`; at most as many workers train as the
+      first one says.
     - `standby`: workers that are kept warm without a rank.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
@@ -61,7 +64,7 @@ class ScalingConfig:
 
     min_workers: int = 1
     max_workers: int = 1
-    virtual_workers: int | None = None
+    virtual_workers: int | Mapping[int, int] | None = None
     standby: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     threads_per_worker: int | None = None
@@ -82,7 +85,7 @@ class ScalingConfig:
             )
         whole_number("ScalingConfig.min_workers", self.min_workers, 1)
         whole_number("ScalingConfig.max_workers", self.max_workers, 1)
-        whole_number("ScalingConfig.virtual_workers", self.virtual_workers, 1)
+        check_virtual_workers(self.virtual_workers, "ScalingConfig.virtual_workers")
         whole_number("ScalingConfig.standby", self.standby, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
@@ -110,8 +113,9 @@ class ScalingConfig:
                 f"({self.max_workers}); lower it, or raise max_workers"
             )
         if self.num_virtual_workers < self.max_workers:
+            name = "virtual_workers[0]" if self.grows else "virtual_workers"
             raise SpecError(
-                f"ScalingConfig.virtual_workers is {self.virtual_workers}, less than max_workers "
+                f"ScalingConfig.{name} is {self.num_virtual_workers}, less than max_workers "
                 f"({self.max_workers}): some workers would have nothing to do; raise it to "
                 f"at least {self.max_workers}, or lower max_workers"
             )
@@ -155,8 +159,19 @@ class ScalingConfig:
 
     @property
     def num_virtual_workers(self) -> int:
-        """The number of virtual workers."""
-        return self.max_workers if self.virtual_workers is None else self.virtual_workers
+        """The number of virtual workers; where the batch grows, that of the first step."""
+        return self.virtual_workers_by_step[0]
+
+    @property
+    def virtual_workers_by_step(self) -> dict[int, int]:
+        """The numbers of virtual workers, by the step after which they hold, in order."""
+        given = self.virtual_workers
+        return by_step(self.max_workers if given is None else given)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the number of virtual workers changes with the step."""
+        return len(self.virtual_workers_by_step) > 1
 
     @property
     def num_threads(self) -> int:

@@ -7,6 +7,8 @@ Import them from `messages`.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elastic_dp.coordinator.planning.grown_shares import Share, grown_shares
+
 WorkerId = str  # such as "w7"; the coordinator numbers them and never uses one twice
 
 
@@ -71,7 +73,8 @@ class Member(NamedTuple):
     """One member of a generation; its index in `Membership.members` is its rank."""
 
     worker: WorkerId
-    # Its virtual workers: first..last-1 for each (first, last), in ascending order with gaps.
+    # Its virtual workers: first..last-1 for each (first, last), in ascending order with gaps. Where
+    # the batch grows, those of the first steps; see `Membership.shares`.
     ranges: tuple[tuple[int, int], ...]
     position: TrainingPosition  # when the generation forms; meaningless without state
     has_state: bool  # it holds the complete state of `position`; otherwise it receives everything
@@ -112,3 +115,11 @@ class Membership:
     def rank(self, worker: WorkerId) -> int:
         """Return the rank of `worker`. Raises StopIteration if it is not a member."""
         return next(rank for rank, member in enumerate(self.members) if member.worker == worker)
+
+    def shares(self, virtual_workers: int, *, equal: bool) -> tuple[Share, ...]:
+        """Return the ranges of each rank in a step of so many virtual workers; `equal` as in
+        `grown_shares`.
+        """
+        shares = [member.ranges for member in self.members]
+        nodes = self.topology[0] if self.topology else ()
+        return grown_shares(shares, virtual_workers, nodes, equal=equal)

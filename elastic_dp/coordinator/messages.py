@@ -18,6 +18,7 @@ from elastic_dp.coordinator.message_values import Signature as Signature
 from elastic_dp.coordinator.message_values import TrainingPosition as TrainingPosition
 from elastic_dp.coordinator.message_values import WorkerId as WorkerId
 from elastic_dp.coordinator.message_values import WorkerLocation as WorkerLocation
+from elastic_dp.coordinator.planning.grown_shares import whole_blocks as whole_blocks
 
 # ------------------------------------------------------------------------------------------------
 # events

@@ -98,6 +98,11 @@ class LightningTrainer(ElasticTrainer):
         if scaling.virtual_workers is None:
             virtual_workers = scaling.max_workers * accumulated
             scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)
+        if scaling.grows:
+            raise SpecError(
+                f"ScalingConfig.virtual_workers is {scaling.virtual_workers}, but the Trainer "
+                "counts its epochs in batches of one size; give one number"
+            )
         others.setdefault("name", time.strftime("lightning-%Y%m%d-%H%M%S"))
         settings = {
             "callbacks": callbacks,

@@ -70,10 +70,14 @@ class TransformersTrainer(ElasticTrainer):
                 raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
         args = trainer.args
         scaling = scaling_of("TransformersTrainer", options)
-        virtual_workers = scaling.virtual_workers
-        if virtual_workers is None:
+        if scaling.virtual_workers is None:
             virtual_workers = scaling.max_workers * args.gradient_accumulation_steps
             scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)
+        if scaling.grows:
+            raise SpecError(
+                f"ScalingConfig.virtual_workers is {scaling.virtual_workers}, but the Trainer "
+                "counts its epochs in batches of one size; give one number"
+            )
         rows, collate_fn = _rows_and_collator(trainer)
         data = MapStyleData(
             rows,
@@ -89,7 +93,7 @@ class TransformersTrainer(ElasticTrainer):
         super().__init__(
             types.MethodType(_train, sent),
             data=data,
-            max_steps=_total_steps(args, len(rows), virtual_workers),
+            max_steps=_total_steps(args, len(rows), scaling.num_virtual_workers),
             **options | {"scaling": scaling},
         )
         self._trainer, self._sent = trainer, sent

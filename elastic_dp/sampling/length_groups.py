@@ -1,10 +1,10 @@
 """Micro-batches of rows of similar length: the rows of a few steps are sorted by length.
 
-A *window* is `WINDOW` consecutive steps of an epoch; the last one may have fewer. The rows that a
-virtual worker has in a window stay its rows of that window. They are sorted by length, cut into
-micro-batches, and these are dealt to the steps of the window in an order of (seed, first step) that
-all virtual workers share. So the micro-batches of one step have similar lengths, too, whichever
-workers run them.
+A *window* is `WINDOW` consecutive steps of an epoch; the last one may have fewer, and so may one
+behind which the batch grows. The rows that a virtual worker has in a window stay its rows of that
+window. They are sorted by length, cut into micro-batches, and these are dealt to the steps of the
+window in an order of (seed, first step) that all virtual workers share. So the micro-batches of one
+step have similar lengths, too, whichever workers run them.
 
 The result is a function of (seed, step, virtual worker) and of the lengths of the window's rows,
 which are known once they are read. Nothing is stored, and each row comes as often as before.
@@ -23,12 +23,12 @@ WINDOW = 50  # steps, as Hugging Face's LengthGroupedSampler has batches; change
 _STEPS = 8  # the purpose of a key; 1 to 7 are used by `Order`, `Mixture` and `PackedOrder`
 
 
-def window_of(step: int, steps_per_epoch: int) -> range:
-    """Return the steps of the window of `step`; steps count from 1."""
-    epoch, inside = divmod(step - 1, steps_per_epoch)
-    first = inside // WINDOW * WINDOW
-    begin = epoch * steps_per_epoch + 1
-    return range(begin + first, begin + min(first + WINDOW, steps_per_epoch))
+def window_of(step: int, steps: range) -> range:
+    """Return the steps of the window of `step`, which is one of `steps`: those of its epoch, or the
+    part of it with the same number of virtual workers.
+    """
+    first = steps.start + (step - steps.start) // WINDOW * WINDOW
+    return range(first, min(first + WINDOW, steps.stop))
 
 
 def grouped(

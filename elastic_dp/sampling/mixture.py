@@ -36,7 +36,6 @@ from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import Ints
 from elastic_dp.sampling.keyed_permutation import derive, mix64_words
 from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
-from elastic_dp.sampling.packing import PackedOrder
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
 _SOURCE, _PERIOD = 5, 6  # the purposes of keys; 1 to 4 are used by `Order`
@@ -149,6 +148,9 @@ class Mixture:
         there.
         """
         return max(1, self.num_rows // (self.virtual_workers * self.micro_batch_size))
+
+    def steps_of(self, epochs: int) -> int:
+        return epochs * self.steps_per_epoch
 
     def epoch_of(self, step: int) -> int:
         assert step >= 1, "steps count from 1"
@@ -274,20 +276,3 @@ def _check_rows(sources: Sequence[MixtureSource]) -> None:
     for source in sources:
         if not np.sum(source.group_rows):
             raise DataError(f"{source.name} has no rows; leave this source out")
-
-
-def row_groups_at_once(order: Order | Mixture | PackedOrder) -> int:
-    """Return how many row groups a worker that runs the whole job has in memory.
-
-    While one replaces another, all others stay.
-    """
-    return order.open_row_groups(order.virtual_workers) + 1
-
-
-def row_groups_at_least(order: Order | Mixture | PackedOrder) -> int:
-    """Return the least number of row groups that need memory; with less they would be read
-    repeatedly.
-
-    If only one is open, the next can wait until it is released.
-    """
-    return count if (count := row_groups_at_once(order)) > 2 else 1

@@ -85,12 +85,16 @@ class PackedOrder:
         )
         self.num_rows, self.steps_per_epoch = rows, self._rows.steps_per_epoch
         self.virtual_workers, self.micro_batch_size = virtual_workers, micro_batch_size
+        self.tail = tail
         self._line = lru_cache(_LINES_KEPT)(self._lay_out)
 
     @property
     def identity(self) -> str:
         """All parameters, besides the row groups, that determine the order."""
         return f"packed 1 length={self.length}: {self._rows.identity}"
+
+    def steps_of(self, epochs: int) -> int:
+        return self._rows.steps_of(epochs)
 
     def epoch_of(self, step: int) -> int:
         return self._rows.epoch_of(step)

@@ -7,6 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _WINDOW_S = 60.0  # of the rate: so many seconds up to the newest report
@@ -31,7 +32,7 @@ class DataRates:
     """Takes the lines of a journal in their order, or the reports themselves. It reads no clock."""
 
     def __init__(self) -> None:
-        self._rows_per_step = 0
+        self._rows_per_step: dict[int, int] = {}  # by the step after which it holds
         self._points: deque[tuple[float, int]] = deque()  # (time, committed steps)
         self._of_worker: dict[str, tuple[int, int]] = {}
         self._of_former_starts = CacheBytes()  # whose workers had the same names
@@ -44,7 +45,7 @@ class DataRates:
         if len(self._points) < 2 or not self._rows_per_step:
             return None
         (began, first), (ended, last) = self._points[0], self._points[-1]
-        return (last - first) * self._rows_per_step / (ended - began)
+        return (self._rows_until(last) - self._rows_until(first)) / (ended - began)
 
     @property
     def cache(self) -> CacheBytes:
@@ -79,13 +80,23 @@ class DataRates:
         while len(points) > 2 and now - points[1][0] >= _WINDOW_S:
             points.popleft()
 
+    def _rows_until(self, step: int) -> int:
+        """Return the rows of the first `step` steps."""
+        begins = sorted(self._rows_per_step)
+        return sum(
+            self._rows_per_step[begin] * max(0, min(end, step) - begin)
+            for begin, end in pairwise([*begins, step])
+        )
+
     def _take(self, line: Mapping[str, Any]) -> None:
         match line.get("event"):
             case "ControllerStarted":
                 if not line["takes_over"]:
                     self._of_former_starts, self._of_worker = self.cache, {}
                     self._points.clear()
-                self._rows_per_step = int(line.get("rows_per_step", 0))
+                first, later = int(line.get("rows_per_step", 0)), line.get("rows_later", {})
+                growth = {int(step): int(rows) for step, rows in later.items()}
+                self._rows_per_step = {0: first, **growth} if first else {}
             case "CheckpointFound":
                 self._points.clear()
             case "TimesReported":

@@ -37,6 +37,8 @@ class ControllerStarted:
     size: int  # the number of workers that the run wants
     takes_over: bool
     rows_per_step: int = 0  # 0: not known
+    # rows of later steps, by the step after which they hold, where the batch grows
+    rows_later: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

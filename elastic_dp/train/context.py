@@ -115,8 +115,15 @@ class TrainContext:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in one pass over the data, at least 1."""
+        """The number of steps in one pass over the data, at least 1; in the first one, where the
+        batch grows."""
         return self._session.data.steps_per_epoch
+
+    @property
+    def virtual_workers(self) -> dict[int, int]:
+        """The number of virtual workers, by the number of steps after which it holds: `{0: 8}`, or
+        more of them where the batch grows."""
+        return self._session.spec.scaling.virtual_workers_by_step
 
     @property
     def is_source(self) -> bool:

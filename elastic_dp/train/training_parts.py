@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_dp.config import JobSpec
+from elastic_dp.sampling import BatchSchedule
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
@@ -79,7 +80,6 @@ class TrainingParts:
         weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
         speed = ComputeSpeed(device, write_speed if by_speed else None)
-        virtual_workers = spec.scaling.num_virtual_workers
         micro_batches = MicroBatchRunner(
             state,
             given.loss_fn,
@@ -96,7 +96,8 @@ class TrainingParts:
             weights,
             micro_batches,
             data,
-            virtual_workers,
+            BatchSchedule(spec.scaling.virtual_workers_by_step),
+            not by_speed,
             spec.exact,
             given.clip_norm,
             spec.data.seed,
@@ -112,7 +113,7 @@ class TrainingParts:
             micro_batches,
             step_runner.gradients,
             step_runner.buffers,
-            virtual_workers,
+            spec.scaling.num_virtual_workers,
             device,
             reporter.report,
             exact=spec.exact,

@@ -34,7 +34,7 @@ from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.checkpointing.job_match import GROWTH, growth_of, job_identity
 from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
@@ -133,7 +133,7 @@ class WorkerSession:
         if self.spec.max_steps is not None:
             limits.append(self.spec.max_steps)
         if self.spec.data.epochs is not None:
-            limits.append(self.spec.data.epochs * self.data.steps_per_epoch)
+            limits.append(self.data.steps_of(self.spec.data.epochs))
         return min(limits, default=0)
 
     @property
@@ -222,7 +222,7 @@ class WorkerSession:
 
     def _try_out(self, trial: TrialRun) -> None:
         """Runs a micro-batch before the first step, and undoes it."""
-        self.step_runner.gradients.preallocate(self.spec.scaling.num_virtual_workers)
+        self.step_runner.gradients.preallocate(self.step_runner.schedule.first)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
@@ -363,9 +363,8 @@ class WorkerSession:
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
-        shares = [member.ranges for member in members]
-        lineage_id = self.progress.lineage_id
-        self.step_runner.open(self._groups.main, shares, membership.topology, lineage_id)
+        next_step, lineage_id = self.position.step + 1, self.progress.lineage_id
+        self.step_runner.open(self._groups.main, membership, next_step, lineage_id)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
@@ -393,7 +392,7 @@ class WorkerSession:
         return 0
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
-        self.data.read_ahead(next_step, membership.members[self.rank].virtual_workers)
+        self.data.read_ahead(next_step, self.step_runner.share(membership, self.rank, next_step))
 
     def _post_stopped(
         self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
@@ -450,7 +449,8 @@ class WorkerSession:
 
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
         told = self.total_steps if self.loop.read_total_steps else None
-        checkpoints.open(self.state, self._signature, job_identity(self.spec), told)
+        job = {**job_identity(self.spec), GROWTH: growth_of(self.spec)}
+        checkpoints.open(self.state, self._signature, job, told)
         self._checkpoints_at_head = StepBoundaryCheckpoints(
             checkpoints,
             self.state,

@@ -72,7 +72,7 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("config.widht=8", "config.widht is no field of config, which has width, lr"),
         ("scaling.max_workers=eight", "scaling.max_workers is 'eight', must be a whole number"),
         ("scaling.max_workers=2.0", "must be a whole number"),
-        ("scaling.virtual_workers=x", "must be a whole number or none"),
+        ("scaling.virtual_workers=x", "must be a whole number or a JSON object or none"),
         ("exact=1", "exact is '1', must be true or false"),
         ("config.width=wide", "config.width is 'wide', must be a whole number"),
         ("data.tail=cut", "data.tail is 'cut', must be drop or short"),

@@ -303,7 +303,10 @@ class Controller:
         self.times.begin(
             self.coordinator.requested_size,
             takes_over=self.state_store.inherited,
-            rows_per_step=self.spec.scaling.num_virtual_workers * self.spec.data.micro_batch_size,
+            rows_by_step={
+                step: number * self.spec.data.micro_batch_size
+                for step, number in self.spec.scaling.virtual_workers_by_step.items()
+            },
         )
         if self.state_store.inherited:
             self._execute_all(self._take_over(found))

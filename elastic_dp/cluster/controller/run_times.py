@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_dp.cluster.controller.worker_retries import WorkerRetries
@@ -41,9 +42,13 @@ class RunTimes:
         self._due = time.monotonic() + INTERVAL_S
         journal.listen(self._line)
 
-    def begin(self, size: int, takes_over: bool, rows_per_step: int) -> None:
-        """Record that a controller leads from now on."""
-        self._journal.event(ControllerStarted(size, takes_over, rows_per_step))
+    def begin(self, size: int, takes_over: bool, rows_by_step: Mapping[int, int]) -> None:
+        """Record that a controller leads from now on. `rows_by_step`: the rows of a step, by the
+        step after which they hold.
+        """
+        first, *later = rows_by_step.items()
+        growth = {str(step): rows for step, rows in later}
+        self._journal.event(ControllerStarted(size, takes_over, first[1], growth))
 
     def heard(self, event: HeartbeatReceived) -> None:
         self._step = max(self._step, event.step)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_dp.config import JobSpec
@@ -18,6 +19,7 @@ from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.run_record import RunLimits
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
+from elastic_dp.train.checkpointing.job_match import growth_of
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 
 _FORMAT = 1
@@ -32,16 +34,18 @@ class StartRecord:
     python: str  # another version compiles the same code differently
     limits: RunLimits
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
+    growth: Mapping[str, int] = field(default_factory=dict)  # see `job_match.growth_of`
 
     @classmethod
-    def of(cls, spec: JobSpec, train: Any, steps_per_epoch: int | None = None) -> StartRecord:
-        """`steps_per_epoch` is not compared, and may be left out for that."""
+    def of(
+        cls, spec: JobSpec, train: Any, steps_of: Callable[[int], int] | None = None
+    ) -> StartRecord:
+        """`steps_of` is not compared, and may be left out for that."""
         python = ".".join(platform.python_version_tuple()[:2])
         limits = RunLimits.of(spec)
-        total = math.inf if steps_per_epoch is None else limits.steps(steps_per_epoch)
-        return cls(
-            code_fingerprint(train), python, limits, int(total) if total < math.inf else None
-        )
+        total = math.inf if steps_of is None else limits.steps(steps_of)
+        total_steps = int(total) if total < math.inf else None
+        return cls(code_fingerprint(train), python, limits, total_steps, growth_of(spec))
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -54,6 +58,17 @@ class StartRecord:
             for name, now, then in pairs
             if now != then and (then is not None and (now is None or now > then)) == raised
         ]
+
+    def growth_changed(self, before: StartRecord) -> list[str]:
+        """Return how the growth of the batch has changed, in words."""
+        if before.growth == self.growth:
+            return []
+        now, then = (
+            ", ".join(f"{number} after step {steps}" for steps, number in each.items())
+            for each in (self.growth, before.growth)
+        )
+        unchanged = "as for the first step"
+        return [f"virtual_workers is {now or unchanged} now, was {then or unchanged}"]
 
     def code_changed(self, before: StartRecord) -> list[str]:
         """Return changes of Python and of the code, in words."""
@@ -83,8 +98,9 @@ def last_start(store: Store) -> StartRecord | None:
             str(stored["python"]),
             limits,
             total if isinstance(total, int) else None,
+            {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
         )
-    except (FileDamaged, RunMismatch, KeyError, TypeError):
+    except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 

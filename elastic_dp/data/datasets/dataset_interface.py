@@ -40,15 +40,19 @@ class Dataset(BadRowGroups, Protocol):
     """Training data. Steps are counted from 1, epochs and virtual workers from 0."""
 
     index: Index | None  # for `open_data` in another process; None: map-style, pickled whole
-    fingerprint: str  # equal for data sets that have the same rows in each step
+    # equal for data sets that have the same rows in each step, if their batches grow alike
+    fingerprint: str
     num_rows: int
-    steps_per_epoch: int  # at least 1
+    steps_per_epoch: int  # at least 1; of the first epoch, where the batch grows
 
     @property
     def counts(self) -> dict[str, float]:
         """Counters since the start: `waited_s`, the seconds in `batch` without user code in the
         caller's thread; for shards also `row_groups_read`, `row_groups_read_again`, `requests`,
         `retries`, `bytes_read` of the store, `bytes_from_cache`."""
+
+    def steps_of(self, epochs: int) -> int:
+        """The number of steps of the first `epochs` epochs together."""
 
     def epoch_of(self, step: int) -> int: ...
 

@@ -22,7 +22,7 @@ from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard, DataError
-from elastic_dp.sampling import Order
+from elastic_dp.sampling import GrowingOrder, Order
 from elastic_dp.sampling.length_groups import WINDOW, grouped, window_of
 
 
@@ -40,10 +40,14 @@ class LengthGroupedStream(RowStream):
     """`order`: that of the rows before they are grouped."""
 
     def __init__(
-        self, config: DataConfig, row_groups: RowGroups, order: Order, **options: Any
+        self,
+        config: DataConfig,
+        row_groups: RowGroups,
+        order: Order | GrowingOrder,
+        **options: Any,
     ) -> None:
         assert config.group_by_length is not None
-        self._column, self._per_epoch = config.group_by_length, order.steps_per_epoch
+        self._column, self._steps_alike = config.group_by_length, order.steps_alike
         super().__init__(config, row_groups, order, **options)
 
     def describe(self, step: int, virtual_worker: int) -> str:
@@ -55,13 +59,13 @@ class LengthGroupedStream(RowStream):
     # ------------------------------------------------- what micro-batches are made of
 
     def together(self, step: int) -> int:
-        return window_of(step, self._per_epoch).stop
+        return window_of(step, self._steps_alike(step)).stop
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[_Window, int]]:
         found: list[tuple[_Window, int]] = []
         step = steps.start
         while step < steps.stop:
-            window = window_of(step, self._per_epoch)
+            window = window_of(step, self._steps_alike(step))
             each = located_in_order(self._order, window, virtual_worker)
             groups, rows = map(np.concatenate, zip(*each, strict=True))
             sizes = tuple(self._order.rows(at, virtual_worker) for at in window)

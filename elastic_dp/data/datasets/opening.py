@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from elastic_dp.data.datasets.length_grouped import check_lengths
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
 from elastic_dp.data.datasets.sharded import (
-    AnyOrder,
     StreamingDataset,
     StreamingEvaluation,
     rows_in_file_order,
@@ -25,8 +24,16 @@ from elastic_dp.data.pipeline.media_decoding import check_decoded
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import Mixture, MixtureSource, Order, PackedOrder
-from elastic_dp.sampling.mixture import row_groups_at_least
+from elastic_dp.sampling import (
+    AnyOrder,
+    BatchSchedule,
+    GrowingOrder,
+    Mixture,
+    MixtureSource,
+    Order,
+    PackedOrder,
+)
+from elastic_dp.sampling.any_order import row_groups_at_least
 from elastic_dp.storage import DiskCache, Store, redact_url
 
 _log = logging.getLogger(__name__)
@@ -35,7 +42,7 @@ _log = logging.getLogger(__name__)
 def open_data(
     config: DataConfig | MapStyleData | IterableData,
     *,
-    virtual_workers: int,
+    virtual_workers: int | Mapping[int, int],
     index: Index | None = None,
     pin: bool = False,
     timeout_s: float = 60.0,
@@ -43,6 +50,7 @@ def open_data(
 ) -> Dataset:
     """Opens training data.
 
+    - `virtual_workers`: their number, or numbers by the step after which they hold.
     - `index`: None: read it, which raises StorageError if the store cannot be reached for
       `timeout_s` seconds.
     - `pin`: tensors are in pinned memory.
@@ -51,11 +59,14 @@ def open_data(
 
     Raises DataError if the data set cannot be used.
     """
+    schedule = BatchSchedule(virtual_workers)
     if isinstance(config, MapStyleData):
-        return MapStyleDataset(config, virtual_workers=virtual_workers, pin=pin)
+        return MapStyleDataset(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s)
-    order = _order(config, index, virtual_workers)
+    order: AnyOrder = _order(config, index, schedule.first)
+    if len(schedule.sizes) > 1:
+        order = GrowingOrder(order, schedule)
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)
     check_memory(row_groups, order, config.memory_bytes)
     return StreamingDataset(config, row_groups, order, pin=pin, **options)
@@ -110,7 +121,7 @@ def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: in
         )
 
 
-def _order(config: DataConfig, index: Index, virtual_workers: int) -> AnyOrder:
+def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mixture | PackedOrder:
     if config.pack is not None:
         return _packed_order(config, index, virtual_workers, config.shuffle, config.tail)
     if index.weights is None:

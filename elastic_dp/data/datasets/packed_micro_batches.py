@@ -31,7 +31,7 @@ from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard, DataError
-from elastic_dp.sampling import PackedOrder, Segments
+from elastic_dp.sampling import GrowingOrder, PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
@@ -79,12 +79,18 @@ class _Part(NamedTuple):
 
 class PackedStream(MicroBatchStream):
     def __init__(
-        self, config: DataConfig, row_groups: RowGroups, order: PackedOrder, **options: Any
+        self,
+        config: DataConfig,
+        row_groups: RowGroups,
+        order: PackedOrder | GrowingOrder,
+        **options: Any,
     ) -> None:
+        packed = order.base if isinstance(order, GrowingOrder) else order
+        assert isinstance(packed, PackedOrder)
         ids_bytes = _ID.itemsize * len(config.pack_columns)
-        token_bytes = int(row_groups.nbytes.sum()) // order.num_tokens + ids_bytes
-        super().__init__(config, row_groups, max(1, token_bytes * order.length), **options)
-        self._order = order
+        token_bytes = int(row_groups.nbytes.sum()) // packed.num_tokens + ids_bytes
+        super().__init__(config, row_groups, max(1, token_bytes * packed.length), **options)
+        self._order, self._packed = order, packed
         self._layouts: OrderedDict[tuple[int, int], _Layout] = OrderedDict()
         self._lock = Lock()
 
@@ -107,14 +113,19 @@ class PackedStream(MicroBatchStream):
     # ------------------------------------------------- what micro-batches are made of
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Work, int]]:
-        each = zip(steps, self._order.locate_each(steps, virtual_worker), strict=True)
-        return [((s.groups, s, self._order.epoch_of(step)), rows) for step, (s, rows) in each]
+        order, v = self._order, virtual_worker
+        if isinstance(order, PackedOrder):
+            each = order.locate_each(steps, v)
+        else:
+            each = [(order.locate(step, v), order.rows(step, v)) for step in steps]
+        found = zip(steps, each, strict=True)
+        return [((s.groups, s, order.epoch_of(step)), rows) for step, (s, rows) in found]
 
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
-        shape = bounds[-1], self._order.length
+        shape = bounds[-1], self._packed.length
         assembler = _PackedRows(shape, self._config.pack_columns, self._blocks)
-        failed = self._fill(assembler, key, _by_row_group(wanted, bounds, self._order.length))
+        failed = self._fill(assembler, key, _by_row_group(wanted, bounds, self._packed.length))
         columns = assembler.finish()
         made: list[Any] = []
         for m, (start, stop) in zip(wanted, pairwise(bounds), strict=True):
@@ -158,7 +169,7 @@ class PackedStream(MicroBatchStream):
                 self._layouts.move_to_end(key)
                 return self._layouts[key]
         bounds = self._bounds(row_group, columns)
-        order = self._order.documents(epoch, row_group, len(bounds) - 1)
+        order = self._packed.documents(epoch, row_group, len(bounds) - 1)
         sources, lengths = bounds[:-1], np.diff(bounds)
         if order is not None:
             sources, lengths = sources[order], lengths[order]
@@ -185,7 +196,7 @@ class PackedStream(MicroBatchStream):
                     f"{other[row + 1] - other[row]} in {name!r}; write one for each token, or "
                     "leave the column out by DataConfig.columns"
                 )
-        if bounds[-1] != (counted := self._order.tokens_of(row_group)):
+        if bounds[-1] != (counted := self._packed.tokens_of(row_group)):
             raise DataError(
                 f"DataConfig.pack: {self.describe_row_group(row_group)} has {bounds[-1]} tokens, "
                 f"and had {counted} when the data set was opened; a data set must not change "

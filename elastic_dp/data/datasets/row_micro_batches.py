@@ -16,7 +16,7 @@ from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard
-from elastic_dp.sampling import Mixture, Order
+from elastic_dp.sampling import GrowingOrder, Mixture, Order
 
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
@@ -26,7 +26,11 @@ Located = tuple[Ints, Ints]  # row groups, rows in them
 
 class RowStream(MicroBatchStream):
     def __init__(
-        self, config: DataConfig, row_groups: RowGroups, order: Order | Mixture, **options: Any
+        self,
+        config: DataConfig,
+        row_groups: RowGroups,
+        order: Order | Mixture | GrowingOrder,
+        **options: Any,
     ) -> None:
         row_bytes = int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum()))
         super().__init__(config, row_groups, max(1, row_bytes), **options)
@@ -134,11 +138,11 @@ def rows_named(row_groups: RowGroups, groups: Ints, rows: Ints, config: DataConf
 
 
 def located_in_order(
-    order: Order | Mixture, steps: range, virtual_worker: int
+    order: Order | Mixture | GrowingOrder, steps: range, virtual_worker: int
 ) -> Iterable[tuple[Any, Any]]:
     """`order.locate` for each step. Locates several steps of an epoch together, which costs as much
     as one."""
-    if isinstance(order, Mixture):
+    if not isinstance(order, Order):
         yield from (order.locate(step, virtual_worker) for step in steps)
         return
     b, per_epoch, share = order.micro_batch_size, order.steps_per_epoch, order.share(virtual_worker)

@@ -25,11 +25,9 @@ from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
 from elastic_dp.data.pipeline.batch_assembler import Ints
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.sampling import Mixture, Order, PackedOrder
-from elastic_dp.sampling.mixture import row_groups_at_once
+from elastic_dp.sampling import AnyOrder, GrowingOrder, Mixture, Order, PackedOrder
+from elastic_dp.sampling.any_order import row_groups_at_once
 from elastic_dp.storage import DiskCache, Store
-
-AnyOrder = Order | Mixture | PackedOrder
 
 
 class _DelegatesToStream:
@@ -86,7 +84,10 @@ class StreamingDataset(_DelegatesToStream):
             cache=cache,
         )
         if config.epochs is not None:
-            self._stream.end_after(config.epochs * order.steps_per_epoch)
+            self._stream.end_after(order.steps_of(config.epochs))
+
+    def steps_of(self, epochs: int) -> int:
+        return self._order.steps_of(epochs)
 
     def epoch_of(self, step: int) -> int:
         return self._order.epoch_of(step)
@@ -196,9 +197,9 @@ def _stream_of(
     by_length: bool = False,
     **options: Any,
 ) -> MicroBatchStream:
-    if isinstance(order, PackedOrder):
+    if isinstance(order.base if isinstance(order, GrowingOrder) else order, PackedOrder):
         return PackedStream(config, row_groups, order, **options)
     if by_length:
-        assert isinstance(order, Order), "weights are refused"
+        assert not isinstance(order, Mixture), "weights are refused"
         return length_grouped.LengthGroupedStream(config, row_groups, order, **options)
     return RowStream(config, row_groups, order, **options)

@@ -18,7 +18,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.schema import is_object, refuse_without_tensor
 from elastic_dp.dataprep.inspection.shard_survey import Survey
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.mixture import row_groups_at_least
+from elastic_dp.sampling.any_order import row_groups_at_least
 from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 
 LARGE_BYTES = 4 << 20  # of one column in one row group, decoded

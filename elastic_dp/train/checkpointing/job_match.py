@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.wording import counted
 
+GROWTH = "growth"  # `growth_of`, beside `job_identity` in a checkpoint
 _FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are compared
 
 
@@ -84,15 +85,37 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str) -> None:
+def growth_of(spec: JobSpec) -> dict[str, int]:
+    """Returns the later numbers of virtual workers, by the step after which they hold."""
+    later = [*spec.scaling.virtual_workers_by_step.items()][1:]
+    return {str(steps): number for steps, number in later}
+
+
+def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> None:
+    """Raises RunMismatch if the batch of any of the first `step` steps has changed. How it grows
+    after them may change. The arguments are as `growth_of` returns them.
+    """
+    before, after = ({int(s): n for s, n in each.items() if int(s) < step} for each in (then, now))
+    if before != after:
+        first = min(s for s, _ in before.items() ^ after.items())
+        was, is_now = before.get(first, "unchanged"), after.get(first, "unchanged")
+        raise RunMismatch(
+            f"ScalingConfig.virtual_workers[{first}] is {is_now} now, but the run has made step "
+            f"{step}, and was {was} after step {first}: only the numbers of later steps may "
+            "change. Use a new name= for a new run, or the old number to continue this one"
+        )
+
+
+def check_job(commit: CommitRecord, job: Mapping[str, Any], data: str) -> None:
     """Raises RunMismatch if another job wrote the checkpoint, for example because `run.json` was
     replaced.
 
     A value that a checkpoint of an earlier version lacks is not compared.
     """
-    then = {"data": metadata.data, **metadata.naming.get("job", {})}
+    then = {"data": commit.metadata.data, **commit.metadata.naming.get("job", {})}
+    check_growth(then.get(GROWTH, {}), job.get(GROWTH, {}), commit.step)
     for name, mine in {**job, "data": data}.items():
-        if then.get(name, "") not in ("", mine):
+        if name != GROWTH and then.get(name, "") not in ("", mine):
             what = "data (its fingerprint)" if name == "data" else name
             raise RunMismatch(
                 f"{what} is {mine!r}, but the newest checkpoint of the run was made with "

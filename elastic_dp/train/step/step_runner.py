@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_norm import gradient_norm
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -35,6 +36,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
+from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import ModuleBuffers
@@ -69,13 +71,18 @@ class RetryStep:
 
 @dataclass
 class StepRunner:
-    """Runs steps for one session. `group` and `shares` are set in each generation."""
+    """Runs steps for one session. Group and membership are set in each generation.
+
+    `schedule`: the number of virtual workers of each step. `equal_shares`: members are meant to run
+    equally many.
+    """
 
     state: TrainState
     weights: WeightComparison
     micro_batches: MicroBatchRunner
     data: BatchSource
-    virtual_workers: int
+    schedule: BatchSchedule
+    equal_shares: bool
     exact: bool
     clip_norm: float | None
     seed: int
@@ -84,7 +91,9 @@ class StepRunner:
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
     _group: ProcessGroup | None = None
-    _shares: list[Share] = field(default_factory=list)
+    _membership: Membership | None = None
+    _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
+    _shares: Sequence[Share] = ()
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # The gradients of the last committed step by parameter, until they are dropped.
     _gradients: list[torch.Tensor | None] | None = None
@@ -101,15 +110,29 @@ class StepRunner:
     def open(
         self,
         group: ProcessGroup,
-        shares: Sequence[Share],
-        topology: Sequence[Sequence[int]],
+        membership: Membership,
+        next_step: int,
         lineage_id: int,
     ) -> None:
-        self._group, self._shares = group, list(shares)
+        self._group, self._membership = group, membership
         self._lineage_id = lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
-        self.gradients.open(group, shares, self.virtual_workers, self.exact, topology)
+        self._distribute(next_step)
         self.speed.open()
+
+    def share(self, membership: Membership, rank: int, step: int) -> list[int]:
+        """Returns the virtual workers that a rank of this membership runs in `step`."""
+        shares = membership.shares(self.schedule.at(step), equal=self.equal_shares)
+        return [v for first, last in shares[rank] for v in range(first, last)]
+
+    def _distribute(self, step: int) -> None:
+        """Distributes the virtual workers of `step`. The gradients of the step before it go."""
+        group, membership, total = self._group, self._membership, self.schedule.at(step)
+        assert group is not None and membership is not None
+        self._virtual_workers = total
+        self._shares = membership.shares(total, equal=self.equal_shares)
+        self.gradients.close()
+        self.gradients.open(group, self._shares, total, self.exact, membership.topology)
 
     def close(self) -> None:
         """Undoes what is not committed and releases the group."""
@@ -121,11 +144,11 @@ class StepRunner:
 
     def finished_nodes(self, step: int) -> tuple[Node, ...]:
         """Returns the subtrees of virtual workers that this worker has finished of an aborted
-        attempt at `step`."""
+        attempt at `step`, as ranges of those that a membership distributes."""
         finished = self._finished
         if finished is None or finished.inputs.step != step:
             return ()
-        return tuple(sorted(finished.nodes))
+        return whole_blocks(finished.nodes, self.schedule.first, self.schedule.at(step))
 
     def forget_finished(self) -> None:
         """Forgets what is finished of an aborted step: the state is about to change."""
@@ -149,11 +172,12 @@ class StepRunner:
     def _attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         group = self._group
         assert group is not None
-        totals = [self.data.rows(step, v) for v in range(self.virtual_workers)]
-        expected = float(sum(totals))
         stop = self.control.stop_reason
         self.report("compute")
         self._gradients = None
+        if self.schedule.at(step) != self._virtual_workers:
+            self._grow(step, group.rank)
+        expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
         self.gradients.begin()
         self.buffers.begin()
         self.speed.begin()
@@ -218,6 +242,12 @@ class StepRunner:
 
     # ------------------------------------------------------------------- up to the commit
 
+    def _grow(self, step: int, rank: int) -> None:
+        """Goes on with the number of virtual workers of `step`, which is another one."""
+        assert self._membership is not None
+        self._distribute(step)
+        self.data.read_ahead(step, self.share(self._membership, rank, step))
+
     def _run_mine(
         self, step: int, stop: str | None, expected: float
     ) -> dict[int, MicroBatchResult]:
@@ -227,7 +257,7 @@ class StepRunner:
         last = share[-1][1]
         results = self._results = {}
         for first, limit in share:
-            leaves = fold(first, limit, self.virtual_workers)
+            leaves = fold(first, limit, self._virtual_workers)
             reused_until = first
             for leaf in leaves:
                 v = leaf.virtual_worker
@@ -284,7 +314,7 @@ class StepRunner:
             return None
         (low, high), finished = taken
         final = leaves[high - 1 - leaves[0].virtual_worker]
-        merges = final.merges - fold(low, high, self.virtual_workers)[-1].merges
+        merges = final.merges - fold(low, high, self._virtual_workers)[-1].merges
         self.gradients.add_finished((low, high), finished.gradients, merges, high == last)
         self._results.update(finished.results)
         self.buffers.reuse(finished.buffers)
@@ -372,7 +402,7 @@ class StepRunner:
             return {}
         self._values.launch(self.buffers.payload(changed))
         self.pass_point("buffers", step)
-        return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
+        return self.buffers.combine(self._values.collect(), changed, self._virtual_workers)
 
     def _undo(self) -> None:
         self.gradients.drop()

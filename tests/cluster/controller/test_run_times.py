@@ -77,7 +77,7 @@ def test_times_of_a_worker_are_in_the_journal_before_its_end():
 def test_bytes_of_caches_are_in_the_journal_and_stay_when_a_worker_is_gone():
     journal = Journal(None)
     times = RunTimes(journal)
-    times.begin(2, takes_over=False, rows_per_step=24)
+    times.begin(2, takes_over=False, rows_by_step={0: 24, 7: 48})
     times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(5, 7)))
     times.heard(beat("w2", 3, 1.0))
     assert times.cache() == CacheBytes(5, 7)
@@ -85,10 +85,11 @@ def test_bytes_of_caches_are_in_the_journal_and_stay_when_a_worker_is_gone():
     times.lost("w1")
     times.flush()
     lines = journal.since(None, 0)[1]
-    assert lines[0]["rows_per_step"] == 24
+    assert (lines[0]["rows_per_step"], lines[0]["rows_later"]) == (24, {"7": 48})
     assert [line["cache_bytes"] for line in lines[1:]] == [{"w1": (6, 7)}, {}]
     assert times.cache() == CacheBytes(6, 7)
-    times.begin(2, takes_over=False, rows_per_step=24)  # another start has a w1 of its own
+    # another start has a w1 of its own
+    times.begin(2, takes_over=False, rows_by_step={0: 24, 7: 48})
     times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(1, 1)))
     assert times.cache() == CacheBytes(7, 8)
 
@@ -120,7 +121,7 @@ def test_controller_that_takes_over_continues_the_goodput_of_the_one_before(tmp_
     journal = Journal(str(tmp_path))
     first = RunTimes(journal)
     began = time.time()
-    first.begin(1, takes_over=False, rows_per_step=8)
+    first.begin(1, takes_over=False, rows_by_step={0: 8})
     members = (Member("w1", ((0, 1),), TrainingPosition(0), False),)
     journal.command(FormGeneration(Membership(1, members, "w1", 1.0)))
     first.heard(beat("w1", 3, 0.0, 1e-3))
@@ -128,6 +129,6 @@ def test_controller_that_takes_over_continues_the_goodput_of_the_one_before(tmp_
     before = first.goodput()
     journal.close()
     again = RunTimes(Journal(str(tmp_path), since=began - 1))
-    again.begin(1, takes_over=True, rows_per_step=8)
+    again.begin(1, takes_over=True, rows_by_step={0: 8})
     assert again.goodput().useful >= before.useful > 0
     assert again.times().compute == 1e-3

@@ -1,0 +1,180 @@
+"""The order of rows where the batch grows: other steps over the same micro-batches.
+
+The micro-batches and their order are those of a job whose steps all have V0 virtual workers, as the
+first steps have. A step of V virtual workers takes the next V of them. So how many micro-batches
+are taken after a step is arithmetic on the schedule, each row comes as often as without it, and the
+streams that are read stay the same.
+
+Which of its V micro-batches a virtual worker takes: they are sorted by the virtual worker of V0
+that they belong to, and dealt in this order. So a worker with a range of virtual workers goes on
+with the streams, and the row groups in memory, that it had before the batch grew.
+
+A step belongs to one epoch. Micro-batches that are left at the end of an epoch and are too few for
+a step are dropped, or make a short step, as `tail` says. A mixture has no epochs and no tail. Its
+weights change where the V0 micro-batches of one step without growth begin: if they are to change
+within such a step, up to V0 - 1 micro-batches later.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from elastic_dp.errors import DataError
+from elastic_dp.sampling.batch_schedule import BatchSchedule
+from elastic_dp.sampling.mixture import Mixture
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.packing import PackedOrder, Segments
+
+_DEALS_KEPT = 64
+_ENDLESS = 1 << 62  # micro-batches in the epoch of a mixture, which has no end
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """The steps after `begin` steps, of `size` virtual workers. When it begins, `taken`
+    micro-batches of `epoch` are taken."""
+
+    begin: int
+    size: int
+    epoch: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step takes `count` micro-batches of `epoch`, from number `first` on."""
+
+    epoch: int
+    first: int
+    count: int
+
+
+class GrowingOrder:
+    """The interface of `Order`, over `base`, an order of `schedule.first` virtual workers. Raises
+    DataError if an epoch has too few rows for a step of `schedule.last`."""
+
+    def __init__(self, base: Order | PackedOrder | Mixture, schedule: BatchSchedule) -> None:
+        assert base.virtual_workers == schedule.first, "the order of another schedule"
+        self.base, self.schedule = base, schedule
+        self.num_rows, self.micro_batch_size = base.num_rows, base.micro_batch_size
+        self.virtual_workers = schedule.last
+        self._drops = not isinstance(base, Mixture) and base.tail == "drop"
+        self._per_epoch = self._count_micro_batches()
+        self._dealt = lru_cache(_DEALS_KEPT)(self._deal)
+        self._stages: list[_Growth] = []
+        for begin, size in zip(schedule.begins, schedule.sizes, strict=True):
+            position = self._position(begin + 1) if begin else _Step(0, 0, size)
+            self._stages.append(_Growth(begin, size, position.epoch, position.first))
+
+    def _count_micro_batches(self) -> int:
+        """Return how many micro-batches with rows an epoch has."""
+        base, need = self.base, self.schedule.last
+        if isinstance(base, Mixture):
+            return _ENDLESS
+        if not self._drops:
+            return -(-base.num_rows // base.micro_batch_size)
+        count = base.steps_per_epoch * base.virtual_workers
+        if count < need:
+            raise DataError(
+                f"an epoch has {count} micro-batches of {base.micro_batch_size} rows, fewer than "
+                f"the {need} of a step once ScalingConfig.virtual_workers is {need}; add rows, "
+                'lower that number, or set tail="short" for smaller last batches'
+            )
+        return count
+
+    @property
+    def identity(self) -> str:
+        """That of the base order: which micro-batches there are does not depend on the schedule,
+        whose future may change between two starts of a run.
+        """
+        return self.base.identity
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in the first epoch; later ones may have fewer. Of a mixture: without growth."""
+        return self.base.steps_per_epoch if self._per_epoch == _ENDLESS else self.steps_of(1)
+
+    def steps_of(self, epochs: int) -> int:
+        """Return how many steps the first `epochs` epochs have together."""
+        if not epochs:
+            return 0
+        stage = self._stages[bisect_right(self._stages, epochs - 1, key=lambda s: s.epoch) - 1]
+        in_first = self._steps_for(self._per_epoch - stage.taken, stage.size)
+        in_each = self._steps_for(self._per_epoch, stage.size)
+        return stage.begin + in_first + (epochs - stage.epoch - 1) * in_each
+
+    def steps_alike(self, step: int) -> range:
+        """Return the steps around `step` of its epoch and of its number of virtual workers."""
+        epoch, number = self._position(step).epoch, self.schedule.stage_of(step)
+        first, behind = self.steps_of(epoch), self.steps_of(epoch + 1)
+        begin, *later = self.schedule.begins[number : number + 2]
+        return range(max(first, begin) + 1, min(behind, *later or (behind,)) + 1)
+
+    def epoch_of(self, step: int) -> int:
+        position = self._position(step)
+        turn = position.first // self.schedule.first
+        return self.base.epoch_of(position.epoch * self.base.steps_per_epoch + turn + 1)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self.epoch_of(step + 1) > self.epoch_of(step)
+
+    def open_row_groups(self, virtual_workers: int) -> int:
+        """Return how many row groups a worker with so many virtual workers reads at one time, at
+        most.
+        """
+        return self.base.open_row_groups(min(virtual_workers, self.schedule.first))
+
+    def rows(self, step: int, virtual_worker: int) -> int:
+        """Return the number of rows of the micro-batch; 0 if a short step has none for it."""
+        in_base = self._in_base(step, virtual_worker)
+        return 0 if in_base is None else self.base.rows(*in_base)
+
+    def locate(self, step: int, virtual_worker: int) -> Any:
+        """Return what the `locate` of the base order returns."""
+        in_base = self._in_base(step, virtual_worker)
+        if in_base is not None:
+            return self.base.locate(*in_base)
+        nothing = np.empty(0, dtype=np.int64)
+        if isinstance(self.base, PackedOrder):
+            return Segments(nothing, nothing, nothing, nothing)
+        return nothing, nothing
+
+    # ---------------------------------------------------------------------------- private
+
+    def _in_base(self, step: int, virtual_worker: int) -> tuple[int, int] | None:
+        """Return the step and the virtual worker of the base order that have the micro-batch."""
+        assert 0 <= virtual_worker < self.schedule.at(step), "no such virtual worker"
+        position, total = self._position(step), self.schedule.first
+        if virtual_worker >= position.count:
+            return None
+        at = position.first % total
+        number = position.first + self._dealt(at, position.count)[virtual_worker]
+        before = position.epoch * self.base.steps_per_epoch
+        return before + number // total + 1, number % total
+
+    def _deal(self, at: int, count: int) -> list[int]:
+        """Return the micro-batch of each virtual worker, counted from the first of the step, which
+        is one of virtual worker `at` of the base order.
+        """
+        return sorted(range(count), key=lambda n: ((at + n) % self.schedule.first, n))
+
+    def _position(self, step: int) -> _Step:
+        assert step >= 1, "steps count from 1"
+        stage = self._stages[bisect_right(self._stages, step - 1, key=lambda s: s.begin) - 1]
+        after = step - 1 - stage.begin
+        in_first = self._steps_for(self._per_epoch - stage.taken, stage.size)
+        if after < in_first:
+            epoch, first = stage.epoch, stage.taken + after * stage.size
+        else:
+            in_each = self._steps_for(self._per_epoch, stage.size)
+            epochs, turn = divmod(after - in_first, in_each)
+            epoch, first = stage.epoch + 1 + epochs, turn * stage.size
+        return _Step(epoch, first, min(stage.size, self._per_epoch - first))
+
+    def _steps_for(self, micro_batches: int, size: int) -> int:
+        return micro_batches // size if self._drops else -(-micro_batches // size)

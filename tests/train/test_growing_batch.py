@@ -1,0 +1,275 @@
+"""A batch that grows: the same bits for any number of workers, under kills at the very change, and
+for runs that go on before it, at it and after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp.config import CheckpointConfig, DataConfig
+from elastic_dp.coordinator.messages import WorkerLocation
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.errors import RunMismatch
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.data.test_group_by_length import ROWS, written
+from tests.data.test_packing import DOCUMENTS, document, packed
+from tests.runs import Points, formed_of, group, local, resize, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.train.jobs import adamw, batch_norm, classifier, cross_entropy, plain
+from tests.train.test_finished_work import counted, passes
+
+GROWTH = {0: 4, 3: 6, 6: 12}
+STEPS = 9
+
+
+def job(workers: int = 3, growth: Any = GROWTH, steps: int = STEPS, **options: Any) -> Any:
+    return spec_of(steps=steps, workers=workers, virtual=growth, rows=300, **options)
+
+
+def steps_logged(ctx: Any) -> None:
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"weight": step.weight, "epoch": step.epoch, "ends": float(step.epoch_end)})
+
+
+def test_steps_have_the_rows_that_the_schedule_says():
+    logged = local(job(steps=12, tail="short"), steps_logged).logged
+    assert [x["weight"] for x in logged] == [
+        *(16.0, 16.0, 16.0, 24.0, 24.0, 24.0),
+        *(48.0, 48.0, 48.0, 36.0),  # the last of the epoch: 300 rows, 264 before
+        *(48.0, 48.0),
+    ]
+    assert [x["epoch"] for x in logged] == [0] * 10 + [1] * 2
+    assert [x["ends"] for x in logged] == [0.0] * 9 + [1.0, 0.0, 0.0]
+
+
+def test_epochs_end_the_run_where_the_rows_end():
+    spec = job(tail="short")
+    data = dataclasses.replace(spec.data, epochs=2)
+    run = local(dataclasses.replace(spec, data=data, max_steps=None), steps_logged)
+    assert sum(x["weight"] for x in run.logged) == 2 * 300
+    assert run.logged[-1]["step"] == 10 + -(-75 // 12) and run.logged[-1]["ends"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "train"),
+    [
+        (3, batch_norm),
+        *(pytest.param(n, plain, marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
+        *(pytest.param(n, batch_norm, marks=pytest.mark.slow) for n in (1, 2, 4)),
+    ],
+)
+def test_growing_batch_has_the_local_digest_and_ends_no_generation(workers, train):
+    spec = job(workers, min_workers=workers, tail="short", steps=14)
+    outcome, run = group(spec, train)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, train).digest
+    assert len(formed_of(run)) == 1
+    assert outcome.digest != local(job(1, 4, tail="short", steps=14), train).digest
+
+
+@pytest.mark.slow
+def test_growing_batch_with_members_on_two_nodes_and_fast_mode():
+    spec = job(4, min_workers=4)
+    location = lambda worker: WorkerLocation("a" if worker in ("w1", "w2") else "b")  # noqa: E731
+    outcome, _ = group(spec, plain, location=location)
+    assert (outcome.error, outcome.digest) == (None, local(spec, plain).digest)
+    fast, _ = group(dataclasses.replace(spec, exact=False), plain)
+    assert fast.error is None and fast.step == STEPS
+
+
+POINTS = (
+    *("backward", "sent"),
+    *("before_forward", "header", "exchange", "gather", "before_commit", "after_commit", "body"),
+)
+
+
+@pytest.mark.parametrize(
+    ("point", "step", "rank"),
+    [
+        ("backward", 7, 2),
+        *(
+            pytest.param(point, step, rank, marks=pytest.mark.slow)
+            for point in POINTS
+            for step in (6, 7)
+            for rank in (0, 2)
+        ),
+    ],
+)
+def test_kill_in_the_last_step_before_the_change_and_in_the_first_behind_it(
+    point, step, rank, tmp_path
+):
+    spec = job(config={"hold": dict.fromkeys(range(1, 5), 3)})
+    dead = WorkerFault(point, step=step, rank=rank, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, plain, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, plain).digest
+
+
+def test_lost_worker_behind_the_change_only_its_leaves_run_again(tmp_path):
+    """Three workers with 4 of 12 virtual workers each, in the first step that has 12; the
+    membership distributes 6."""
+    spec = job(growth={0: 6, 6: 12}, min_workers=2, config={"hold": dict.fromkeys(range(1, 6), 3)})
+    dead = WorkerFault("backward", step=7, rank=2, nth=4, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    times = passes(tmp_path, 7)
+    assert len(times) == 12 and sum(times.values()) == 12 + 4
+    (tmp_path / "passes").unlink()
+    assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
+@pytest.mark.slow
+def test_join_and_scaling_beside_the_changes():
+    """1 → 3 workers before the first change, 3 → 2 behind it."""
+    spec = job(1, {0: 4, 8: 7, 20: 12}, steps=30, config={"body_s": 0.02, "hold": {2: 3, 14: 2}})
+    outcome, _ = group(spec, plain, script=[resize(2, 3), resize(10, 2)])
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, plain).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [5, 6, 7])
+def test_all_workers_lost_behind_the_change_go_back_before_it_at_it_and_behind_it(every, tmp_path):
+    """The change of step 6. The membership of those that come is dealt before anyone has read the
+    checkpoint."""
+    url, gate = tmp_path / "run", tmp_path / "gate"
+    spec = job(steps=20, config={"body_s": 0.02, "gates": {every + 2: str(gate)}})
+    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=every))
+
+    def open_gate(run: Any) -> None:
+        gate.touch()
+
+    script = [(1, when_committed(url, every, kill_all)), (1, open_gate)]
+    outcome, _ = group(spec, plain, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(dataclasses.replace(spec, config={}), plain).digest
+
+
+def of_rows(folder: Path) -> DataConfig:
+    return written(folder, group_by_length=None, columns=["id"])
+
+
+def by_length(folder: Path) -> DataConfig:
+    return written(folder, group_by_length="length", columns=["id", "length"])
+
+
+EVERY_ROW, EVERY_TOKEN = {*range(ROWS)}, {0, *(t for i in range(DOCUMENTS) for t in document(i))}
+
+
+@pytest.mark.parametrize(
+    ("make", "column", "every"),
+    [
+        (of_rows, "id", EVERY_ROW),
+        pytest.param(by_length, "id", EVERY_ROW, marks=pytest.mark.slow),
+        pytest.param(packed, "input_ids", EVERY_TOKEN, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_are_read_once_an_epoch_by_any_number_of_workers(make, column, every, tmp_path):
+    config = dataclasses.replace(make(tmp_path / "shards"), epochs=1)
+
+    def train(ctx: Any) -> None:
+        model = classifier(1)
+
+        def loss_fn(m: Any, batch: Any) -> Any:
+            ids = batch[column]
+            with open(tmp_path / "seen", "a", encoding="utf-8") as file:
+                file.write(f"{ids.flatten().tolist()}\n")
+            x = ids.float().reshape(len(ids), -1).sum(1, keepdim=True) % 7.0 - 3.0
+            return cross_entropy(m, {"x": x, "y": ids.reshape(len(ids), -1)[:, 0].long() % 4})
+
+        for step in ctx.steps(model, adamw(model), loss_fn):
+            ctx.log({"weight": step.weight})
+
+    growth = {0: 3, 4: 5, 9: 8}
+    spec = dataclasses.replace(job(2, growth, min_workers=2), data=config, max_steps=None)
+    outcome, _ = group(spec, train, index=read_index(config))
+    assert outcome.error is None, outcome.traceback
+    lines = (tmp_path / "seen").read_text(encoding="utf-8").splitlines()
+    assert {i for line in lines for i in json.loads(line)} == every
+    calm = local(spec, train)
+    assert outcome.digest == calm.digest
+    if column == "id":  # no row twice, then
+        assert sum(x["weight"] for x in calm.logged) == ROWS
+
+
+def trains(ctx: Any) -> None:
+    model = classifier()
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def fit(path: Path, growth: Any, max_steps: int) -> tuple[edp.Result, list[str]]:
+    trainer = edp.ElasticTrainer(
+        trains,
+        name="grows",
+        storage_path=str(path),
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=growth),
+        checkpoint=edp.CheckpointConfig(every_steps=1, num_to_keep=None),
+        max_steps=max_steps,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = trainer.fit(local=True)
+    return result, [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def test_run_that_goes_on_before_at_and_behind_the_change_has_the_same_weights(tmp_path):
+    growth = {0: 2, 4: 5}
+    at_once, _ = fit(tmp_path / "at once", growth, 8)
+    for steps in (3, 4, 5, 8):
+        result, warned = fit(tmp_path / "parts", growth, steps)
+        assert (result.step, warned) == (steps, [])
+    assert result.weights_sha256 == at_once.weights_sha256
+
+
+def test_rerun_may_change_how_the_batch_grows_in_later_steps_and_says_so(tmp_path):
+    at_once, _ = fit(tmp_path / "at once", {0: 2, 4: 5, 6: 7}, 8)
+    fit(tmp_path, 2, 4)
+    fit(tmp_path, {0: 2, 4: 5}, 6)  # the change of step 4 is behind step 4: not made yet
+    result, _ = fit(tmp_path, {0: 2, 4: 5, 6: 7}, 8)
+    assert result.weights_sha256 == at_once.weights_sha256
+    events = (tmp_path / "grows" / "events.jsonl").read_text(encoding="utf-8")
+    assert "virtual_workers is 5 after step 4 now, was as for the first step" in events
+    assert "virtual_workers is 5 after step 4, 7 after step 6 now, was 5 after step 4" in events
+
+
+@pytest.mark.parametrize(
+    ("growth", "max_steps", "words"),
+    [
+        ({0: 2, 4: 6}, 8, r"virtual_workers\[4\] is 6 now, but the run has made step 6, and was 5"),
+        ({0: 2, 3: 5}, 8, r"virtual_workers\[3\] is 5 now, .* was unchanged after step 3"),
+        (2, 8, r"virtual_workers\[4\] is unchanged now, .* was 5 after step 4"),
+        ({0: 2, 4: 5, 5: 7}, 8, r"virtual_workers\[5\] is 7 now"),
+        ({0: 2, 4: 6}, 6, r"virtual_workers\[4\] is 6 now"),  # finished, and not to go on
+        ({0: 3, 4: 5}, 8, "virtual_workers is 3, .* 2"),
+    ],
+)
+def test_rerun_with_another_batch_in_steps_that_were_made_is_refused_by_name(
+    growth, max_steps, words, tmp_path
+):
+    fit(tmp_path, {0: 2, 4: 5}, 6)
+    with pytest.raises(RunMismatch, match=words):
+        fit(tmp_path, growth, max_steps)
+
+
+def test_checkpoint_of_another_batch_is_refused_by_the_worker_that_reads_it(tmp_path):
+    """Where `start.json` is gone, which the driver compares."""
+    fit(tmp_path, {0: 2, 4: 5}, 6)
+    (tmp_path / "grows" / "start.json").unlink()
+    with pytest.raises(RunMismatch, match=r"virtual_workers\[4\] is 6 now, .* step 6, and was 5"):
+        fit(tmp_path, {0: 2, 4: 6}, 8)
+
+
+def test_rerun_that_leaves_virtual_workers_open_goes_on_as_the_last_start(tmp_path):
+    at_once, _ = fit(tmp_path / "at once", {0: 2, 4: 5}, 7)
+    fit(tmp_path, {0: 2, 4: 5}, 3)
+    assert fit(tmp_path, None, 7)[0].weights_sha256 == at_once.weights_sha256
