@@ -123,6 +123,9 @@ class JsonRows:
     def last_row_end(self, content: bytes) -> int:
         return content.rfind(b"\n") + 1
 
+    def takes_rest(self, content: bytes) -> bool:
+        return False
+
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         if not content or content.isspace():  # strip() would copy it
             table = pa.table({})
