@@ -24,6 +24,7 @@ from elastic_dp.data.formats.csv_numbers import CsvNumbers
 from elastic_dp.data.formats.csv_row_ends import RowEnds, header_end, quoted_or_row_end
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -123,6 +124,7 @@ class CsvRows:
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
+        refuse_pointer(self._name, content)
         end = header_end(content, self._dialect.separator)
         if end and (end < len(content) or is_all):  # otherwise "\n" may follow "\r"
             self._refuse_utf_8_mark(content)
