@@ -472,12 +472,12 @@ def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
     lacks = pa.table({"x": [3], "y": pa.nulls(1)})
     write_all(tmp_path, whole, lacks)
     said = (
-        r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its "
+        r"'at.z' \(int64\) holds 1 null, the first in 1.parquet \(1.parquet has none of its "
         r"values\)"
     )
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, fill_nulls={"y": 0.0}))
-    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet \("):
+    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 null, the first in 1.parquet \("):
         read_index(config(tmp_path, columns=["y"]))
     rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
     assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
@@ -488,9 +488,7 @@ def test_a_list_that_some_shards_lack_is_refused_whatever_is_filled(tmp_path):
     lists = pa.table({"x": [1], "l": [[1, 2]]})
     for number, lacks in enumerate((pa.table({"x": [2]}), pa.table({"x": [2], "l": pa.nulls(1)}))):
         write_all(tmp_path / str(number), lists, lacks)
-        said = (
-            r"'l' \(list<int64>\) holds 1 null lists, the first in 1.parquet \(1.parquet has none"
-        )
+        said = r"'l' \(list<int64>\) holds 1 null list, the first in 1.parquet \(1.parquet has none"
         with pytest.raises(DataError, match=said):
             read_index(config(tmp_path / str(number), fill_nulls={"l": 0}))
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
 from elastic_dp.data.formats import csv_numbers
+from elastic_dp.data.formats.csv_dialect import Dialect
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError
 from tests.data.values import columns_of, in_place
@@ -212,3 +216,26 @@ def test_row_of_leading_zeros_counts_from_the_start_of_the_file(
     monkeypatch.setattr(csv_numbers, "_AT_ONCE", at_once)
     read_index(written(tmp_path, "csv", [*range(1, 50), code, *range(52, 99)]))
     assert f"'{code}' (row 50 of 0.csv)" in caplog.text
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.text("0017xX -+.a", max_size=5), st.booleans()), min_size=1),
+        min_size=1,
+        max_size=5,
+    ),
+    delimiter=st.sampled_from([",", ";", "|", "\t"]),
+    end=st.sampled_from(["", "\n", "\r\n"]),
+    at_once=st.integers(1, 9),
+)
+def test_a_field_that_begins_with_a_zero_is_never_missed(rows, delimiter, end, at_once):
+    """The search in bytes may find too much, and then the fields are looked at one by one."""
+    fields = [field for row in rows for field, _ in row]
+    lines = (delimiter.join(f'"{f}"' if quoted else f for f, quoted in row) for row in rows)
+    content = ("\r\n" if end == "\r\n" else "\n").join(lines) + end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csv_numbers, "_AT_ONCE", at_once)
+        hexadecimal, zeros = csv_numbers._zero_first(content.encode(), Dialect(delimiter))
+    assert hexadecimal or not any(re.match("[ \t]*0[xX]", field) for field in fields)
+    assert zeros or not any(re.fullmatch("[ \t]*[+-]?0[0-9]+[ \t]*", field) for field in fields)

@@ -273,7 +273,7 @@ def test_parts_of_other_formats_without_a_row_are_passed_over(ending, empty, tmp
         (tmp_path / f"a.{ending}").write_bytes(empty)
         (tmp_path / f"b.{ending}").write_bytes(full[ending])
     (line,) = said(config(tmp_path))
-    assert f"1 shard holds no row and add nothing: a.{ending}" in line
+    assert f"1 shard holds no row and adds nothing: a.{ending}" in line
     assert ids(config(tmp_path)) == [0, 1]
 
 

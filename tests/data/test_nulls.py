@@ -75,7 +75,7 @@ def test_nulls_are_refused_at_open_with_column_count_and_shard(write, tmp_path):
     said = str(caught.value)
     assert said.startswith(f"column 'x' (double) holds 6 nulls, the first in z{shard.suffix}, ")
     assert "DataConfig.fill_nulls, fill them in the shards, or leave the column out by" in said
-    with pytest.raises(DataError, match=r"'n' \(int64\) holds 1 nulls"):
+    with pytest.raises(DataError, match=r"'n' \(int64\) holds 1 null"):
         read_index(config(tmp_path, columns=["n"]))
     read_index(config(tmp_path, columns=["b"]))
 
@@ -138,7 +138,7 @@ def test_nulls_that_no_statistics_count_are_refused_with_shard_and_row_group(tmp
             "l",
             "1 null.s., which a tensor cannot; give a value for them by DataConfig.fill_nulls",
         ),
-        ("b", "m", "1 null lists; write an empty list for each of them in the shards"),
+        ("b", "m", "1 null list; write an empty list for each of them in the shards"),
     ):
         groups = opened(config(tmp_path / f"{file}.parquet", columns=[column]))
         groups.read(1)

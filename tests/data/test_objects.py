@@ -162,7 +162,7 @@ def test_times_are_int64_of_the_unit_stored(kind, tmp_path):
 
 def test_a_null_time_is_filled_by_a_whole_number(tmp_path):
     pq.write_table(pa.table({"t": pa.array([5, None], pa.timestamp("ms"))}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"'t' \(timestamp\[ms\]\) holds 1 nulls"):
+    with pytest.raises(DataError, match=r"'t' \(timestamp\[ms\]\) holds 1 null"):
         read_index(config(tmp_path))
     assert listed(read(tmp_path, fill_nulls={"t": -1})["t"]) == [5, -1]
     with pytest.raises(DataError, match=r"1\.5 does not fit column 't'"):

@@ -415,7 +415,7 @@ def test_list_of_a_delta_tables_files_is_warned_of_if_it_is_not_the_newest_versi
     dead = sorted(set(listed) - set(live))
     (line,) = warned(listed, caplog)
     count = "1 file" if len(dead) == 1 else f"{len(dead)} files"
-    assert f"{count} (such as {dead[0]}) of the list hold rows that were deleted" in line
+    assert f"{count} (such as {dead[0]}) of the list hold{'s' * (len(dead) == 1)} rows that" in line
     assert f"DeltaTable('{'memory://' * (where == 'memory')}{table}').file_uris()" in line
     (line,) = warned(first, caplog)
     assert "if the list is one of an older version on purpose, nothing is wrong" in line

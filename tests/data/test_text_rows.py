@@ -131,14 +131,15 @@ def test_csv_of_any_fields_is_the_same_to_convert_training_pyarrow_and_python(
 @any_content
 @given(
     rows=st.lists(texts, min_size=1, max_size=8),
+    end=st.sampled_from(["", "\n", "\r\n", '"\n', '\n"\n']),
     group_bytes=st.integers(1, 30),
 )
 def test_csv_of_any_text_is_the_same_to_convert_training_and_pyarrow(
-    rows, group_bytes, tmp_path, monkeypatch
+    rows, end, group_bytes, tmp_path, monkeypatch
 ):
     """One column, so no row is ragged but by a comma; such files, and open quotes, all refuse."""
     monkeypatch.setattr(text_format, "GROUP_BYTES", group_bytes)
-    content = "a\n" + "\n".join(f"{row}z" for row in rows)
+    content = "a\n" + "\n".join(f"{row}z" for row in rows) + end
     path = tmp_path / "a.csv"
     path.write_bytes(content.encode())
     try:
@@ -302,6 +303,9 @@ CSV_REFUSED = {
     "more fields": (b"a,b\n1,2\n3,4,5\n", "row 2 has 3 field.*header line has 2; .*'3,4,5'"),
     "open quote": (b'a,b\n1,2\n3,"x\n4,5\n', r'a quote \("\) in row 2 is never closed'),
     "open quote first": (b'a,b\n1,2\n"3,x\n4,5\n', r'a quote \("\) in row 2 is never closed'),
+    "open quote of a number": (b'a,b\n1,2\n3,"4\n', r'a quote \("\) in row 2 is never closed'),
+    "open quote of nothing": (b'a,b\n1,2\n3,"\n', r'a quote \("\) in row 2 is never closed'),
+    "open quote in one column": (b'a\n1\n"4\n', r'a quote \("\) in row 2 is never closed'),
     "no rows": (b"a,b", "no header line of column names with rows below"),
 }
 

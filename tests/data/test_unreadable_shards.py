@@ -11,6 +11,7 @@ import pytest
 
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.formats import text
+from elastic_dp.dataprep import convert
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
 from tests.data.shards import ONE, SHARDS, cut_short, in_memory
@@ -125,6 +126,20 @@ def test_read_index_of_unreadable_shards_is_refused(shards, changes, said, tmp_p
         pq.write_table(content, tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.tar", "a.arrow", "a.parquet"])
+def test_a_pointer_of_git_lfs_is_refused_by_name(name, tmp_path):
+    """A clone without the content has these. As CSV, one would be a column of two rows."""
+    begin = b"version https://git-lfs.github.com/spec/v1\n"
+    pointer = begin + b"oid sha256:" + b"4d7a" * 16 + b"\nsize 123456\n"
+    (tmp_path / name).write_bytes(pointer)
+    words = rf"{name} is a pointer of Git LFS \(131 bytes\).*`git lfs pull`"
+    with pytest.raises(DataError, match=words):
+        read_index(config(tmp_path))
+    (tmp_path / name).rename(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"a\.txt is a pointer of Git LFS"):
+        convert(str(tmp_path / "a.txt"), str(tmp_path / "out"), tokenizer="bytes", pack=4)
 
 
 def test_mixed_formats_need_a_choice(tmp_path):

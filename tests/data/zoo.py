@@ -288,7 +288,7 @@ def pandas_floats(folder):
     frame().assign(id=[None, *IDS[1:]]).to_parquet(folder / "b.parquet")
 
 
-@refuses("pandas", "bools with missing values", "column 'b' (bool) holds 1 nulls")
+@refuses("pandas", "bools with missing values", "column 'b' (bool) holds 1 null")
 def pandas_bools(folder):
     frame().assign(b=[None, *[True] * (ROWS - 1)]).to_parquet(folder / "a.parquet")
 

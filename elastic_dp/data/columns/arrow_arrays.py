@@ -124,7 +124,8 @@ def _values(array: pa.Array, where: str) -> Array | Lists:
 def _lists(array: pa.Array, where: str) -> Array | Lists:
     """An array [rows, length, …] if all rows have one length, otherwise `Lists`."""
     if array.null_count:
-        raise DataError(f"{where} holds {array.null_count} null lists; {NULL_LISTS_WAYS_OUT}")
+        lists = f"null list{'s' * (array.null_count != 1)}"
+        raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
     offsets = array.offsets.to_numpy().astype(np.int64)
     values = _values(array.flatten(), where)
     lengths = np.diff(offsets)

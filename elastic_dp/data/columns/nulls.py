@@ -66,12 +66,13 @@ class Nulls:
         why = f" ({lacking} has none of its values)" if lacking else ""
         if leaf.name in self._lists:
             count, shard = self._lists[leaf.name]
-            return f"{column} {count} null lists, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
+            lists = f"null list{'s' * (count != 1)}"
+            return f"{column} {count} {lists}, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
         if leaf.name in self._found and not filled:
             count, shard = self._found[leaf.name]
             return (
-                f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; "
-                f"{WAYS_OUT}"
+                f"{column} {count} null{'s' * (count != 1)}, the first in {shard}{why}, which a "
+                f"tensor cannot; {WAYS_OUT}"
             )
         return ""
 

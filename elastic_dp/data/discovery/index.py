@@ -301,8 +301,9 @@ def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list
             url = redact_url(config.urls[part[0]])
             raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {_some(names)}")
     if names := [name for of_source in empty for name in of_source]:
-        shards = "1 shard holds" if len(names) == 1 else f"{len(names):,} shards hold"
-        _log.warning("DataConfig.url: %s no row and add nothing: %s", shards, _some(names))
+        some = f"{len(names):,} shards hold no row and add nothing"
+        what = "1 shard holds no row and adds nothing" if len(names) == 1 else some
+        _log.warning("DataConfig.url: %s: %s", what, _some(names))
 
 
 def _some(names: list[str]) -> str:

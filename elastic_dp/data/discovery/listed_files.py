@@ -135,8 +135,9 @@ def _delta_warnings(
     below = len(table.root) + 1 if table.root else 0
     live = {file: version.files.get(file.entry.path[below:]) for file in files}
     if dead := [file for file in files if live[file] is None]:
+        hold = "holds" if len(dead) == 1 else "hold"
         yield (
-            f"DataConfig.url: {_counted(dead)} of the list hold rows that were deleted or "
+            f"DataConfig.url: {_counted(dead)} of the list {hold} rows that were deleted or "
             f"replaced: they are no part of the newest version {whose}. Name the files of a "
             f"version by DeltaTable({root}).file_uris(), of the package deltalake; if the list is "
             "one of an older version on purpose, nothing is wrong"

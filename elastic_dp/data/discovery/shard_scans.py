@@ -12,6 +12,7 @@ from elastic_dp.data.discovery.opened_source import FOOTERS_IN_FLIGHT, OpenedSou
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.file_format import FileFormat, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.lfs_pointer import POINTER_BYTES, refuse_pointer
 from elastic_dp.data.formats.litdata import LitData
 from elastic_dp.data.formats.mds import Mds
 from elastic_dp.data.formats.text import is_compressed
@@ -68,6 +69,8 @@ def _scan_one(chosen: FileFormat, shard: ShardAt, config: DataConfig) -> Scan:
     except ElasticError:
         raise
     except Exception as error:  # a decoder may raise anything for damaged content
+        if shard.size < POINTER_BYTES:
+            refuse_pointer(shard.name, bytes(shard.read(0, shard.size)))
         place = "header" if isinstance(chosen, Mds | LitData) else "footer"
         what = "scan" if chosen.scans_content else f"read the {place} of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error

@@ -24,9 +24,11 @@ from elastic_dp.data.formats.csv_numbers import CsvNumbers
 from elastic_dp.data.formats.csv_row_ends import RowEnds, header_end, quoted_or_row_end
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
+    GROUP_BYTES,
     HEAD_BYTES,
     decompress,
     first_bytes,
@@ -112,6 +114,7 @@ class CsvRows:
         self._header = b""  # in UTF-8
         self.names: list[str] = []  # of the header line
         self._ends = RowEnds(self._dialect.separator)
+        self._has_rest = False  # the next rows are the last ones, and were not given to `_ends`
         self._rows = 0  # parsed so far
         wanted = None if columns is None else list(columns)
         self._numbers = CsvNumbers(name, wanted, self._dialect)
@@ -121,6 +124,7 @@ class CsvRows:
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
+        refuse_pointer(self._name, content)
         end = header_end(content, self._dialect.separator)
         if end and (end < len(content) or is_all):  # otherwise "\n" may follow "\r"
             self._refuse_utf_8_mark(content)
@@ -137,7 +141,14 @@ class CsvRows:
     def last_row_end(self, content: bytes) -> int:
         return self._ends.last(content)
 
+    def takes_rest(self, content: bytes) -> bool:
+        self._has_rest = content.endswith(b"\n")
+        return self._has_rest
+
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
+        is_rest, self._has_rest = self._has_rest, False
+        if is_rest:  # which begins with a row
+            self._ends = RowEnds(self._dialect.separator)
         content = self._dialect.utf8(content, f"{self._name}, after row {self._rows},")
         ragged: list[Any] = []
 
@@ -154,10 +165,14 @@ class CsvRows:
                 content, schema, self.names, keep, fill_missing=schema is not None
             )
         except pa.ArrowInvalid:
+            if is_rest:
+                self._look_through(content)
             if ragged:
                 self._refuse_ragged(ragged[0])
             raise
         if schema is None:
+            if is_rest and _may_end_quoted(table):
+                self._look_through(content)
             if len(self.names) == 1:
                 self._count_blank_lines(content, table.num_rows)
             self._refuse_bytes(table)
@@ -168,6 +183,11 @@ class CsvRows:
     def end(self) -> None:
         if self._ends.is_quoted:
             self._refuse_open_quote(self._rows)
+
+    def _look_through(self, content: bytes) -> None:
+        """Finds out whether `content`, the last rows of the file, ends within a quoted field."""
+        for at in range(0, len(content), GROUP_BYTES):
+            self._ends.last(content[at : at + GROUP_BYTES])
 
     def _check_header(self) -> None:
         if b"\0" in self._header:
@@ -286,6 +306,19 @@ class CsvRows:
                         'set csv_options={"encoding": "latin-1"}, or write it as UTF-8: '
                         f"{iconv('LATIN1', self._name)}"
                     ) from None
+
+
+def _may_end_quoted(table: pa.Table) -> bool:
+    """Whether the content, which ends with a newline, may end within a quoted field: then the last
+    value of `table`, which was parsed from it, ends with that newline. No number, bool or time
+    does."""
+    last = table.column(table.num_columns - 1)[-1] if table.num_rows else None
+    if last is None or not last.is_valid:
+        return True
+    if not pa.types.is_string(last.type) and not pa.types.is_binary(last.type):
+        return False
+    text = last.as_buffer()
+    return text.size > 0 and text[text.size - 1] == ord("\n")
 
 
 @lru_cache(maxsize=16)  # the files of a data set mostly have one header line

@@ -22,6 +22,7 @@ from elastic_dp.errors import DataError
 
 _HEXADECIMAL = r"^\s*0[xX]"
 _LEADING_ZEROS = r"^\s*[+-]?0[0-9]+\s*$"
+_CASE = np.uint8(0xDF)  # the bits of a letter without the one of its case
 _AT_ONCE = 1 << 17  # bytes that are compared together: arrays for more are fresh memory each time
 
 _Ints = npt.NDArray[np.int64]
@@ -43,13 +44,15 @@ class CsvNumbers:
         table = table.select([n for n in table.column_names if table.column_names.count(n) == 1])
         add_whole_numbers(table, before, self._name, self.rounded)
         floats = {leaf: rows for leaf, rows in large_floats(table) if leaf not in self.rounded}
-        whole = [field.name for field in table.schema if field.type == pa.int64()]
-        below = whole and _may_have_hexadecimals(content)
-        negative = {name: _negative(table, name) for name in whole} if below else {}
-        negative = {name: rows for name, rows in negative.items() if len(rows)}
+        whole = [f.name for f in table.schema if f.type == pa.int64()]
         codes = [f.name for f in table.schema if f.type in (pa.int64(), pa.float64())]
         codes = [name for name in codes if name not in self.leading_zeros]
-        codes = codes if codes and _may_have_leading_zeros(content, self._dialect) else []
+        hexadecimal, leading_zeros = (
+            _zero_first(content, self._dialect) if whole or codes else (False, False)
+        )
+        negative = {name: _negative(table, name) for name in whole} if hexadecimal else {}
+        negative = {name: rows for name, rows in negative.items() if len(rows)}
+        codes = codes if leading_zeros else []
         texts_of = dict.fromkeys((*floats, *negative, *codes))
         if not texts_of:
             return
@@ -88,36 +91,41 @@ class CsvNumbers:
                 return
 
 
-def _may_have_hexadecimals(content: bytes) -> bool:
-    """Whether "0x" or "0X" occurs. A search for one byte is many times faster than for two."""
-    return any(mark in content and b"0" + mark in content for mark in (b"x", b"X"))
-
-
-def _may_have_leading_zeros(content: bytes, dialect: Dialect) -> bool:
-    """Whether some field may consist of digits that begin with a zero."""
-    zeros_first = re.compile(rb'0[0-9]+[ \t]*"?(?:[' + re.escape(dialect.separator) + rb"\r\n]|\Z)")
-    if zeros_first.match(content, 1 if content[:1] in (b"+", b"-") else 0):
-        return True
-    data, delimiter = np.frombuffer(content, np.uint8), dialect.separator[0]
+def _zero_first(content: bytes, dialect: Dialect) -> tuple[bool, bool]:
+    """(whether some field may begin with "0x", whether some field may consist of digits that begin
+    with a zero)"""
+    delimiter = dialect.separator[0]
+    field_end = b"(?:[" + re.escape(dialect.separator) + rb"\r\n]|\Z)"
+    zeros_first = re.compile(rb'0[0-9]+[ \t]*"?' + field_end)
+    start = 1 if content[:1] in (b"+", b"-") else 0
+    hexadecimal = content[start : start + 2] in (b"0x", b"0X")
+    leading_zeros = zeros_first.match(content, start) is not None
+    data = np.frombuffer(content, np.uint8)
     for at in range(0, len(data), _AT_ONCE):
         piece = data[at : at + _AT_ONCE + 2]
-        # Commas, line ends, quotes, spaces and plus signs are all bytes up to the comma.
+        # Commas, line ends, quotes, spaces and plus signs are all bytes up to the comma. Digits and
+        # letters are bytes from the zero on.
         found = piece[:-2] <= ord("-")
-        if delimiter > ord(","):
+        if delimiter > ord("-"):
             found |= piece[:-2] == delimiter
         found &= piece[1:-1] == ord("0")
-        found &= piece[2:] - ord("0") < 10
+        found &= piece[2:] >= ord("0")
         places = np.flatnonzero(found)
         if not len(places):
             continue
+        following = piece[places + 2]
+        if not hexadecimal:
+            hexadecimal = bool((following & _CASE == ord("X")).any())
+        if leading_zeros:
+            continue
+        places = places[following <= ord("9")]
         # Spaces before a number are ignored, and "-" is its sign, but most of both are within text
         # and dates.
         last, before = piece[places], piece[np.maximum(places - 1, 0)]
         within = (last == ord(" ")) | (last == ord("-"))
         places = places[~within | (places == 0) | (before <= ord(",")) | (before == delimiter)]
-        if any(zeros_first.match(content, at + int(place) + 1) for place in places):
-            return True
-    return False
+        leading_zeros = any(zeros_first.match(content, at + int(place) + 1) for place in places)
+    return hexadecimal, leading_zeros
 
 
 def _matches(texts: pa.ChunkedArray, pattern: str) -> _Bools:

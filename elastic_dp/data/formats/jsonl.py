@@ -21,6 +21,7 @@ import pyarrow.json
 from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
@@ -111,6 +112,7 @@ class JsonRows:
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
+        refuse_pointer(self._name, content)
         mark = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
         begins = content[mark:].lstrip()[:1]
         if begins == b"[":
@@ -122,6 +124,9 @@ class JsonRows:
 
     def last_row_end(self, content: bytes) -> int:
         return content.rfind(b"\n") + 1
+
+    def takes_rest(self, content: bytes) -> bool:
+        return False
 
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         if not content or content.isspace():  # strip() would copy it

@@ -30,6 +30,7 @@ from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 _BLOCK = 512
+_BUFFER_BYTES = 64 << 10  # a seek within them is no call of Python
 _READ_BYTES = 1 << 20  # per read during a scan; longer members are skipped by a seek
 _KEY = "__key__"
 _KINDS = {
@@ -194,7 +195,7 @@ def _members(
     tarfile takes a broken header for the end of the archive, so the bytes at which it stopped are
     checked here.
     """
-    buffered = io.BufferedReader(file, _BLOCK) if isinstance(file, io.RawIOBase) else file
+    buffered = io.BufferedReader(file, _BUFFER_BYTES) if isinstance(file, io.RawIOBase) else file
     with tarfile.open(fileobj=buffered, mode="r:") as members:
         member = tarfile.TarInfo()
         for member in members:

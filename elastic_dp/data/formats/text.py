@@ -56,6 +56,10 @@ class TextRows(Protocol):
         """The number of bytes up to the end of the last row that ends in `content`, the next bytes
         of the file; 0 if no row ends there."""
 
+    def takes_rest(self, content: bytes) -> bool:
+        """Whether `content`, the last bytes of the file, needs no `last_row_end`. The next `parse`
+        gets all of it. Without a schema it finds out whether the file ends within a row."""
+
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         """Parses the next rows. `content` begins and ends between rows. `schema`: the columns to
         parse; None: all, with types inferred from the values."""
@@ -160,17 +164,22 @@ def scan_rows(
     )
 
 
-def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
-    """Joins and cuts `chunks` into pieces that begin and end between rows.
+def cut(
+    chunks: Iterable[bytes], rows: TextRows, name: str, nbytes: int | None = None
+) -> Iterator[bytes]:
+    """Joins and cuts `chunks` into pieces that begin and end between rows. `nbytes`: of all chunks;
+    None: unknown.
 
     A piece ends with the last row that ends in its chunk; a row longer than a chunk makes a longer
     piece. Each byte is looked at once, however long the rows are. A chunk is forgotten before the
     next one is read, which then takes its memory: fresh memory costs as much as reading.
     """
     kept: list[bytes | memoryview] = []
-    kept_bytes = 0
+    kept_bytes = seen = 0
     for chunk in chunks:
-        end = rows.last_row_end(chunk)
+        seen += len(chunk)
+        is_rest = seen == nbytes and rows.takes_rest(chunk)
+        end = len(chunk) if is_rest else rows.last_row_end(chunk)
         if end and end == len(chunk) and not kept_bytes:
             yield chunk
             del chunk
@@ -234,7 +243,7 @@ def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
     starts = range(head, shard.size, GROUP_BYTES)
     chunks = (bytes(shard.read(at, min(at + GROUP_BYTES, shard.size))) for at in starts)
     first = head
-    for content in cut(chunks, rows, shard.name):
+    for content in cut(chunks, rows, shard.name, shard.size - head):
         start, first = first, first + len(content)
         yield start, first, content
         del content
@@ -243,8 +252,9 @@ def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
 def _one_piece(shard: ShardAt, rows: TextRows, content: bytes) -> Iterator[tuple[int, int, bytes]]:
     """The one row group of a shard that cannot be cut, as `_pieces`."""
     content = content[rows.head(content, True) :]
-    for at in range(0, len(content), GROUP_BYTES):
-        rows.last_row_end(content[at : at + GROUP_BYTES])
+    if not rows.takes_rest(content):
+        for at in range(0, len(content), GROUP_BYTES):
+            rows.last_row_end(content[at : at + GROUP_BYTES])
     yield 0, shard.size, content
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
+from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.dataprep.sources.row_stream import Documents, Rows
 from elastic_dp.dataprep.sources.source_files import Files, reading
 
@@ -21,6 +22,8 @@ def documents_of_files(files: Files) -> Documents:
             text = io.TextIOWrapper(io.BufferedReader(_Raw(raw)), encoding="utf-8", newline="")
             rest = ""
             while chunk := _read(text, name, files):
+                if not rest:
+                    refuse_pointer(name, chunk.encode())
                 pieces = list(_pieces(rest + chunk))
                 yield from ((piece, False) for piece, last in pieces if not last)
                 rest = pieces[-1][0]

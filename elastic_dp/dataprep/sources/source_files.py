@@ -116,6 +116,12 @@ class Files:
             else:
                 yield raw
 
+    def decompressed_bytes(self, name: str) -> int | None:
+        """How many bytes `open` gives. None: unknown."""
+        if name.lower().endswith(tuple(_UNPACKED)):
+            return None
+        return self.sizes[bisect_left(self.names, name)]
+
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
         """Opens a file as `open` does. A local file is memory mapped, so a large record batch takes

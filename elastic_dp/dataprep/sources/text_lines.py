@@ -132,7 +132,7 @@ def _tables(
 ) -> Iterator[pa.Table]:
     with files.open(name) as raw:
         chunks = iter(lambda: raw.read(text.GROUP_BYTES), b"")
-        first, head = b"", None
+        first, head, nbytes = b"", None, files.decompressed_bytes(name)
         while head is None:
             chunk = next(chunks, b"")
             first += chunk
@@ -140,11 +140,12 @@ def _tables(
                 return  # an empty file
             if (whole := reader.whole(name, first)) is not None:
                 first, chunks = whole(first + b"".join(chunks)), iter(())
-                chunk = b""
+                chunk, nbytes = b"", len(first)
             head = rows.head(first, not chunk)
         if schema is None:
             yield rows.parse(b"")  # gives the columns of a file without rows
-        for content in text.cut(chain([first[head:]], chunks), rows, name):
+        rest = None if nbytes is None else nbytes - head
+        for content in text.cut(chain([first[head:]], chunks), rows, name, rest):
             yield rows.parse(content, schema)
         rows.end()
 
