@@ -39,9 +39,8 @@ def take_out(mutant: ModuleMutant) -> None:
 
 def take_out_in_workers(plugin: str) -> None:
     """The server from which a run's workers are forked imports the plugin first."""
-    before = ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group"]
-    process_worker_group = importlib.import_module(before[1])
-    process_worker_group._context.set_forkserver_preload([plugin, *before])
+    process_worker_group = importlib.import_module("elastic_dp.testing.process_worker_group")
+    process_worker_group.preload(plugin, first=True)
 
 
 def check_stands(mutant: ModuleMutant) -> None:

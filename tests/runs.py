@@ -15,11 +15,14 @@ from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, Work
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.run_record import RunOutcome
-from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
+
+# A worker imports the module of a test that its train function comes from, and so these.
+preload("pytest", "hypothesis", "pandas", "elastic_dp.cluster.run_handle", __name__)
 
 ENDLESS = 1_000_000  # steps: until it is stopped
 # A worker that gets no processor for a while is not dead. Who is killed is known to be at once.

@@ -54,9 +54,21 @@ from elastic_dp.train.log_sender import LogSender
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes a second.
-_context.set_forkserver_preload(
-    ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group", "torch._dynamo"]
-)
+_preloaded = [
+    *("elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group", "torch._dynamo")
+]
+_context.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str, first: bool = False) -> None:
+    """Import these modules in the server from which workers are forked, so that no worker imports
+    them. It has no effect once a worker of this process has started.
+
+    `first`: before all others. A module that starts a thread must not be among them.
+    """
+    place = 0 if first else len(_preloaded)
+    _preloaded[place:place] = [module for module in modules if module not in _preloaded]
+    _context.set_forkserver_preload(_preloaded)
 
 
 class ProcessWorkerGroup:

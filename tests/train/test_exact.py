@@ -168,7 +168,7 @@ def holders(run, now):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 20))]
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 20))]
 )
 def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.

@@ -125,7 +125,8 @@ def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
     return batches, committed
 
 
-@pytest.mark.parametrize("where", ["disk", "s3"])
+# Of S3 the default run has kills in test_cached_shards.py and faults in test_store_faults.py.
+@pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
 def test_rows_are_trained_on_exactly_once_by_any_number_of_workers(where, tmp_path, request):
     if where == "s3":
         endpoint = request.getfixturevalue("moto")
