@@ -43,6 +43,10 @@ def report(
     from elastic_dp.report.report_page import report_page
     from elastic_dp.report.report_reader import read_report
 
+    if as_json and output is not None:
+        raise SpecError(
+            "--output names a file for the page, and --json prints data: give one of them"
+        )
     if storage_path is None:
         url = _live_url(name, address)
     else:

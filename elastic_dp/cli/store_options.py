@@ -22,7 +22,7 @@ def storage_options(said: list[str] | None) -> dict[str, Any] | None:
     options: dict[str, Any] = {}
     for each in said or ():
         name, mark, value = each.partition("=")
-        if not mark:
+        if not (name and mark):
             raise typer.BadParameter(f"--storage-option {name[:8]}… must be of the form NAME=VALUE")
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     return options or None

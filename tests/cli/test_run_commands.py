@@ -57,6 +57,19 @@ def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
         assert ("Did you mean 'resnet-a'?" in said.stderr) == suggested
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["report", "--output", "x.html"], "SpecError: --output names a file for the page"),
+        (["status", "--storage-option", "=x"], "--storage-option … must be of the form NAME=VALUE"),
+    ],
+)
+def test_option_that_would_change_nothing_is_refused(words, error, tmp_path):
+    words = [words[0], "mine", *words[1:], "--storage-path", str(tmp_path), "--json"]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 2 and error in json.loads(said.stdout)["error"]
+
+
 def test_shell_completion_knows_the_verbs():
     words = {"COMP_WORDS": "elastic-dp st", "COMP_CWORD": "1"}
     environment = {"_ELASTIC_DP_COMPLETE": "complete_bash", **words}
