@@ -531,8 +531,9 @@ PARAMETERS = {
         decode transform collate_fn workers shuffle memory_bytes fill_nulls storage_options
     """,
     "ScalingConfig": """
-        *min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker
-        stabilization_s market min_on_demand zones label_selector balance priority
+        *min_workers max_workers virtual_workers standby warm_processes resources_per_worker
+        threads_per_worker stabilization_s market min_on_demand zones label_selector balance
+        priority
     """,
     "CheckpointConfig": """
         *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute

@@ -52,6 +52,7 @@ def trainer(
     steps: int = 60,
     workers: int = 1,
     standby: int = 0,
+    warm_processes: int | None = 0,  # one takes seconds of a processor
     every_steps: int | None = None,
     failure: edp.FailureConfig = PATIENT,
     storage_options: dict[str, Any] | None = None,
@@ -64,7 +65,11 @@ def trainer(
         config=config,
         data=edp.MapStyleData(Points(), micro_batch_size=4),
         scaling=edp.ScalingConfig(
-            min_workers=1, max_workers=workers, virtual_workers=8, standby=standby
+            min_workers=1,
+            max_workers=workers,
+            virtual_workers=8,
+            standby=standby,
+            warm_processes=warm_processes,
         ),
         checkpoint=edp.CheckpointConfig(every_steps=every_steps),
         failure=failure,

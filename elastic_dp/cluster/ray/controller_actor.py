@@ -103,6 +103,7 @@ class ControllerActor:
             self._controller.post,
             self._controller.say,
         )
+        self._worker_group.prestarter.open()
         self._controller.open(self._worker_group)
         # What torch, ray and the job's imports have allocated stays. A full collection that visits
         # it takes 0.1 s longer, so it is frozen; what comes later grows with the workers alone.
@@ -110,6 +111,7 @@ class ControllerActor:
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
         self._capacity_monitor.start(self._controller.ended)
+        self._worker_group.prestarter.start(self._controller.ended, self._worker_group.runtime_env)
         self._drain_watcher.start()
         MetricsExporter(self._controller, self._spec.name).start()
 

@@ -21,6 +21,7 @@ import ray._private.state
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
+from elastic_dp.cluster.ray.prestart.process_prestarter import ProcessPrestarter
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.live_runs import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment, serialize_request
@@ -34,6 +35,7 @@ from elastic_dp.train.generations.worker_progress import LogCall
 _LOW_ON_MEMORY = "low on memory"
 # Ray sends longer arguments as objects of their own, one for each call.
 _INLINE_BYTES = 100_000
+_ANSWER_S = 5.0  # for what a worker is asked
 _ASKED_EACH_S = 1.0  # workers are asked for metrics at most so often
 
 
@@ -52,12 +54,20 @@ class RayWorkerGroup:
         self._asked: dict[WorkerId, worker_placement.Labels] = {}
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._asked_for_metrics = -_ASKED_EACH_S  # when
+        self._started: Any = None  # the newest actor that this controller has started
+        self.prestarter = ProcessPrestarter(
+            job.run,
+            spec.scaling.num_warm_processes,
+            self.nodes,
+            lambda: controller.coordinator.workers,
+            controller.say,
+        )
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
         resources = dict(self._spec.scaling.resources_per_worker)
         asked = worker_placement.placement_preferences(self._spec.scaling, self._asked.values())
-        environment: dict[str, str] = {}
+        environment = dict(self.prestarter.environment)
         prepare_environment(environment, self._spec.scaling.num_threads)
         actor = WorkerActor.options(  # type: ignore[attr-defined]
             name=f"{self._job.run}/{worker}",
@@ -71,7 +81,16 @@ class RayWorkerGroup:
             **worker_placement.actor_options(self.node_avoidance.without_avoided(worker, asked)),
         ).remote(worker, self._stored, self._handle, self._term)
         self._asked[worker] = asked[0] if asked else {}
+        self._started = actor
         self._watch(worker, actor)
+
+    def runtime_env(self) -> str | None:
+        """Return the runtime environment of workers that this controller starts, as Ray has it;
+        None if it has started none. Raises what Ray raises."""
+        if self._started is None:
+            return None
+        found: str = ray.get(self._started.runtime_env.remote(), timeout=_ANSWER_S)
+        return found
 
     def adopt(self, logged_to: LogCall) -> list[WorkerId]:
         """Return the running workers of earlier controllers, and watch them.
@@ -145,6 +164,7 @@ class RayWorkerGroup:
             self.kill(worker)
 
     def close(self) -> None:
+        self.prestarter.close()
         for worker in list(self._actors):
             self._told_to_go.add(worker)
             self.kill(worker)

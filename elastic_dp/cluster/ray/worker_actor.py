@@ -65,6 +65,11 @@ class WorkerActor:
         return os.getpid()
 
     @ray.method(concurrency_group="control")
+    def runtime_env(self) -> str:
+        """Return this process's runtime environment, as Ray has it."""
+        return str(ray.get_runtime_context().get_runtime_env_string())
+
+    @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
         """Return the complete lines that were printed to stdout and stderr after these offsets, and
         their end offsets.

@@ -63,6 +63,19 @@ def forget(run: str) -> None:
     internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
 
 
+def set_prestarted_token(run: str, token: str | None) -> None:
+    """Let only those processes wait for a worker that were started with this token; None: none.
+
+    The entry is deleted with the job.
+    """
+    internal_kv._internal_kv_put(_key(run, "job/prestarted"), (token or "").encode())
+
+
+def prestarted_token(run: str) -> str:
+    """Return the token, empty if there is none."""
+    return (internal_kv._internal_kv_get(_key(run, "job/prestarted")) or b"").decode()
+
+
 def mark_owner() -> None:
     """Record that the cluster ends with this process, for processes that connect to it."""
     internal_kv._internal_kv_put(_OWNED, b"")
