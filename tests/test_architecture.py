@@ -519,9 +519,9 @@ PARAMETERS = {
     "TrainContext.stop": "self reason",
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
-        url *micro_batch_size epochs seed tail format csv_options source_column columns filter
-        pack pack_columns group_by_length decode transform collate_fn workers shuffle memory_bytes
-        cache_dir cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
+        url *micro_batch_size epochs seed tail format csv_options source_column source_options
+        columns filter pack pack_columns group_by_length decode transform collate_fn workers shuffle
+        memory_bytes cache_dir cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
     """,
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint

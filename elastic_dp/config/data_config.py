@@ -15,6 +15,7 @@ from elastic_dp.config.field_checks import (
     one_of,
     whole_number,
 )
+from elastic_dp.config.source_options import SourceOptions, name_of
 from elastic_dp.config.source_weights import Weights, sources_of, weights_by_step
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
@@ -51,6 +52,8 @@ class DataConfig(_Order):
       every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps.
     - `source_column`: the name of an int64 column that says from which source a row is, counted
       from 0 in the order of `url`.
+    - `source_options`: options of single sources that have weights: {url: {"columns": [...],
+      "transform": function, "epochs": 3}} (`SourceOptions` says more).
     - `format`: the format of the shards; None: by the endings of their names.
     - `csv_options`: how CSV files are written: `delimiter`, `encoding`, `null_values`
       (`CsvOptions` says more).
@@ -99,6 +102,7 @@ class DataConfig(_Order):
     format: FormatName | None = field(default=None, kw_only=True)
     csv_options: Mapping[str, Any] | None = field(default=None, kw_only=True)
     source_column: str | None = field(default=None, kw_only=True)
+    source_options: Mapping[str, Mapping[str, Any]] | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
@@ -130,7 +134,10 @@ class DataConfig(_Order):
                 "list of them, or a dict of them with weights"
             )
         if self.weights_by_step is not None and self.epochs is not None:
-            message = "each weighted source counts its own epochs; set max_steps instead"
+            message = (
+                "each weighted source counts its own epochs; set max_steps instead, and limit a "
+                "source by source_options"
+            )
             raise SpecError(f"DataConfig.epochs is set, but {message}")
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
@@ -146,6 +153,7 @@ class DataConfig(_Order):
         self._check_cache()
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        self._check_sources()
         self._check_pack()
         self._check_group_by_length()
         self._check_decode()
@@ -168,6 +176,35 @@ class DataConfig(_Order):
             raise SpecError(
                 f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}, '
                 '{"x": "audio"} or {"x": {"audio": 16000}}, with a sampling rate'
+            )
+
+    def _check_sources(self) -> None:
+        given: Any = self.source_options
+        if given is None:
+            return
+        if not isinstance(given, Mapping):
+            raise SpecError(f"DataConfig.source_options is {given!r}, must be a dict of URLs")
+        if self.weights_by_step is None:
+            raise SpecError(
+                "DataConfig.source_options is set, and url has no weights; give each source its "
+                "weight: {url: weight, …}"
+            )
+        for url in given:
+            if url not in self.urls:
+                raise SpecError(f"{name_of(url)}: DataConfig.url names no such source")
+        options = dict(zip(self.urls, self.options_of_sources, strict=True))
+        for steps, weights in self.weights_by_step.items():
+            if all(options[url].epochs is not None for url in weights):
+                raise SpecError(
+                    f"DataConfig.source_options: every source with a weight after {steps} steps "
+                    "has epochs, and none is left once they are over; leave epochs out for one "
+                    "of them, and set max_steps"
+                )
+        if self.columns_by_source is not None and None in self.columns_by_source:
+            url = self.urls[self.columns_by_source.index(None)]
+            raise SpecError(
+                f"{name_of(url)} has no 'columns', and another source has; name those of each "
+                "source, or set DataConfig.columns for the others"
             )
 
     def _check_cache(self) -> None:
@@ -256,6 +293,20 @@ class DataConfig(_Order):
         # What is no text is refused by `__post_init__`, which calls this.
         each = (expand_braces(url) if isinstance(url, str) else [url] for url in given)
         return tuple(url for urls in each for url in urls)
+
+    @property
+    def options_of_sources(self) -> tuple[SourceOptions, ...]:
+        """The options of each of `urls`."""
+        given = self.source_options or {}
+        return tuple(SourceOptions.of(url, given.get(url, {})) for url in self.urls)
+
+    @property
+    def columns_by_source(self) -> tuple[Sequence[str] | None, ...] | None:
+        """The columns to read of each of `urls`; None if all have `columns`."""
+        each = [options.columns for options in self.options_of_sources]
+        if all(columns is None for columns in each):
+            return None
+        return tuple(self.columns if columns is None else columns for columns in each)
 
     @property
     def weights_by_step(self) -> dict[int, Weights] | None:

@@ -104,7 +104,7 @@ OTHER: dict[str, Any] = {  # another value of each option, or several options th
     "format": "parquet",
     "storage_options": {"auto_mkdir": False},
 }
-APART = {"url", "csv_options"}  # see below
+APART = {"url", "csv_options", "source_options"}  # see below
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,16 @@ def test_csv_options_are_fixed(tmp_path):
     plain = DataConfig(str(tmp_path), micro_batch_size=2)
     changed = dataclasses.replace(plain, csv_options={"null_values": ["n/a"]})
     assert fingerprint(plain) != fingerprint(changed)
+
+
+def test_options_of_sources_are_fixed_but_for_the_transform(folder):
+    plain = DataConfig({str(folder): 1}, micro_batch_size=2, columns=["x", "tokens"])
+
+    def with_options(**options: Any) -> str:
+        return fingerprint(dataclasses.replace(plain, source_options={str(folder): options}))
+
+    assert with_options(columns=["x"]) != fingerprint(plain)
+    assert with_options(transform=lambda batch, rng: batch) == fingerprint(plain)
 
 
 def test_each_option_is_compared_with_another_value():

@@ -143,7 +143,7 @@ def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
 def rows_of(batch: Row) -> list[Row]:
     columns = {name: list(values) for name, values in batch.items()}
     plain = {
-        name: [v.item() if isinstance(v, torch.Tensor) else v for v in values]
+        name: [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
         for name, values in columns.items()
     }
     return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]

@@ -88,7 +88,13 @@ def hold(ctx: Any, step: int) -> None:
         eventually(lambda: go.exists() or any(change() for change in changes))
 
 
-def job(data: DataConfig, folder: Path, body_s: float, stops: Sequence[int] = ()) -> JobSpec:
+def job(
+    data: DataConfig,
+    folder: Path,
+    body_s: float,
+    stops: Sequence[int] = (),
+    max_steps: int | None = None,
+) -> JobSpec:
     folder.mkdir()
     config = {"folder": str(folder), "body_s": body_s, "stops": tuple(stops)}
     return dataclasses.replace(
@@ -96,7 +102,7 @@ def job(data: DataConfig, folder: Path, body_s: float, stops: Sequence[int] = ()
         data=data,
         scaling=ScalingConfig(max_workers=4, virtual_workers=V, threads_per_worker=1),
         checkpoint=CheckpointConfig(every_steps=CHECKPOINT_EVERY),
-        max_steps=None,
+        max_steps=max_steps,
     )
 
 

@@ -26,7 +26,9 @@ from elastic_dp.errors import DataError
 
 _NAMES_SHOWN = 20
 
+_Names = tuple[str, ...]
 _Types = tuple[tuple[str, pa.DataType], ...]
+_Kind = tuple[_Types, _Names | None]  # and the columns that are read of such a shard
 Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
@@ -36,27 +38,35 @@ class Columns:
 
     def __init__(self, wanted: Sequence[str] | None) -> None:
         self._wanted = wanted
-        # A *kind* of shard: all shards with the same types.
+        # A *kind* of shard: all shards with the same types, of which the same columns are read.
         # Type, first shard that has the column
         self._types: dict[str, tuple[pa.DataType, str]] = {}
-        self._shards: dict[_Types, str] = {}  # first shard of each kind
-        self._numbers: dict[_Types, int] = {}  # number of each kind
+        self._shards: dict[_Kind, str] = {}  # first shard of each kind
+        self._numbers: dict[_Kind, int] = {}  # number of each kind
         self._kind = 0  # of the last shard
         self._rows = Counter[int]()  # by kind
         self._nulls: list[frozenset[str]] = []  # by kind: leaves of Arrow's null type
         self._first: tuple[str, list[str]] = "", []  # first shard, and all its columns
-        self._last: pa.Schema | None = None
+        self._last: tuple[pa.Schema, _Names | None] | None = None
 
-    def add(self, shard: str, schema: pa.Schema, merge: Merge, rows: int = 0) -> int:
-        """Adds a shard, and returns the number of its kind. Raises DataError if a column cannot be
-        merged with that of another shard."""
-        if self._last is None or not schema.equals(self._last):
+    def add(
+        self,
+        shard: str,
+        schema: pa.Schema,
+        merge: Merge,
+        rows: int = 0,
+        among: _Names | None = None,
+    ) -> int:
+        """Adds a shard, and returns the number of its kind. `among`: those of the wanted columns
+        that are read of it; None: all. Raises DataError if a column cannot be merged with that of
+        another shard."""
+        if self._last is None or self._last[1] != among or not schema.equals(self._last[0]):
             refuse_names_that_are_no_text(shard, schema)
             if self._last is None:
                 self._first = shard, schema.names
-            self._last = schema
-            fields = self._pick(shard, plain_schema(schema))
-            here = tuple((field.name, field.type) for field in fields)
+            self._last = schema, among
+            fields = self._pick(shard, plain_schema(schema), among)
+            here = tuple((field.name, field.type) for field in fields), among
             if here not in self._shards:
                 self._merge(shard, here, merge)
             self._kind = self._numbers[here]
@@ -67,8 +77,8 @@ class Columns:
         """Adds rows to the last shard."""
         self._rows[self._kind] += rows
 
-    def _merge(self, shard: str, here: _Types, merge: Merge) -> None:
-        for name, kind in here:
+    def _merge(self, shard: str, here: _Kind, merge: Merge) -> None:
+        for name, kind in here[0]:
             known, owner = self._types.get(name, (kind, shard))
             merged = merge(known, kind) if name in self._types else kind
             if merged is None:
@@ -82,7 +92,7 @@ class Columns:
             self._types[name] = merged, owner
         self._numbers[here] = len(self._shards)
         self._shards[here] = shard
-        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
+        names = (f.name for f in leaves(pa.schema(here[0])) if pa.types.is_null(f.type))
         self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
@@ -100,7 +110,7 @@ class Columns:
         found = self.wanted_leaves()
         if not found:
             raise DataError("DataConfig.url: the shards have no columns")
-        self._refuse_ambiguous(self.schema(), "the shards together")
+        self._refuse_ambiguous(self.schema(), "the shards together", self._wanted)
         for leaf in found:
             refuse_without_tensor(leaf)
         return found
@@ -108,6 +118,9 @@ class Columns:
     def wanted_leaves(self) -> list[pa.Field]:
         """Like `leaves`, with those that have no tensor."""
         return leaves(self.schema(), self._wanted)
+
+    def _leaves_among(self, among: _Names | None) -> list[pa.Field]:
+        return self.wanted_leaves() if among is None else leaves(self.schema(), among)
 
     def refuse_missing(self) -> None:
         """Raises DataError if no shard has one of the columns that the job names."""
@@ -129,7 +142,7 @@ class Columns:
             several.setdefault(name.casefold(), []).append(name)
         for names in several.values():
             two = names[:2]
-            if len(names) > 1 and not any(set(two) <= set(dict(here)) for here in self._shards):
+            if len(names) > 1 and not any(set(two) <= set(dict(t)) for t, _ in self._shards):
                 owners = " and ".join(f"{name!r} (in {self._types[name][1]})" for name in two)
                 raise DataError(
                     f"the shards' schemas differ: columns {owners} differ only in case, and "
@@ -140,8 +153,9 @@ class Columns:
     def costs(self) -> list[tuple[float, int]]:
         """For each kind of shard: the factor by which the merged types increase its memory, and the
         bytes added per row."""
-        wanted, found = self.wanted_leaves(), []
-        for here in self._shards:
+        found = []
+        for here, among in self._shards:
+            wanted = self._leaves_among(among)
             types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
             there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
             null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
@@ -159,17 +173,19 @@ class Columns:
         the rows of all shards of that kind."""
         if len(self._shards) == 1:
             return
-        wanted = self.wanted_leaves()
-        for number, (here, shard) in enumerate(self._shards.items()):
+        for number, ((here, among), shard) in enumerate(self._shards.items()):
+            wanted = self._leaves_among(among)
             there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
             rows = self._rows[number]
             yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
 
-    def _refuse_ambiguous(self, schema: pa.Schema, where: str) -> None:
+    def _refuse_ambiguous(
+        self, schema: pa.Schema, where: str, wanted: Sequence[str] | None
+    ) -> None:
         """Raises DataError if a name that is read means several columns or structs."""
         there = Counter(name for name, _ in _columns_and_structs(schema))
-        read = [leaf.name for leaf in leaves(schema, self._wanted)]
-        for name in (*(self._wanted or ()), *read):
+        read = [leaf.name for leaf in leaves(schema, wanted)]
+        for name in (*(wanted or ()), *read):
             if there[name] > 1:
                 raise DataError(
                     f"{name!r} names {there[name]} things in {where}: columns with a dot in "
@@ -177,12 +193,13 @@ class Columns:
                     "structs; rename all but one, or choose others by DataConfig.columns"
                 )
 
-    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
-        tops = top_level(schema, self._wanted)
+    def _pick(self, shard: str, schema: pa.Schema, among: _Names | None) -> list[pa.Field]:
+        wanted = self._wanted if among is None else among
+        tops = top_level(schema, wanted)
         for name in tops:
             if schema.names.count(name) > 1:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
-        self._refuse_ambiguous(schema, shard)
+        self._refuse_ambiguous(schema, shard, wanted)
         return [schema.field(name) for name in tops]
 
 

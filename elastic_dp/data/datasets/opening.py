@@ -141,10 +141,13 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
         MixtureSource(
             name=redact_url(url),
             weight=weight,
+            epochs=options.epochs,
             group_rows=index.rows[source.first_group : source.end_group],
             group_bytes=index.nbytes[source.first_group : source.end_group],
         )
-        for url, weight, source in zip(urls, index.weights, index.sources, strict=True)
+        for url, weight, source, options in zip(
+            urls, index.weights, index.sources, config.options_of_sources, strict=True
+        )
     ]
     return Mixture(
         sources,

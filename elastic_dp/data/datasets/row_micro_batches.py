@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,17 @@ _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
+
+
+class _Assembler(Protocol):
+    """What `_fill` needs of a `BatchAssembler`."""
+
+    @property
+    def row_groups(self) -> list[int]: ...
+
+    def copy(self, row_group: int, columns: Columns, own: Callable[[int], int | None]) -> None: ...
+
+    def leave_out(self, row_group: int) -> None: ...
 
 
 class RowStream(MicroBatchStream):
@@ -80,7 +91,7 @@ class RowStream(MicroBatchStream):
                 made.append(self._finish(assembler.cut(start, stop), m, producer))
         return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
-    def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:
+    def _fill(self, assembler: _Assembler, key: Key) -> dict[int, BadShard]:
         """Copies rows from row groups as these arrive. Returns the row groups that cannot be
         decoded, unless the job skips them."""
         todo, failed = self._readable(assembler.row_groups), dict[int, BadShard]()
@@ -105,7 +116,7 @@ class RowStream(MicroBatchStream):
 
     def _copy(
         self,
-        assembler: BatchAssembler,
+        assembler: _Assembler,
         here: Mapping[int, Columns | BadShard],
         own: Callable[[int], int | None],
     ) -> dict[int, BadShard]:
@@ -142,10 +153,16 @@ def located_in_order(
 ) -> Iterable[tuple[Any, Any]]:
     """`order.locate` for each step. Locates several steps of an epoch together, which costs as much
     as one."""
-    if not isinstance(order, Order):
+    if isinstance(order, GrowingOrder):
         yield from (order.locate(step, virtual_worker) for step in steps)
         return
-    b, per_epoch, share = order.micro_batch_size, order.steps_per_epoch, order.share(virtual_worker)
+    b = order.micro_batch_size
+    if isinstance(order, Mixture):
+        groups, rows = order.locate_steps(steps, virtual_worker)
+        for start in range(0, len(groups), b):
+            yield groups[start : start + b], rows[start : start + b]
+        return
+    per_epoch, share = order.steps_per_epoch, order.share(virtual_worker)
     step = steps.start
     while step < steps.stop:
         epoch, first = divmod(step - 1, per_epoch)

@@ -18,6 +18,7 @@ from typing import Any
 from elastic_dp.config import DataConfig
 from elastic_dp.data.datasets import length_grouped
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
+from elastic_dp.data.datasets.mixed_sources import MixedStream
 from elastic_dp.data.datasets.packed_micro_batches import PackedStream
 from elastic_dp.data.datasets.row_micro_batches import RowStream
 from elastic_dp.data.discovery.shard_index import Index
@@ -74,6 +75,7 @@ class StreamingDataset(_DelegatesToStream):
             config,
             row_groups,
             order,
+            index,
             by_length=config.group_by_length is not None,
             open_row_groups=row_groups_at_once(order),
             workers=config.workers,
@@ -146,6 +148,7 @@ class StreamingEvaluation(_DelegatesToStream):
             config,
             row_groups,
             order,
+            index,
             open_row_groups=1,
             workers=0,
             keep=True,
@@ -193,6 +196,7 @@ def _stream_of(
     config: DataConfig,
     row_groups: RowGroups,
     order: AnyOrder,
+    index: Index | None,
     *,
     by_length: bool = False,
     **options: Any,
@@ -202,4 +206,7 @@ def _stream_of(
     if by_length:
         assert not isinstance(order, Mixture), "weights are refused"
         return length_grouped.LengthGroupedStream(config, row_groups, order, **options)
+    if any(one.columns or one.transform for one in config.options_of_sources):
+        assert index is not None, "sources are those of an index"
+        return MixedStream(config, row_groups, order, index, **options)
     return RowStream(config, row_groups, order, **options)

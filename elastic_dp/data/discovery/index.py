@@ -19,6 +19,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
+from elastic_dp.data.columns.row_filter import RowFilter
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.filtered_index import filtered
 from elastic_dp.data.discovery.listed_files import ListedFile, list_warnings
@@ -37,6 +38,7 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
+from elastic_dp.data.discovery.source_columns import SourceColumns
 from elastic_dp.data.discovery.token_counts import with_tokens
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
@@ -79,12 +81,16 @@ def read_index(
         of_list = [s for s in sources if s.listed.is_file]
         for warning in list_warnings(ListedFile(s.store, s.listed.entries[0]) for s in of_list):
             _log.warning("%s", warning)
-    in_folders = folder_columns(config, sources)
-    types, wanted = dict(in_folders.types), config.columns
+    by_source, wanted = config.columns_by_source, config.columns
+    if by_source is not None:
+        wanted = list(dict.fromkeys(name for of_source in by_source for name in of_source or ()))
+    in_folders = folder_columns(sources, wanted)
+    types = dict(in_folders.types)
     if (source_column := config.source_column) is not None:
         types[source_column] = pa.int64()
         wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
     refuse_missing(sources, config, types)
+    of_sources = SourceColumns(config)
     columns, nulls, build, begun = Columns(wanted), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
@@ -94,8 +100,12 @@ def read_index(
         listed = sources[number].listed
         while begun <= number:
             url = urls[begun]
+            weight = None if weights is None else weights.get(url, 0.0)
             build.begin(
-                listed.format, None if weights is None else weights.get(url, 0.0), listed.is_file
+                sources[begun].listed.format,
+                weight,
+                sources[begun].listed.is_file,
+                None if by_source is None else tuple(by_source[begun] or ()),
             )
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
@@ -108,7 +118,8 @@ def read_index(
             empty[number].append(shown)
             continue
         folder = entry.path.rpartition("/")[0]
-        partition = in_folders.of_shard(shown, folder, scan.schema.names)
+        among = of_sources.among(number)
+        partition = in_folders.of_shard(shown, folder, scan.schema.names, among)
         if source_column is not None:
             if source_column in {*scan.schema.names, *in_folders.types}:
                 raise DataError(
@@ -119,15 +130,18 @@ def read_index(
         if partition:
             scan = _with_partition(scan, partition, types)
             nulls.add(shown, {n: rows for n, v in partition.items() if v is None}, {})
-        kind = columns.add(shown, scan.schema, sources[number].format.merge, rows)
+        of_sources.add(number, scan.schema)
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, rows, among)
         rounded = {**scan.rounded, **rounded}
         leading_zeros = {**scan.leading_zeros, **leading_zeros}
-        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
+        counted, lists = of_sources.read(number, scan)
+        nulls.add(shown, columns.valued(counted), lists)
         build.add(name, entry.size, entry.version, scan, kind, partition)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
     in_folders.check()
+    of_sources.check()
     found = columns.leaves()
     refuse_rounded(rounded, found)
     for warning in leading_zero_warnings(leading_zeros, found):
@@ -136,6 +150,7 @@ def read_index(
     index = build.finish(columns, check_nulls(nulls, config.fill_nulls, found))
     index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
     if config.filter is not None:
+        of_sources.check_filter(RowFilter(config.filter, index.schema).names)
         index = filtered(index, config, sources)
     return index if config.pack is None else with_tokens(index, config, sources)
 
@@ -153,12 +168,17 @@ class Builder:
         self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
-    def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
+    def begin(
+        self,
+        chosen: str,
+        weight: float | None,
+        is_file: bool,
+        columns: tuple[str, ...] | None = None,
+    ) -> None:
         """Begins a source. The shards that are added next belong to it."""
         self._end()
-        self._sources.append(
-            IndexedSource(chosen, weight, is_file, self._num_groups, self._num_groups)
-        )
+        first = self._num_groups
+        self._sources.append(IndexedSource(chosen, weight, is_file, first, first, columns))
 
     def add(
         self,

@@ -77,12 +77,12 @@ def refuse_missing(
     )
 
 
-def folder_columns(config: DataConfig, sources: Sequence[OpenedSource]) -> FolderColumns:
-    """The columns that only the names of folders hold."""
+def folder_columns(sources: Sequence[OpenedSource], wanted: Sequence[str] | None) -> FolderColumns:
+    """The columns that only the names of folders hold, among those that are `wanted`."""
     folders = {
         (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
         for source in sources
         for entry in source.listed.entries
         if "=" in entry.path
     }
-    return FolderColumns(sorted(folders), config.columns)
+    return FolderColumns(sorted(folders), wanted)

@@ -9,7 +9,7 @@ decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -66,11 +66,20 @@ class FolderColumns:
         self._in_folders: dict[str, str] = {}  # first shard by column
         self._elsewhere: dict[str, str] = {}
 
-    def of_shard(self, shown: str, folder: str, there: Sequence[str]) -> dict[str, Any]:
-        """The value of each column in a shard whose files have the columns `there`."""
+    def of_shard(
+        self,
+        shown: str,
+        folder: str,
+        there: Sequence[str],
+        among: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """The value of each column in a shard whose files have the columns `there`. `among`: the
+        columns that are read of the shard; None: all."""
         found: dict[str, Any] = {}
         parts = parts_of(folder) if self.types else {}
         for name, kind in self.types.items():
+            if among is not None and name not in among:
+                continue
             if name in there or name not in parts:
                 self._elsewhere.setdefault(name, shown)
                 continue

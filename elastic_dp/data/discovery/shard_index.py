@@ -31,13 +31,14 @@ CHUNK = 1 << 14  # shards whose names are converted to Python strings at the sam
 class IndexedSource:
     """A URL of the data set. Its row groups are `first_group` ≤ i < `end_group`. `weight`: its
     share in a mixture; None if the sources are one data set. `is_file`: the URL names a single
-    shard."""
+    shard. `columns`: those that are read of this source; None: those of the data set."""
 
     format: str
     weight: float | None
     is_file: bool
     first_group: int
     end_group: int
+    columns: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,10 @@ class Index:
     @cached_property
     def digest(self) -> str:
         """Equal for data sets with the same rows in the same shards, read as the same columns."""
-        formats = [(source.format, source.weight) for source in self.sources]
+        formats = [
+            (s.format, s.weight) if s.columns is None else (s.format, s.weight, s.columns)
+            for s in self.sources
+        ]
         content = hashlib.sha256(json.dumps(["index 1", formats, self.columns]).encode())
         for column in ("source", "size", "check"):
             content.update(self.shards[column].to_numpy())
@@ -183,7 +187,7 @@ class Index:
                     batches.append(_one_batch(stream.read_all()))
             metadata = dict(schema.metadata)
             facts = json.loads(metadata.pop(b"index"))
-            sources = tuple(IndexedSource(**source) for source in facts["sources"])
+            sources = tuple(_source(**source) for source in facts["sources"])
             columns = tuple((name, kind) for name, kind in facts["columns"])
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
@@ -198,6 +202,10 @@ class Index:
 
     def _group_array(self, column: str) -> Ints:
         return self.groups[column].to_numpy()
+
+
+def _source(columns: list[str] | None = None, **facts: Any) -> IndexedSource:
+    return IndexedSource(**facts, columns=None if columns is None else tuple(columns))
 
 
 def shard_at(index: Index, number: int, path: str, store: Store, shown: str) -> ShardAt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from elastic_dp.config import DataConfig
@@ -33,11 +33,13 @@ def scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[
     """(source, shard in it, scan) in order. Some scans run ahead; there is never a future for each
     shard of a large data set."""
 
+    columns = config.columns_by_source or (config.columns,) * len(sources)
+
     def scan(number: int, shard: int) -> Scan:
         source = sources[number]
         entry, name = source.listed.entries[shard], source.prefix + source.listed.name(shard)
         at = ShardAt(source.store, entry.path, entry.size, entry.version, name)
-        return _scan_one(source.format, at, config)
+        return _scan_one(source.format, at, columns[number])
 
     slow = any(source.format.scans_content for source in sources)
     counts = [len(source.listed.entries) for source in sources]
@@ -57,7 +59,7 @@ def scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _scan_one(chosen: FileFormat, shard: ShardAt, config: DataConfig) -> Scan:
+def _scan_one(chosen: FileFormat, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
     if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
         raise DataError(
             f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it "
@@ -65,7 +67,7 @@ def _scan_one(chosen: FileFormat, shard: ShardAt, config: DataConfig) -> Scan:
             "remove it from the data set"
         )
     try:
-        found = chosen.scan(shard, config.columns)
+        found = chosen.scan(shard, columns)
     except ElasticError:
         raise
     except Exception as error:  # a decoder may raise anything for damaged content

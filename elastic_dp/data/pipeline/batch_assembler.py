@@ -64,7 +64,7 @@ class BatchAssembler:
         for group, of_group, places in _pieces(groups, rows):
             self._pieces.setdefault(group, []).append((of_group, places))
         self._out: dict[str, Array | list[Any]] = {}
-        self._left_out: list[int] = []
+        self.left_out: list[int] = []  # row groups
         self._kept: dict[int, dict[str, Array]] = {}  # slices of row groups, by their first row
         self._kept_bytes = self._object_bytes = 0
 
@@ -130,7 +130,7 @@ class BatchAssembler:
             out[place] = item
 
     def leave_out(self, row_group: int) -> None:
-        self._left_out.append(row_group)
+        self.left_out.append(row_group)
 
     @property
     def nbytes(self) -> int:
@@ -143,13 +143,13 @@ class BatchAssembler:
         None if all of them were left out."""
         if start in self._kept:
             return self._kept[start]
-        if self._left_out:
-            kept = np.flatnonzero(~np.isin(self._groups[start:stop], self._left_out))
+        if self.left_out:
+            kept = np.flatnonzero(~np.isin(self._groups[start:stop], self.left_out))
             if len(kept) == 0:
                 return None
             if len(kept) < stop - start:
                 return {name: _pick(out[start:stop], kept) for name, out in self._out.items()}
-        return {name: _regular(out[start:stop]) for name, out in self._out.items()}
+        return {name: regular(out[start:stop]) for name, out in self._out.items()}
 
     def output(self, name: str) -> Array | list[Any]:
         """A column of all micro-batches."""
@@ -288,10 +288,10 @@ def _num_values(array: pa.Array) -> int:
 def _pick(out: Array | list[Any], kept: Ints) -> Any:
     if isinstance(out, np.ndarray):
         return aligned(out[kept])
-    return _regular([out[place] for place in kept.tolist()])
+    return regular([out[place] for place in kept.tolist()])
 
 
-def _regular(out: Array | list[Any]) -> Any:
+def regular(out: Array | list[Any]) -> Any:
     """The column of a micro-batch. Lists that all have one length become an array [rows,
     length]."""
     if isinstance(out, np.ndarray):

@@ -11,16 +11,20 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from elastic_dp.config import DataConfig
+from elastic_dp.config.source_options import name_of
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
 from elastic_dp.data.pipeline.media_decoding import decoded, is_audio
+from elastic_dp.data.pipeline.source_parts import SourceParts, check_part, joined
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
+from elastic_dp.storage import redact_url
 
 _OBJECT_BYTES = 64  # overhead of a Python object
 
@@ -37,16 +41,44 @@ class Collator:
         self._decode = dict(config.decode or {})
         self.decodes = bool(self._decode)
         self.all_early = own_generators and config.collate_fn is None
-        self.has_user_code = config.transform is not None or config.collate_fn is not None
-        self.makes_alone = self.runs_early or self.decodes  # one micro-batch at a time
+        self._urls = [redact_url(url) for url in config.urls]
+        self._of_source = [options.transform for options in config.options_of_sources]
+        for url, transform in zip(config.urls, self._of_source, strict=True):
+            if transform is not None and not takes_rng(transform):
+                raise SpecError(
+                    f"{name_of(url)}['transform'] takes (batch), must take (batch, rng) with a "
+                    "NumPy generator, since it runs ahead of the step"
+                )
+        by_source = config.columns_by_source is not None or any(self._of_source)
+        functions = (config.transform, config.collate_fn, *self._of_source)
+        self.has_user_code = any(function is not None for function in functions)
+        # One micro-batch at a time.
+        self.makes_alone = self.runs_early or self.decodes or by_source
 
     def early(self, arrays: Any, step: int, virtual_worker: int) -> Any:
-        if self.decodes:
+        if isinstance(arrays, list):
+            arrays = self._joined(arrays, step, virtual_worker)
+        elif self.decodes:
             arrays = call_user("DataConfig.decode", decoded, arrays, self._decode)
         if self.runs_early:
             rng = generator_for(self._seed, step, virtual_worker)
             arrays = call_user("DataConfig.transform", self._transform, arrays, rng)
         return self._to_tensors(arrays) if self.all_early else arrays
+
+    def _joined(self, parts: SourceParts, step: int, virtual_worker: int) -> dict[str, Any]:
+        """The rows of all sources, each decoded and transformed by its own functions."""
+        made = []
+        for part in parts:
+            arrays, decode = part.arrays, self._decode
+            if here := {name: kind for name, kind in decode.items() if name in arrays}:
+                arrays = call_user("DataConfig.decode", decoded, arrays, here)
+            if (transform := self._of_source[part.source]) is not None:
+                rng = generator_for(self._seed, step, virtual_worker, part.source)
+                name = f"{name_of(self._urls[part.source])}['transform']"
+                arrays = call_user(name, transform, arrays, rng)
+                check_part(self._urls[part.source], arrays, len(part.places))
+            made.append(replace(part, arrays=arrays))
+        return joined(made, self._urls)
 
     def late(self, arrays: Any) -> Any:
         if self.all_early:

@@ -17,7 +17,7 @@ from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.row_filter import RowFilter
-from elastic_dp.data.columns.schema import leaves
+from elastic_dp.data.columns.schema import leaves, top_level
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
@@ -74,8 +74,8 @@ class ShardRowGroups:
         csv = CsvOptions.of(config.csv_options)
         self._formats = {n: open_format(n, csv) for n in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
-        self._leaves = [name for name, _ in index.columns]
-        self._fields = [(name, types[name]) for name in self._leaves]
+        self._leaves, self._schemas = self._read_of_sources(config)
+        self._fields = [[(name, types[name]) for name in names] for names in self._leaves]
         self._filter: RowFilter | None = None
         if config.filter is not None:
             self._filter = RowFilter(config.filter, index.schema)
@@ -89,7 +89,8 @@ class ShardRowGroups:
             table = self._read_table(number, shard, location)
             refuse_other_count(table.num_rows, int(self.rows[row_group]))
             where = f"row group {location.group} of {shard.name}"
-            columns = decode_table(table, self._fields, where, self._fills)
+            fields = self._fields[self._source(number)]
+            columns = decode_table(table, fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1
@@ -105,9 +106,26 @@ class ShardRowGroups:
             opened.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        schema, chosen = self._index.schema, self._format(number)
-        table = read_table(chosen, shard, location, schema, self._leaves)
+        source, chosen = self._source(number), self._format(number)
+        table = read_table(chosen, shard, location, self._schemas[source], self._leaves[source])
         return table if self._filter is None else table.take(self._filter.rows(table))
+
+    def _read_of_sources(self, config: DataConfig) -> tuple[list[list[str]], list[pa.Schema]]:
+        """The leaves that are read of each source, and the top-level columns that contain them."""
+        index, every = self._index, [name for name, _ in self._index.columns]
+        names, schemas = list[list[str]](), list[pa.Schema]()
+        added = () if config.source_column is None else (config.source_column,)
+        for source in index.sources:
+            if source.columns is None:
+                names.append(every)
+                schemas.append(index.schema)
+                continue
+            among = (*source.columns, *added)
+            own = {leaf.name for leaf in leaves(index.schema, among)}
+            names.append([name for name in every if name in own])
+            tops = top_level(index.schema, among)
+            schemas.append(pa.schema([index.schema.field(name) for name in tops]))
+        return names, schemas
 
     def _format(self, number: int) -> FileFormat:
         return self._formats[self._index.sources[self._source(number)].format]
