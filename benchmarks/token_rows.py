@@ -63,8 +63,8 @@ def many(folder: Path) -> Path:
         for path in sorted((folder / name).iterdir()):
             for time_ in range(TIMES):
                 link = shards / f"{time_}-{path.name}"
-                if not link.exists():
-                    link.symlink_to(path)
+                if not link.is_symlink():
+                    link.symlink_to(path.resolve())  # the folder itself may be a link
     return folder / "many"
 
 
