@@ -54,9 +54,7 @@ from elastic_dp.train.log_sender import LogSender
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes a second.
-_preloaded = [
-    *("elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group", "torch._dynamo")
-]
+_preloaded = ["elastic_dp.cluster.worker", __name__, "torch._dynamo"]
 _context.set_forkserver_preload(_preloaded)
 
 
