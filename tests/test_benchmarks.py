@@ -376,9 +376,10 @@ def test_gpu_check_of_overhead_fails_unless_the_host_waits_once_in_each_step():
         said = [("called a synchronizing CUDA operation", n) if n else ("aside", 1) for n in lines]
         return [types.SimpleNamespace(message=m, filename="f.py", lineno=n) for m, n in said]
 
-    caught = warned(7, 3, 0, 3, 3)
-    assert gpu_checks.most_synchronizations(caught, [1, 2, 4, 5]) == 1
-    with pytest.raises(gpu_checks.Wrong, match=r"2 times .*f.py:3', 'f.py:7"):
-        gpu_checks.most_synchronizations(caught, [0, 2, 4])
+    waits = gpu_checks.waits_for_the_device(warned(7, 3, 0, 3, 3), [0, 2, 4, 5, 5])
+    assert waits == [["f.py:7", "f.py:3"], ["f.py:3"], ["f.py:3"], []]
+    gpu_checks.check_waits(waits[1:3])
+    with pytest.raises(gpu_checks.Wrong, match=r"2 times .*f.py:7', 'f.py:3"):
+        gpu_checks.check_waits(waits)
     with pytest.raises(gpu_checks.Wrong, match="0 times"):
-        gpu_checks.most_synchronizations(caught, [4, 5, 5])
+        gpu_checks.check_waits(waits[1:])

@@ -1,0 +1,373 @@
+"""A GPU without a GPU, for what the simulated device does not show: operations over tensors of two
+devices, and the calls to torch.cuda and to NCCL's process group.
+
+Tensors of the host whose storage is marked count as the GPU's: they say `cuda:0`, what is computed
+from them is marked, too, and what CUDA refuses raises `WrongDevice`. All is computed at once and
+with the bits of the processor, so a run has the digest of one without a GPU. A thread that reads
+the GPU gets the warning of CUDA's debug mode for synchronizations.
+
+A process that starts with `tests/device/fake_gpu_site` in its PYTHONPATH has such a GPU, and so
+have those that it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elastic_dp.device import gpu
+from elastic_dp.train.exactness import machine_kind
+
+GPU = torch.device("cuda", 0)
+_HOST = torch.device("cpu")
+_host_device = torch.Tensor.device
+# Operations for which CUDA takes tensors of both, and those for which it takes no number of the
+# host (a tensor without dimensions) either.
+_MIXED = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "set_", "detach"})
+_STRICT = frozenset({"cat", "stack"})
+_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"})
+_inside = threading.local()
+_entered = contextlib.ExitStack()
+
+
+class WrongDevice(RuntimeError):
+    """What CUDA would refuse."""
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor.untyped_storage(), "is_fake_gpu")
+
+
+def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Torch finds a GPU from now on. `patch` sets attributes."""
+    patch(torch.Tensor, "device", property(lambda t: GPU if on_gpu(t) else _host_device.__get__(t)))
+    patch(torch.Tensor, "is_cuda", property(on_gpu))
+    patch(torch.Tensor, "is_cpu", property(lambda tensor: not on_gpu(tensor)))
+    for name, value in vars(_Cuda).items():
+        if not name.startswith("__"):
+            patch(torch.cuda, name, value)
+    patch(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    patch(torch, "autocast", _Autocast)
+    patch(dist, "ProcessGroupNCCL", _ProcessGroupNCCL)
+    patch(dist, "init_process_group", lambda backend, **_: None)
+    patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
+    for module in (gpu, machine_kind):
+        patch(module, "gpu_kind", lambda device: ["fake GPU"])
+    patch(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
+    run = threading.Thread.run
+
+    def run_with_modes(thread: threading.Thread) -> None:
+        with modes():
+            run(thread)
+
+    patch(threading.Thread, "run", run_with_modes)
+
+
+def enter() -> None:
+    """In the thread of a process that has this GPU to its end."""
+    _entered.enter_context(modes())
+
+
+@contextlib.contextmanager
+def modes() -> Iterator[None]:
+    """In a thread."""
+    with _Calls(), _Operations():
+        yield
+
+
+# ------------------------------------------------------------------------------------- tensors
+
+
+class _Calls(TorchFunctionMode):
+    """Calls in which a device is named."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name == "numpy" and on_gpu(args[0]):
+            raise WrongDevice("numpy of a tensor of the GPU")
+        if name in ("cpu", "cuda") and isinstance(args[0], torch.Tensor):
+            return _moved(args[0], name == "cuda")
+        if name == "pin_memory":
+            return args[0]
+        if name == "to":
+            return _to(func, *args, **kwargs)
+        if name == "backward":
+            return self._backward(*args)
+        if name == "scaled_dot_product_attention":  # makes a mask
+            _inside.gpu = on_gpu(args[0])
+            try:
+                return func(*args, **kwargs)
+            finally:
+                _inside.gpu = False
+        kwargs.pop("pin_memory", None)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        kwargs["device"] = _HOST
+        return _moved(func(*args, **kwargs), torch.device(device).type == "cuda")
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Torch leaves this mode while it handles a call, and hooks are called in this one."""
+        ones = torch.ones_like(loss)
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def _to(func: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    kwargs.pop("non_blocking", None)
+    named = [argument for argument in args if isinstance(argument, torch.device | str)]
+    device = kwargs.pop("device", named[0] if named else None)
+    if device is not None:
+        source = _moved(source, torch.device(device).type == "cuda")
+    dtypes = [argument for argument in args if isinstance(argument, torch.dtype)]
+    return func(source, *dtypes, **kwargs) if dtypes or kwargs else source
+
+
+def _moved(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
+    if on_gpu(tensor) == to_gpu:
+        return tensor
+    if not to_gpu:
+        _synchronizes()
+    return _marked(tensor.clone(), to_gpu)
+
+
+def _marked(tensor: torch.Tensor, is_gpu: bool) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    if is_gpu:
+        storage.is_fake_gpu = True
+    elif hasattr(storage, "is_fake_gpu"):
+        del storage.is_fake_gpu
+    return tensor
+
+
+class _Operations(TorchDispatchMode):
+    """What is computed from the GPU's tensors is the GPU's."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = _tensors((args, kwargs))
+        name = func._schema.name.partition("::")[2]
+        _check(name, given)
+        if name in _READS and any(map(on_gpu, given)):
+            _synchronizes()
+        result = func(*args, **(kwargs or {}))
+        if any(map(on_gpu, given)) or (not given and getattr(_inside, "gpu", False)):
+            known = {tensor.untyped_storage()._cdata for tensor in given}
+            for made in _tensors(result):
+                if made.untyped_storage()._cdata not in known:
+                    _marked(made, True)
+        return result
+
+
+def _grouped(lists: list[list[torch.Tensor]], with_indices: bool = False) -> Any:
+    """Torch's own looks at the tensors in C++, where they are the host's."""
+    groups = _foreach_utils._group_tensors_by_device_and_dtype(lists, with_indices)
+    return {(given[0][0].device, dtype): (given, i) for (_, dtype), (given, i) in groups.items()}
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _check(name: str, given: list[torch.Tensor]) -> None:
+    places = [on_gpu(tensor) for tensor in given]
+    if name in _MIXED or len(set(places)) < 2:
+        return
+    host = [tensor for tensor, gpu in zip(given, places, strict=True) if not gpu]
+    writes_host = name.endswith("_") and not places[0]
+    if writes_host or name in _STRICT or any(tensor.dim() for tensor in host):
+        shapes = [(tuple(tensor.shape), str(tensor.device)) for tensor in given]
+        raise WrongDevice(f"{name} over tensors of two devices: {shapes}")
+
+
+# ------------------------------------------------------------------------------ what CUDA offers
+
+
+_debug = types.SimpleNamespace(warns=False)
+
+
+def _synchronizes() -> None:
+    if _debug.warns:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+
+class _Event:
+    """Passes when it is recorded."""
+
+    def __init__(self, **_: Any) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+class _Stream:
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+
+class _Cuda:
+    """What is called of torch.cuda."""
+
+    Event, Stream = _Event, _Stream
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def init() -> None:
+        pass
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_rng_state(device: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def current_stream(device: Any = None) -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def stream(stream: _Stream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
+
+    @staticmethod
+    def set_sync_debug_mode(mode: str) -> None:
+        _debug.warns = mode == "warn"
+
+    @staticmethod
+    def _sleep(cycles: int) -> None:
+        pass
+
+    @staticmethod
+    def mem_get_info() -> tuple[int, int]:
+        return 64 << 30, 80 << 30
+
+    @staticmethod
+    def get_device_properties(device: Any) -> Any:
+        return types.SimpleNamespace(name="fake GPU", total_memory=80 << 30)
+
+    @staticmethod
+    def cudart() -> Any:
+        return types.SimpleNamespace(
+            cudaHostRegister=lambda at, nbytes, flags: 0, cudaHostUnregister=lambda at: 0
+        )
+
+
+class _Autocast(torch.autocast):
+    def __init__(self, device_type: str, **options: Any) -> None:
+        super().__init__("cpu", **options)
+
+
+class _OneRank(torch.nn.Module):
+    """DistributedDataParallel of one rank."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.no_sync = contextlib.nullcontext
+
+    def forward(self, *given: Any) -> Any:
+        return self.module(*given)
+
+
+class _Options:
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=10)
+        self.config = types.SimpleNamespace(blocking=1)
+        self.global_ranks_in_group: list[int] = []
+
+
+class _ProcessGroupNCCL:
+    """Over Gloo. Like NCCL's, it takes contiguous tensors of the GPU, connects in the first
+    collective, and reports a lost peer in the background. A collective ends before its launch
+    returns."""
+
+    Options = _Options
+
+    def __init__(self, store: Any, rank: int, world_size: int, options: _Options) -> None:
+        self._meeting = store, rank, world_size
+        self._gloo: Any = None
+        self._aborted, self._error = False, ErrorType.SUCCESS
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def get_error(self) -> ErrorType:
+        return self._error
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        return self._do(tensors, lambda gloo: gloo.allreduce(tensors))
+
+    def alltoall_base(self, output: Any, input: Any, *sizes: Any) -> Any:
+        return self._do([output, input], lambda gloo: gloo.alltoall_base(output, input, *sizes))
+
+    def _allgather_base(self, output: Any, input: Any, options: Any) -> Any:
+        return self._do([output, input], lambda gloo: gloo._allgather_base(output, input, options))
+
+    def _do(self, tensors: list[torch.Tensor], start: Callable[[Any], Any]) -> Any:
+        if not all(on_gpu(tensor) and tensor.is_contiguous() for tensor in tensors):
+            raise WrongDevice("NCCL takes contiguous tensors of the GPU")
+        try:
+            work = start(self._connected())
+            while not work.is_completed() and not self._aborted:
+                time.sleep(0.0005)
+            if not self._aborted:
+                work.wait()
+        except RuntimeError:
+            self._error = ErrorType.COMM_ERROR
+        return types.SimpleNamespace(wait=lambda: True)
+
+    def _connected(self) -> Any:
+        if self._gloo is None:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=60)
+            self._gloo = dist.ProcessGroupGloo(*self._meeting, options)
+        return self._gloo

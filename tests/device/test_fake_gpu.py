@@ -1,0 +1,114 @@
+"""Runs on a fake GPU: no operation mixes the devices, and the bits are those of the processor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_checks
+from elastic_dp.data import open_data
+from elastic_dp.train.local_run import LocalRun
+from tests.device import fake_gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
+    with fake_gpu.modes():
+        yield fake_gpu.GPU
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda gpu, host: gpu + host,
+        lambda gpu, host: host.add_(gpu.sum()),
+        lambda gpu, host: torch.stack([gpu.sum(), host.sum()]),
+        lambda gpu, host: gpu.numpy(),
+    ],
+    ids=["operand", "result", "parts", "numpy"],
+)
+def test_fake_gpu_refuses_what_cuda_refuses(mix, installed):
+    gpu, host = torch.ones(4, device=installed), torch.ones(4)
+    with pytest.raises(fake_gpu.WrongDevice):
+        mix(gpu, host)
+
+
+def test_fake_gpu_does_what_cuda_does(installed):
+    gpu, host = torch.ones(4, device=installed), torch.ones(4)
+    assert gpu.device == installed != host.device
+    assert (gpu * 2).device == gpu.view(2, 2).device == torch.zeros_like(gpu).device == installed
+    assert (gpu + host.sum()).device == installed
+    assert gpu.cpu().device == host.device
+    assert torch.equal(host.copy_(gpu * 3), torch.full((4,), 3.0))
+    assert torch.nn.Linear(4, 4).to(installed)(gpu).device == installed
+
+
+def digests(folder, device, model, precision):
+    """Yield the digest of a run with checkpoints, and that of one that goes on from there."""
+    setup = gpu_checks.Setup("cpu", True, folder)
+    for steps in (4, 6):
+        spec = gpu_checks.job(setup, steps=steps, model=model, precision=precision, every_steps=2)
+        data = open_data(spec.data, virtual_workers=gpu_checks.VIRTUAL_WORKERS)
+        run = LocalRun(spec, data, device, url=str(folder / device.type))
+        run.run(gpu_checks.train)
+        yield run.digest
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        ("conv", None),
+        ("gpt-fused", "bf16"),
+        pytest.param("gpt-fused", None, marks=pytest.mark.slow),
+        pytest.param("conv", "fp16", marks=pytest.mark.slow),
+    ],
+)
+def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
+    model, precision, tmp_path, monkeypatch
+):
+    on_host = list(digests(tmp_path, torch.device("cpu"), model, precision))
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
+    with fake_gpu.modes():
+        assert list(digests(tmp_path, fake_gpu.GPU, model, precision)) == on_host
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [
+        "environment",
+        "abort",
+        "communicators",
+        "several-ranks",
+        "connected-run",
+        "exact-conv-fp32",
+        "exact-gpt-fp16",
+        "changes",
+        "snapshot",
+        "overhead",
+    ],
+)
+def test_gpu_check_on_a_fake_gpu_passes(check, tmp_path):
+    """What the checks do on a GPU alone. Not: a fault of CUDA, and what the compiler makes."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--run", check, "--small"]
+    path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
+    subprocess.run(
+        [*command, "--device", "cuda", "--output", str(result)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=300.0,
+        check=True,
+    )
+    found = json.loads(result.read_text())
+    assert found["status"] == "ok", found
