@@ -14,7 +14,7 @@ from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, trainer, undisturbed, wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
