@@ -37,8 +37,8 @@ class ScalingConfig:
       first one says.
     - `standby`: workers that are kept warm without a rank.
     - `warm_processes`: on each node with a worker, so many processes wait that have imported torch
-      and this package, for replacements of workers. Each takes some 0.3 GB of memory, no CPU and no
-      place. Defaults to 1, with GPUs to 0: there it was never measured.
+      and this package, for replacements of workers. Each takes some 0.3 GB of memory, and no CPU,
+      GPU or rank while it waits. Never tried with GPUs.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
@@ -69,7 +69,7 @@ class ScalingConfig:
     max_workers: int = 1
     virtual_workers: int | Mapping[int, int] | None = None
     standby: int = 0
-    warm_processes: int | None = None
+    warm_processes: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
@@ -177,13 +177,6 @@ class ScalingConfig:
     def grows(self) -> bool:
         """Whether the number of virtual workers changes with the step."""
         return len(self.virtual_workers_by_step) > 1
-
-    @property
-    def num_warm_processes(self) -> int:
-        """The number of processes that wait on each node for a worker."""
-        if self.warm_processes is not None:
-            return self.warm_processes
-        return 0 if self.resources_per_worker.get("GPU", 0) else 1
 
     @property
     def num_threads(self) -> int:

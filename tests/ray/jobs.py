@@ -52,7 +52,7 @@ def trainer(
     steps: int = 60,
     workers: int = 1,
     standby: int = 0,
-    warm_processes: int | None = 0,  # one takes seconds of a processor
+    warm_processes: int = 0,
     every_steps: int | None = None,
     failure: edp.FailureConfig = PATIENT,
     storage_options: dict[str, Any] | None = None,

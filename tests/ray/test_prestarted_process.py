@@ -14,7 +14,7 @@ from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, trainer, undisturbed, wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def waiting() -> set[int]:
 
 
 def test_replacement_gets_waiting_process_and_none_is_left_after_the_run(tmp_path):
-    job = trainer(tmp_path, "warm", steps=FOR_EVER, workers=2, warm_processes=None, body_s=0.05)
+    job = trainer(tmp_path, "warm", steps=FOR_EVER, workers=2, warm_processes=1, body_s=0.05)
     run = job.start()
     eventually(lambda: len(run.pids()) == 2 and len(waiting()) == 1)
     (warm,) = waiting()

@@ -57,7 +57,7 @@ class RayWorkerGroup:
         self._started: Any = None  # the newest actor that this controller has started
         self.prestarter = ProcessPrestarter(
             job.run,
-            spec.scaling.num_warm_processes,
+            spec.scaling.warm_processes,
             self.nodes,
             lambda: controller.coordinator.workers,
             controller.say,
