@@ -274,7 +274,9 @@ def structure(tree: Any) -> Any:
 
 
 def checkpoint(url: Path) -> Any:
-    _, tree = load_newest(Catalog(Store(str(url))), on_damage=pytest.fail, types=())
+    _, tree = load_newest(
+        Catalog(Store(str(url))), on_damage=lambda e: pytest.fail(str(e)), types=()
+    )
     return structure(tree)
 
 
@@ -298,8 +300,10 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint(place / "run")
 
 
-LONG = (hive, row_filter, images, audio, tar_gz, json_array, mds, litdata)
-LONG += (packing, length_groups, weights_by_step, options_of_sources)
+LONG = (
+    *(hive, row_filter, images, audio, tar_gz, json_array, mds, litdata),
+    *(packing, length_groups, weights_by_step, options_of_sources),
+)
 
 
 @pytest.mark.parametrize(
