@@ -63,6 +63,9 @@ class RandomTokens:
         self._rows, self._length, self._vocabulary = rows, length, vocabulary
         self.fingerprint = f"random {rows} {length} {vocabulary}"
 
+    def steps_of(self, epochs: int) -> int:
+        return epochs * self.steps_per_epoch
+
     def epoch_of(self, step: int) -> int:
         return 0
 

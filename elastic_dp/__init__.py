@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
     from elastic_dp.train.learning_rate import batch_lr
+    from elastic_dp.train.noise_scale import NoiseScale
 
 __all__ = [
     "CheckpointConfig",
@@ -32,6 +33,7 @@ __all__ = [
     "FailureConfig",
     "IterableData",
     "MapStyleData",
+    "NoiseScale",
     "Result",
     "Run",
     "ScalingConfig",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
+    "NoiseScale": "elastic_dp.train.noise_scale",
     "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",

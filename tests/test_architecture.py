@@ -513,7 +513,11 @@ PARAMETERS = {
     """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path storage_options",
-    "TrainContext.steps": "self model optimizer loss_fn *scheduler clip_norm precision state",
+    "TrainContext.steps": """
+        self model optimizer loss_fn *scheduler clip_norm precision state noise_scale_every
+    """,
+    "batch_lr": "batch *base rule warmup_steps",
+    "NoiseScale": "*decay",
     "TrainContext.evaluate": "self fn data *model",
     "TrainContext.log": "self metrics",
     "TrainContext.stop": "self reason",
@@ -549,17 +553,17 @@ PARAMETERS = {
 MEMBERS = {
     "TrainContext": "checkpoint config device evaluate generation is_source log rank seed steps "
     "steps_per_epoch stop "
-    "total_steps world_size",
+    "total_steps virtual_workers world_size",
     "Run": "checkpoint drain events interrupted logs pids result scale status stop",
-    "Step": "number epoch epoch_end loss weight metrics grad_norm lr",
+    "Step": "number epoch epoch_end loss weight metrics noise grad_norm lr",
 }
 
 
 def test_public_names_are_exactly_these():
     names = (
-        "CheckpointConfig DataConfig ElasticTrainer FailureConfig IterableData MapStyleData Result "
-        "Run ScalingConfig Step TrainContext "
-        "attach load_state"
+        "CheckpointConfig DataConfig ElasticTrainer FailureConfig IterableData MapStyleData "
+        "NoiseScale Result Run ScalingConfig Step TrainContext "
+        "attach batch_lr load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:

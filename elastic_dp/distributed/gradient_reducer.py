@@ -33,6 +33,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
@@ -58,6 +59,7 @@ class GradientReducer:
         self._is_last = False  # ... and launch only in the last one
         self._next = 0  # the first bucket that is not launched
         self._error: GroupError | None = None
+        self._square: LeafSquare | None = None  # in steps that measure it
 
     # ----------------------------------------------------------------------- generation
 
@@ -115,8 +117,8 @@ class GradientReducer:
 
     # ----------------------------------------------------------------------------- step
 
-    def begin(self) -> None:
-        """Starts a step. Follows changes of `requires_grad`."""
+    def begin(self, *, measures: bool = False) -> None:
+        """Starts a step. Follows changes of `requires_grad`. `measures`: for `leaf_square`."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -124,6 +126,7 @@ class GradientReducer:
         self.late = self._is_last = False
         self._error = None
         self._used[:] = bytes(len(self._used))
+        self._square = LeafSquare(self._layout.parameters) if measures else None
         self._next = 0
         for exchange in self._exchanges:
             exchange.begin()
@@ -160,6 +163,8 @@ class GradientReducer:
     def _begin(self, node: Node, merges: int, is_last: bool) -> None:
         self._sums.begin_leaf(len(self._layout.parameters), merges, node)
         self._is_last = is_last
+        if self._square is not None:
+            self._square.begin()
         for exchange in self._exchanges:
             exchange.begin_leaf()
 
@@ -187,6 +192,10 @@ class GradientReducer:
                     "and the loss function gave "
                     "it one: call requires_grad_() before the loop over ctx.steps, or in its body"
                 )
+        if self._square is not None:
+            for i, p in enumerate(self._layout.parameters):
+                if p.grad is not None:  # its hook has not taken it
+                    self._square.add(i, p.grad)
         if is_last:
             return
         sums = self._sums
@@ -195,6 +204,11 @@ class GradientReducer:
                 sums.add_gradient(i, p.grad)
                 p.grad = None
         sums.end_leaf()
+
+    def leaf_square(self) -> torch.Tensor:
+        """Returns the sum of squares of the gradient of the leaf that has just ended."""
+        assert self._square is not None
+        return self._square.total()
 
     def send(self) -> None:
         """Launches every bucket that is not launched yet, after the last leaf."""
@@ -322,6 +336,8 @@ class GradientReducer:
             if not sums.fire(index):
                 self.late, parameter.grad = True, None
                 return
+            if self._square is not None and gradient is not None:
+                self._square.add(index, gradient)
             if not self._is_last:
                 sums.add_gradient(index, gradient)
                 parameter.grad = None

@@ -12,6 +12,7 @@ from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.train.noise_scale import split_noise
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
 from elastic_dp.train.step.micro_batch import LossFn
@@ -26,7 +27,8 @@ class Step:
 
     `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True
     on the last step of one. `loss`, `weight` and `metrics` are means and sums over the whole global
-    batch; `lr` is the first parameter group's in this step; `grad_norm` is computed when it is read
+    batch; `lr` is the first parameter group's in this step; `noise` holds estimates for the
+    gradient noise scale, or None (see `NoiseScale`); `grad_norm` is computed when it is read
     (before clipping), in the step's own loop body. The gradients themselves are gone by then:
     `p.grad` is None in every body.
     """
@@ -34,7 +36,8 @@ class Step:
     def __init__(self, record: StepRecord, session: WorkerSession) -> None:
         self._record, self._session = record, session
         self.number, self.epoch, self.epoch_end = record.number, record.epoch, record.epoch_end
-        self.loss, self.weight, self.metrics = record.loss, record.weight, dict(record.metrics)
+        self.loss, self.weight = record.loss, record.weight
+        self.metrics, self.noise = split_noise(record.metrics)
         self.lr = record.lr
 
     @property
@@ -143,6 +146,7 @@ class TrainContext:
         clip_norm: float | None = None,
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
+        noise_scale_every: int | None = None,
     ) -> Iterator[Step]:
         """The training loop: each committed step once, in order, whatever happens to the workers.
 
@@ -155,7 +159,8 @@ class TrainContext:
         `scheduler.step()` is called after each optimizer step; gradients are gone when the body
         begins (see `Step.grad_norm`). `clip_norm`: the largest 2-norm of the gradient. `precision`:
         None, "bf16" or "fp16" autocast. `state`: what the loop's body changes, as objects with
-        `state_dict` and `load_state_dict`; joiners take it over.
+        `state_dict` and `load_state_dict`; joiners take it over. `noise_scale_every`: the noise of
+        the gradient is measured in steps that it divides (see `Step.noise`).
 
         Raises SpecError, ModelError or StateError for arguments that cannot be used, LoopError for
         a second call or a body that changes what the step owns, LossError for what the loss
@@ -164,7 +169,7 @@ class TrainContext:
         session = self._session
         try:
             given = (model, optimizer, loss_fn, scheduler, clip_norm, precision, state or {})
-            session.open(StepsArguments(*given))
+            session.open(StepsArguments(*given, noise_scale_every))
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
         except StopIteration as error:  # a generator must not raise it

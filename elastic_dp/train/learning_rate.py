@@ -11,7 +11,7 @@ from elastic_dp.config.field_checks import one_of, whole_number
 from elastic_dp.config.virtual_workers import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
-_RULES = {"linear": float, "sqrt": math.sqrt}
+_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 
 
 def batch_lr(

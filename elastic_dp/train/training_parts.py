@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_dp.config import JobSpec
+from elastic_dp.config.field_checks import whole_number
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
@@ -36,6 +37,7 @@ class StepsArguments:
     clip_norm: float | None = None
     precision: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
+    noise_scale_every: int | None = None
 
     def check(self) -> None:
         """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
@@ -48,6 +50,7 @@ class StepsArguments:
             self.precision,
             self.state,
         )
+        whole_number("noise_scale_every", self.noise_scale_every, 1)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class TrainingParts:
             reporter.report,
             reporter.pass_point,
             speed,
+            given.noise_scale_every,
         )
         trial = TrialRun(
             state,

@@ -275,6 +275,12 @@ def test_argument_that_the_module_gives_is_refused(name):
         LightningTrainer(Classifier(), datamodule=PointsData(), **{name: 3})
 
 
+def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size():
+    scaling = edp.ScalingConfig(virtual_workers={0: 2, 5: 4})
+    with pytest.raises(SpecError, match=r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"):
+        LightningTrainer(Classifier(), datamodule=PointsData(), scaling=scaling)
+
+
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
     class WithData(Classifier):
         def train_dataloader(self):

@@ -311,6 +311,12 @@ def test_argument_that_the_trainer_gives_is_refused(name, tmp_path):
         TransformersTrainer(causal_lm(tmp_path), **{name: 3})
 
 
+def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size(tmp_path):
+    scaling = edp.ScalingConfig(virtual_workers={0: 2, 5: 4})
+    with pytest.raises(SpecError, match=r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"):
+        TransformersTrainer(causal_lm(tmp_path), scaling=scaling)
+
+
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
     trainer = causal_lm(tmp_path, save_strategy="steps", save_steps=5)
     undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")

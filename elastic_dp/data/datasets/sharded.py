@@ -202,7 +202,9 @@ def _stream_of(
     **options: Any,
 ) -> MicroBatchStream:
     if isinstance(order.base if isinstance(order, GrowingOrder) else order, PackedOrder):
+        assert isinstance(order, PackedOrder | GrowingOrder)
         return PackedStream(config, row_groups, order, **options)
+    assert not isinstance(order, PackedOrder)
     if by_length:
         assert not isinstance(order, Mixture), "weights are refused"
         return length_grouped.LengthGroupedStream(config, row_groups, order, **options)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.commit_record import CommitRecord
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.state.train_state import TrainState
@@ -106,14 +106,14 @@ def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> 
         )
 
 
-def check_job(commit: CommitRecord, job: Mapping[str, Any], data: str) -> None:
-    """Raises RunMismatch if another job wrote the checkpoint, for example because `run.json` was
-    replaced.
+def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str, step: int) -> None:
+    """Raises RunMismatch if another job wrote the checkpoint of `step`, for example because
+    `run.json` was replaced.
 
     A value that a checkpoint of an earlier version lacks is not compared.
     """
-    then = {"data": commit.metadata.data, **commit.metadata.naming.get("job", {})}
-    check_growth(then.get(GROWTH, {}), job.get(GROWTH, {}), commit.step)
+    then: dict[str, Any] = dict(metadata.naming.get("job", {}), data=metadata.data)
+    check_growth(then.get(GROWTH, {}), job.get(GROWTH, {}), step)
     for name, mine in {**job, "data": data}.items():
         if name != GROWTH and then.get(name, "") not in ("", mine):
             what = "data (its fingerprint)" if name == "data" else name

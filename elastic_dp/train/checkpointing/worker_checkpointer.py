@@ -248,7 +248,7 @@ class WorkerCheckpointer:
 
         commit, line = read_collectively(self._catalog, group, enters=enters, damaged=damaged)
         types = types_of(state)
-        check_job(commit, self._naming["job"], self._data)
+        check_job(commit.metadata, self._naming["job"], self._data, commit.step)
         tree = whole_tree(commit, line, types=types)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         kinds = tree["step"].setdefault(

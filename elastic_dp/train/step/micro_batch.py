@@ -36,6 +36,13 @@ class MicroBatchResult:
     metrics: dict[str, float]
     unread: dict[str | None, torch.Tensor] = field(default_factory=dict)
 
+    def measure(self, name: str, value: torch.Tensor) -> None:
+        """Adds a metric; a value on a device is read later."""
+        if self.unread:
+            self.metrics[name], self.unread[name] = math.nan, value
+        else:
+            self.metrics[name] = float(value)
+
     def take(self, values: Sequence[float]) -> None:
         """Takes the values of `unread`, in its order."""
         for name, value in zip(self.unread, values, strict=True):

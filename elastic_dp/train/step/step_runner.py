@@ -29,7 +29,7 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.gradient_norm import gradient_norm
+from elastic_dp.distributed.gradient_norm import fold_squares, gradient_norm, squares_of_units
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -39,6 +39,7 @@ from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import PARAMETERS, TrainState
@@ -90,6 +91,7 @@ class StepRunner:
     report: Callable[[str], None]  # tells the phase
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
+    noise_scale_every: int | None = None
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
     _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
@@ -178,7 +180,7 @@ class StepRunner:
         if self.schedule.at(step) != self._virtual_workers:
             self._grow(step, group.rank)
         expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-        self.gradients.begin()
+        self.gradients.begin(measures=self._measures_noise(step))
         self.buffers.begin()
         self.speed.begin()
         self._begin_finished(step, stop, expected)
@@ -287,7 +289,12 @@ class StepRunner:
             loss.backward()
         self.buffers.after_leaf(v, contributes=loss is not None)
         self.gradients.after_leaf(leaf, is_last)
+        if loss is not None and self._measures_noise(step):
+            self._results[v].measure(LEAF_SQUARE, self.gradients.leaf_square())
         self.speed.end_micro_batch()
+
+    def _measures_noise(self, step: int) -> bool:
+        return self.noise_scale_every is not None and step % self.noise_scale_every == 0
 
     def _begin_finished(self, step: int, stop: str | None, expected: float) -> None:
         """Forgets what was finished of another step, or from other inputs."""
@@ -427,6 +434,9 @@ class StepRunner:
         self.gradients.assign(header.used)
         self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
         self.buffers.commit(buffers)
+        noise: dict[str, float] = {}
+        if self._measures_noise(step):
+            noise = self._noise(step, results, finite)
         if finite:
             if self.clip_norm is not None:
                 norm = self._clip(self.clip_norm)
@@ -448,7 +458,7 @@ class StepRunner:
             epoch_end=self.data.ends_epoch(step),
             loss=mean([(one.loss, one.weight) for one in results.values()]),
             weight=weight,
-            metrics=_mean_metrics(results.values()),
+            metrics=_mean_metrics(results.values()) | noise,
             lr=lr,
             grad_norm=grad_norm,
             kept=header.keep and not header.keeps_late,
@@ -457,6 +467,23 @@ class StepRunner:
         state.commit(record)
         self.pass_point("after_step", step)
         return record
+
+    def _noise(
+        self, step: int, results: Mapping[int, MicroBatchResult], finite: bool
+    ) -> dict[str, float]:
+        """Returns the estimates of the gradient's noise, and takes what they are made of from the
+        metrics of `results`."""
+        scaled = self.state.loss_scale.scale if self.state.loss_scale else 1.0
+        expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
+        leaves = []
+        for result in results.values():
+            square = result.metrics.pop(LEAF_SQUARE)
+            # The loss was multiplied by this before backward.
+            factor = result.weight / expected * scaled
+            leaves.append((square / factor**2, result.weight))
+        assert self._gradients is not None
+        pieces = self._units.pieces(self._gradients)
+        return estimated(leaves, float(fold_squares(squares_of_units(pieces)))) if finite else {}
 
     def _clip(self, limit: float) -> torch.Tensor:
         """Scales the gradients to a norm of at most `limit`. Returns the norm before."""

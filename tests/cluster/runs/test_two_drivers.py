@@ -89,9 +89,9 @@ def test_a_checkpoint_that_does_not_tell_its_job_is_taken():
     from elastic_dp.checkpoint.commit_record import CommitMetadata
     from elastic_dp.train.checkpointing.job_match import check_job
 
-    check_job(CommitMetadata(), job_identity(spec_of()), "fingerprint")
+    check_job(CommitMetadata(), job_identity(spec_of()), "fingerprint", 0)
     with pytest.raises(RunMismatch, match="fingerprint"):
-        check_job(CommitMetadata(data="another"), job_identity(spec_of()), "fingerprint")
+        check_job(CommitMetadata(data="another"), job_identity(spec_of()), "fingerprint", 0)
 
 
 def test_a_local_run_whose_lease_is_taken_raises_and_writes_no_result(tmp_path, monkeypatch):

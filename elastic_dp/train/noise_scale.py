@@ -1,0 +1,98 @@
+"""The gradient noise scale: the batch beyond which a larger one hardly makes a better step.
+
+McCandlish et al. 2018 (arXiv:1812.06162), appendix A: the expected square of the norm of the mean
+gradient of B rows is |G|² + tr(Σ)/B, with G the gradient over all data and Σ the covariance of one
+row's. A step has this for two sizes, a virtual worker's and its own, so both |G|² and tr(Σ) can be
+told, without bias. Their ratio is the noise scale, in rows (or what the weights count).
+
+Virtual workers are the same for any number of workers, and so is the estimate, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from elastic_dp.errors import SpecError
+
+LEAF_SQUARE = "elastic_dp.leaf_square"  # among the metrics of a virtual worker's micro-batch
+_SQUARE, _TRACE = "elastic_dp.gradient_square", "elastic_dp.gradient_trace"  # of a step
+
+
+class GradientNoise(NamedTuple):
+    """Unbiased estimates of one step: `square` is |G|², and may be negative; `trace` is tr(Σ)."""
+
+    square: float
+    trace: float
+
+
+def estimated(leaves: Sequence[tuple[float, float]], square: float) -> dict[str, float]:
+    """Returns the estimates of a step as metrics, none if it has fewer than two micro-batches.
+
+    `leaves` has for each micro-batch the square of the norm of its mean gradient, and its weight;
+    `square` is that of the whole step.
+    """
+    count, total = len(leaves), math.fsum(weight for _, weight in leaves)
+    mean = math.fsum(of_leaf * weight for of_leaf, weight in leaves) / total if total else math.nan
+    if count < 2 or not math.isfinite(mean + square):
+        return {}
+    return {
+        _SQUARE: (count * square - mean) / (count - 1),
+        _TRACE: (mean - square) * total / (count - 1),
+    }
+
+
+def split_noise(metrics: Mapping[str, float]) -> tuple[dict[str, float], GradientNoise | None]:
+    """Returns the metrics of the loss function, and the estimates that are among them."""
+    own = {name: x for name, x in metrics.items() if name not in (_SQUARE, _TRACE)}
+    if _SQUARE not in metrics:
+        return own, None
+    return own, GradientNoise(metrics[_SQUARE], metrics[_TRACE])
+
+
+class NoiseScale:
+    """Smooths the estimates of `Step.noise`, each of which is far too noisy by itself.
+
+    Pass it as `state={"noise": noise}`, so that joiners and checkpoints have it, and call `update`
+    in the loop's body. |G|² and tr(Σ) are smoothed by themselves, by exponential moving averages,
+    and divided afterwards, as the paper does. `decay`: the share that an average keeps in an
+    update.
+    """
+
+    def __init__(self, *, decay: float = 0.99) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise SpecError(f"decay is {decay!r}, must be a number of at least 0 and less than 1")
+        self._decay = float(decay)
+        self._square = self._trace = 0.0  # their ratio needs no correction for the zeros
+
+    def update(self, noise: GradientNoise | None) -> None:
+        """Takes `step.noise`, which is None in steps that were not measured."""
+        if noise is not None:
+            self._square += (1.0 - self._decay) * (noise.square - self._square)
+            self._trace += (1.0 - self._decay) * (noise.trace - self._trace)
+
+    @property
+    def value(self) -> float:
+        """The noise scale in the unit of the weights (rows by default); nan before the first
+        update, inf where |G|² cannot be told from 0."""
+        if self._square == self._trace == 0.0:
+            return math.nan
+        return max(self._trace, 0.0) / self._square if self._square > 0.0 else math.inf
+
+    def proposes(self, virtual_workers: int, micro_batch_size: int) -> int:
+        """Returns the number of virtual workers to go on with: twice as many if the noise scale is
+        at least the batch of twice as many, else `virtual_workers`.
+
+        A batch as large as the noise scale takes about twice the steps of a huge one and twice the
+        rows of a small one. `micro_batch_size`: in the unit of the weights. Write the proposal into
+        `ScalingConfig.virtual_workers` for a later step; nothing grows by itself.
+        """
+        grows = self.value >= 2 * virtual_workers * micro_batch_size
+        return 2 * virtual_workers if grows and self.value < math.inf else virtual_workers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"square": self._square, "trace": self._trace}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._square, self._trace = float(state["square"]), float(state["trace"])

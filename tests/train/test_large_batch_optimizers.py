@@ -1,0 +1,86 @@
+"""Optimizers for large batches, from the libraries that keep them: the same bits on one worker and
+on three, with a join, a kill and a restore, and for a batch that grows."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import elastic_dp as edp
+from tests.runs import Points, local
+from tests.train.jobs import classifier, cross_entropy, hold
+from tests.train.optimizers import Both
+from tests.train.test_habits import disturbed
+from tests.train.test_habits import job as job_of_habit
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+
+
+def lars(model):
+    return pytorch_optimizer.LARS(
+        model.parameters(), lr=0.5, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.02
+    )
+
+
+def lamb(model):
+    return pytorch_optimizer.Lamb(model.parameters(), lr=0.02, weight_decay=0.01)
+
+
+class MuonAndAdamW(Both):
+    """Muon takes matrices only."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        matrices, rest = (group["params"] for group in self.param_groups)
+        self.parts = {
+            "matrices": torch.optim.Muon(matrices, lr=0.02),
+            "rest": torch.optim.AdamW(rest, lr=0.01),
+        }
+
+
+OPTIMIZERS = {"LARS": lars, "LAMB": lamb, "Muon": MuonAndAdamW}
+
+
+def training(make):
+    def train(ctx):
+        model = classifier()
+        optimizer = make(model)
+        factor = edp.batch_lr(ctx.virtual_workers, base=8, rule="sqrt", warmup_steps=4)
+        schedulers = (
+            {}
+            if make is MuonAndAdamW
+            else {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor)}
+        )
+        for step in ctx.steps(model, optimizer, cross_entropy, clip_norm=1.0, **schedulers):
+            ctx.log({"loss": step.loss})
+            hold(ctx, step)
+
+    return train
+
+
+def fit(folder, make, max_steps):
+    return edp.ElasticTrainer(
+        training(make),
+        name="large",
+        storage_path=str(folder),
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        scaling=edp.ScalingConfig(max_workers=2, virtual_workers={0: 4, 4: 8}),
+        checkpoint=edp.CheckpointConfig(every_steps=2),
+        max_steps=max_steps,
+    ).fit(local=True)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_path):
+    at_once = fit(tmp_path / "at once", make, 12)
+    fit(tmp_path / "parts", make, 3)
+    assert fit(tmp_path / "parts", make, 12).weights_sha256 == at_once.weights_sha256
+    assert at_once.metrics["loss"] < 1.3  # of four classes, at first about 1.39
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_digest_for_one_worker_and_three_with_a_join_a_kill_and_a_restore(make, tmp_path):
+    habit = SimpleNamespace(train=training(make), rows=None)
+    outcome, _ = disturbed(habit, tmp_path)
+    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
