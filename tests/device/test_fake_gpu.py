@@ -83,23 +83,9 @@ def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        "environment",
-        "abort",
-        "communicators",
-        "several-ranks",
-        "connected-run",
-        "exact-conv-fp32",
-        "exact-gpt-fp16",
-        "changes",
-        "snapshot",
-        "overhead",
-    ],
-)
+@pytest.mark.parametrize("check", ["environment", "abort", "communicators", "snapshot", "overhead"])
 def test_gpu_check_on_a_fake_gpu_passes(check, tmp_path):
-    """What the checks do on a GPU alone. Not: a fault of CUDA, and what the compiler makes."""
+    """What these checks do on a GPU and not on the processor."""
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--run", check, "--small"]
     path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
