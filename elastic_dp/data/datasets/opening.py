@@ -64,9 +64,8 @@ def open_data(
         return MapStyleDataset(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s)
-    order: AnyOrder = _order(config, index, schedule.first)
-    if len(schedule.sizes) > 1:
-        order = GrowingOrder(order, schedule)
+    base = _order(config, index, schedule.first)
+    order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.sizes) > 1 else base
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)
     check_memory(row_groups, order, config.memory_bytes)
     return StreamingDataset(config, row_groups, order, pin=pin, **options)

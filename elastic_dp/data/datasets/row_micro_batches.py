@@ -62,8 +62,8 @@ class RowStream(MicroBatchStream):
     def describe(self, step: int, virtual_worker: int) -> str:
         """Example: "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet". Rows are
         counted in the shard, from 0."""
-        located = self._order.locate(step, virtual_worker)
-        return rows_named(self._row_groups, *located, self._config)
+        groups, rows = self._order.locate(step, virtual_worker)
+        return rows_named(self._row_groups, groups, rows, self._config)
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]:
         each = located_in_order(self._order, steps, virtual_worker)
