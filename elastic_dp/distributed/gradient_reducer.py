@@ -34,6 +34,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
+from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
@@ -68,10 +69,12 @@ class GradientReducer:
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
+        needed: HeldRanges | None = None,
     ) -> None:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
-        that of the membership."""
-        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology)
+        that of the membership. `needed`: which ranks need the sum of which elements; None: all need
+        all."""
+        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
         self._lay_out()
 
     def close(self) -> None:
@@ -248,6 +251,20 @@ class GradientReducer:
         if all(exchange.totals_are_finite() for exchange in self._exchanges):
             return True
         return all(exchange.is_finite() for exchange in self._exchanges)
+
+    def complete_held(self, factor: float) -> dict[int, torch.Tensor]:
+        """Instead of `complete` where not all members need all sums: returns those that this rank
+        needs, by number of the piece and multiplied by `factor`, each of shape (numel,)."""
+        held: dict[int, torch.Tensor] = {}
+        for exchange in self._exchanges:
+            exchange.settle()
+            exchange.scale_on_device(factor)
+            held |= exchange.held()
+        return held
+
+    def used_parameters(self, used: Sequence[int]) -> set[torch.Tensor]:
+        """Returns the parameters that have a gradient in this step. `used`: see `assign`."""
+        return {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
 
     def arrive(self) -> list[torch.Tensor]:
         """On a device, instead of `complete`, whose waits would stop the host: orders what follows
