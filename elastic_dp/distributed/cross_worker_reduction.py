@@ -87,6 +87,23 @@ class ReductionPlan:
         """The number of sums that this member has for each bucket."""
         return len(self.covers[self.group.rank]) if self.exact else 1
 
+    def first_received(self, bucket: GradientBucket) -> int:
+        """Returns the number of elements for what a bucket receives first, and then sends or
+        gathers."""
+        received = sum(self.rounds[0].received[0]) * self.chunk(bucket)
+        # What is received is shorter only where nodes have different numbers of members.
+        return max(received, self.group.world_size * self.chunk(bucket))
+
+    def most_sent_first(self, dtype: torch.dtype) -> int:
+        """Returns the most elements of this dtype of which some rank is the first that needs
+        them."""
+        assert self.needed is not None
+        numel = [0] * self.group.world_size
+        for p, ranges in self.needed.items():
+            for one in ranges if p.dtype == dtype else ():
+                numel[one.ranks[0]] += one.last - one.first
+        return max(numel)
+
     def route(self, bucket: GradientBucket) -> PieceRoute | None:
         """Returns where the finished parts of a bucket go; None: to all."""
         if self.needed is None:
@@ -155,8 +172,13 @@ class BucketReduction:
     """
 
     def __init__(
-        self, plan: ReductionPlan, bucket: GradientBucket, pool: GradientBufferPool
+        self,
+        plan: ReductionPlan,
+        bucket: GradientBucket,
+        pool: GradientBufferPool,
+        first: torch.Tensor | None = None,
     ) -> None:
+        """`first`: memory for `plan.first_received(bucket)` elements, if the caller has it."""
         self.bucket, self._plan = bucket, plan
         self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
         self._waiting = 0  # parameters that have not fired yet in this leaf
@@ -174,12 +196,13 @@ class BucketReduction:
             self._received = [[self._total]]
         elif plan.rounds:
             received = [[sum(sizes) * chunk for sizes in each.received] for each in plan.rounds]
-            # The first is no longer needed when finished parts arrive. It is shorter than the sum
-            # only where nodes have different numbers of members.
-            self._total = self._buffer(pool, max(received[0][0], world_size * chunk))
-            first, *others = received[0]
+            # The first is no longer needed when finished parts arrive.
+            self._total = (
+                self._buffer(pool, plan.first_received(bucket)) if first is None else first
+            )
+            size, *others = received[0]
             self._received = [
-                [self._total[:first], *(self._buffer(pool, numel) for numel in others)],
+                [self._total[:size], *(self._buffer(pool, numel) for numel in others)],
                 *([self._buffer(pool, numel) for numel in sizes] for sizes in received[1:]),
             ]
             self._total = self._total[: world_size * chunk]

@@ -51,6 +51,8 @@ class GradientReducer:
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
         self._pool = GradientBufferPool()
+        # By dtype: memory that is free from `complete_held` until the next step begins.
+        self.received_memory: dict[torch.dtype, torch.Tensor] = {}
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
@@ -86,6 +88,7 @@ class GradientReducer:
         for exchange in self._exchanges:
             exchange.release(self._pool)
         self._exchanges = []
+        self.received_memory = {}
 
     def preallocate(self, virtual_workers: int) -> None:
         """Touches memory for buffers before a group needs it."""
@@ -95,10 +98,35 @@ class GradientReducer:
     def _lay_out(self) -> None:
         assert self._plan is not None
         self._arrange()
+        first = self._allocate_received()
         self._exchanges = [
-            BucketReduction(self._plan, bucket, self._pool) for bucket in self._layout.buckets
+            BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
+            for bucket in self._layout.buckets
         ]
         self._pool.keep_host_memory_only()
+        if first:
+            self._pool.clear()  # it has memory to receive in, too
+
+    def _allocate_received(self) -> dict[int, torch.Tensor]:
+        """Allocates what is received first in one piece for all buckets of a dtype, if the sums go
+        to some members only: then it is free until the next step (`received_memory`).
+
+        Returns the part of each bucket, by its number.
+        """
+        self.received_memory = {}
+        plan = self._plan
+        if plan is None or plan.needed is None:
+            return {}
+        parts: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.dtype for bucket in self._layout.buckets}:
+            buckets = [bucket for bucket in self._layout.buckets if bucket.dtype == dtype]
+            sizes = [plan.first_received(bucket) for bucket in buckets]
+            updated = plan.most_sent_first(dtype) * plan.group.world_size
+            memory = torch.empty(max(sum(sizes), updated), dtype=dtype, device=buckets[0].device)
+            numbers = [bucket.number for bucket in buckets]
+            parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
+            self.received_memory[dtype] = memory
+        return parts
 
     def _arrange(self) -> None:
         """Creates hooks and buckets for the parameters that require a gradient now."""

@@ -8,6 +8,7 @@ it cannot fail.
     sums     of my part of the gradient, sent out bucket by bucket
     header   of all, collected: whether all go on, stop, or do the step again
     gather   changed buffers of all; finished parts of all
+    update   of this member's pieces, out of place, and of all, gathered; where they are sharded
     commit   one compare-and-swap that excludes an abort
     apply    gradients assigned, clipped, optimizer, scheduler, buffers
 
@@ -23,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -37,6 +37,7 @@ from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import PARAMETERS, TrainState
@@ -49,22 +50,9 @@ from elastic_dp.train.step.finished_work import (
     StepInputs,
     finished_of,
 )
-from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean
+from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
-from elastic_dp.train.step.step_header import MemberHeader, StepHeader
-
-
-@dataclass(frozen=True, slots=True)
-class StopAgreed:
-    """A member requested the end in this step's header: no member commits the step."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RetryStep:
-    """A parameter fired twice in one backward: no member commits, all repeat the step
-    sequentially."""
+from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
 
 @dataclass
@@ -83,6 +71,8 @@ class StepRunner:
     report: Callable[[str], None]  # tells the phase
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
+    # Whether a checkpoint of this step is due, as far as all members know before it.
+    checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
     _shares: list[Share] = field(default_factory=list)
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
@@ -98,6 +88,10 @@ class StepRunner:
         self.buffers = ModuleBuffers(self.state.model)
         self._units = UnitLayout.of(self.state.parameters.values())
 
+    def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
+        """Sets which steps have a checkpoint, as far as all members know before them."""
+        self.checkpoint_planned = planned
+
     def open(
         self,
         group: ProcessGroup,
@@ -108,7 +102,9 @@ class StepRunner:
         self._group, self._shares = group, list(shares)
         self._lineage_id = lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
-        self.gradients.open(group, shares, self.virtual_workers, self.exact, topology)
+        sharding = self.state.sharding
+        needed = None if sharding is None else sharding.needed()
+        self.gradients.open(group, shares, self.virtual_workers, self.exact, topology, needed)
         self.speed.open()
 
     def close(self) -> None:
@@ -156,6 +152,8 @@ class StepRunner:
         self._gradients = None
         self.gradients.begin()
         self.buffers.begin()
+        if self.state.sharding is not None:
+            self.state.sharding.begin()
         self.speed.begin()
         self._begin_finished(step, stop, expected)
         results = self._run_mine(step, stop, expected)
@@ -176,6 +174,8 @@ class StepRunner:
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
+            if self.state.sharding is not None and self.checkpoint_planned is not None:
+                self.state.sharding.gather_whole()  # for the run's last checkpoint
             self.control.commit()
             return StopAgreed(header.stop)
         if header.late:
@@ -195,7 +195,11 @@ class StepRunner:
         loss_scale = self.state.loss_scale
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         buffers = self._exchange_buffers(step, header.changed)
-        if extremes is None:
+        norm = None
+        if self._sharding is not None:
+            norm = self._prepare_sharded(self._sharding, step, header, factor)
+            finite = norm is not None
+        elif extremes is None:
             finite = self.gradients.complete(factor)
         else:
             finite = self.gradients.finish(factor, extremes)
@@ -211,7 +215,7 @@ class StepRunner:
         self.pass_point("after_commit", step)
         self.state.skip_row_groups(header.bad)
         self.data.mark_bad(header.bad)
-        record = self._apply(step, results, weight, finite, header, buffers)
+        record = self._apply(step, results, weight, finite, header, buffers, norm)
         if record.kept:
             self.control.checkpoint_agreed()
         return record
@@ -374,6 +378,32 @@ class StepRunner:
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
 
+    @property
+    def _sharding(self) -> ShardedOptimizer | None:
+        """Has this worker's part of the gradient and the state; None: it has all of them."""
+        sharding = self.state.sharding
+        return None if sharding is None or sharding.all_hold_all else sharding
+
+    def _prepare_sharded(
+        self, sharding: ShardedOptimizer, step: int, header: StepHeader, factor: float
+    ) -> torch.Tensor | None:
+        """Updates this member's pieces out of place, and gathers those of all members.
+
+        Returns the norm of the gradient, or None if it is not finite.
+        """
+        held, memory = self.gradients.complete_held(factor), self.gradients.received_memory
+        used = self.gradients.used_parameters(header.used)
+        norm = sharding.prepare(step, held, used, self.clip_norm, memory)
+        if norm is None:
+            return None
+        self.pass_point("prepared", step)
+        sharding.gather()
+        planned = self.checkpoint_planned
+        if planned is not None and ((header.keep and not header.keeps_late) or planned(step)):
+            sharding.gather_whole()
+        self.pass_point("gathered", step)
+        return norm
+
     def _undo(self) -> None:
         self.gradients.drop()
         self.buffers.undo()
@@ -388,24 +418,29 @@ class StepRunner:
         finite: bool,
         header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
+        norm: torch.Tensor | None = None,
     ) -> StepRecord:
         self.report("apply")
         state = self.state
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
         grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
-        self.gradients.assign(header.used)
-        self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
+        self._gradients = self._norm = None
+        if norm is not None:
+            grad_norm = float(norm)
+        else:
+            self.gradients.assign(header.used)
+            self._gradients = [p.grad for p in state.parameters.values()]
         self.buffers.commit(buffers)
         if finite:
-            if self.clip_norm is not None:
+            if norm is None and self.clip_norm is not None:
                 norm = self._clip(self.clip_norm)
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
                     grad_norm = float(norm)
             self.pass_point("optimizer", step)
-            state.optimizer.step()
+            self._update_parameters()
             if state.scheduler is not None:
                 state.scheduler.step()
         if state.loss_scale is not None:
@@ -418,7 +453,7 @@ class StepRunner:
             epoch_end=self.data.ends_epoch(step),
             loss=mean([(one.loss, one.weight) for one in results.values()]),
             weight=weight,
-            metrics=_mean_metrics(results.values()),
+            metrics=mean_metrics(results.values()),
             lr=lr,
             grad_norm=grad_norm,
             kept=header.keep and not header.keeps_late,
@@ -427,6 +462,13 @@ class StepRunner:
         state.commit(record)
         self.pass_point("after_step", step)
         return record
+
+    def _update_parameters(self) -> None:
+        sharding = self.state.sharding
+        if sharding is not None:
+            sharding.step_ends([p.grad for p in self.state.parameters.values()])
+            self.gradients.drop()  # what is called below updates nothing; schedulers look for it
+        self.state.optimizer.step()
 
     def _clip(self, limit: float) -> torch.Tensor:
         """Scales the gradients to a norm of at most `limit`. Returns the norm before."""
@@ -452,12 +494,3 @@ class StepRunner:
         if norm is None:
             norm = self._norm_of(self._gradients)
         record.add_grad_norm(float(norm))
-
-
-def _mean_metrics(results: Any) -> dict[str, float]:
-    """Returns the mean of each metric over the micro-batches that reported it."""
-    by_name: dict[str, list[tuple[float, float]]] = {}
-    for result in results:
-        for name, value in result.metrics.items():
-            by_name.setdefault(name, []).append((value, result.weight))
-    return {name: mean(values) for name, values in by_name.items()}
