@@ -178,6 +178,11 @@ class FormingFailed(GroupError):
     """The process group of a generation could not be formed within its deadline."""
 
 
+class PiecesLost(GroupError):
+    """Both holders of a piece of the optimizer's sharded state were lost: the run goes on from a
+    checkpoint."""
+
+
 class Interrupted(SystemExit, KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended `fit()`, which has reported what was saved. Example: `kill` of a run
     on a laptop.

@@ -368,6 +368,8 @@ NOT_OURS = {
     "data/discovery/index.py": {"scan.schema"},  # Arrow's `append` returns another schema
     "data/formats/tar.py": {"members.members"},  # tarfile's
     "distributed/process_group.py": {"options._timeout"},  # torch's, as those below
+    "train/sharding/piece_updates.py": {"inner.state"},
+    "train/sharding/sharded_optimizer.py": {"self._optimizer.state"},
     "train/state/buffer_memory.py": {"tensor.data", "slot.module._buffers"},
     "train/state/optimizer_state.py": {"one.state", "self.outer.state"},
     "train/state/train_state.py": {"module.training"},
@@ -508,7 +510,7 @@ def test_module_and_class_names_appear_once_in_the_package():
 # another place.
 PARAMETERS = {
     "ElasticTrainer": """
-        train *data name storage_path config scaling checkpoint failure exact max_steps
+        train *data name storage_path config scaling checkpoint failure exact sharding max_steps
         max_time_s loggers labels runtime_env storage_options
     """,
     "ElasticTrainer.fit": "self local",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
-from elastic_dp.config.field_checks import at_least, boolean, whole_number
+from elastic_dp.config.field_checks import at_least, boolean, one_of, whole_number
 from elastic_dp.config.iterable_data import IterableData
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.errors import SpecError
@@ -38,6 +38,7 @@ class JobSpec:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
+    sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class JobSpec:
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
         boolean("exact", self.exact)
+        self._check_sharding()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
@@ -68,4 +70,19 @@ class JobSpec:
             raise SpecError(
                 "max_steps is None, and so are max_time_s and the data's epochs: the run "
                 "would never end; set one of the three"
+            )
+
+    def _check_sharding(self) -> None:
+        one_of("sharding", self.sharding, (None, "optimizer"))
+        if self.sharding is None:
+            return
+        if not self.exact:
+            raise SpecError(
+                f"sharding is {self.sharding!r} and exact is False: two workers update each piece, "
+                "and only exact sums give both the same bits; leave out one of the two"
+            )
+        if self.scaling.resources_per_worker.get("GPU"):
+            raise SpecError(
+                f"sharding is {self.sharding!r}, which does not work on GPUs yet: leave it out, or "
+                'leave "GPU" out of ScalingConfig.resources_per_worker'
             )

@@ -92,6 +92,7 @@ class Generation:
         self.not_finished: set[WorkerId] = set()
         self.unreachable_pairs: set[tuple[WorkerId, WorkerId]] = set()
         self.mismatch: m.ReplicaMismatch | None = None  # the members hold different weights
+        self.pieces_lost = False  # a part of the sharded state
         self.fence = Fence()
         self.steps = StepProgress()
 
@@ -128,7 +129,7 @@ class Generation:
         self.not_entered = set(self.members)
         self.not_finished = {worker.id for worker in members if worker.finished is None}
         self.draining = {worker.id: worker for worker in members if worker.draining}
-        self.unreachable_pairs, self.mismatch = set(), None
+        self.unreachable_pairs, self.mismatch, self.pieces_lost = set(), None, False
         self.fence = Fence(max([worker.renewed_at for worker in members]) + config.lease_s)
         self.formed = self.lost_while_forming = False
         self._waiting_said = False
@@ -294,6 +295,7 @@ class Generation:
             # after a takeover, this may be the first report of it
             self._lineage.observed(event.lineage_id)
         self.mismatch = self.mismatch or event.mismatch
+        self.pieces_lost |= event.pieces_lost
         self.first_stop_at = min(self.first_stop_at, now)
         self.run.timers.wake(now + self.run.config.gather_timeout_s)
         if worker.entered == self.number:  # after a takeover, other workers cannot speak for it

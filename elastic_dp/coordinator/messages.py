@@ -76,6 +76,10 @@ class WorkerStopped:
     # Subtrees of virtual workers (first..last-1) whose sums it has finished in the step after
     # `position`, and keeps for the next attempt.
     finished: tuple[tuple[int, int], ...] = ()
+    # The state is sharded, and the worker holds only a part of it. Two workers hold each part.
+    partial: bool = False
+    # Some part was held by lost workers alone, so no member can continue.
+    pieces_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ filled). Where members share nodes, sums within a node come first, in a round of
 node once. Two members with one subtree each exchange the whole bucket instead, since a sum of two
 has one order. Fast mode is one all-reduce per bucket.
 
+Where only some members need each element, since they hold the optimizer's state for it, a finished
+part goes to those that need it, and not to all (`piece_routes`).
+
 In exact mode nothing is added or received in the buffers that a worker sends its own sums from. So
 when a peer is lost during the exchange, what the survivors have finished is still there.
 """
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
+from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
 from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share, middle
@@ -59,7 +63,10 @@ class ReductionPlan:
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
+        needed: HeldRanges | None = None,
     ) -> None:
+        """`needed`: which ranks need the sum of which elements; None: all need all."""
+        self.needed = needed
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
@@ -79,6 +86,36 @@ class ReductionPlan:
     def subtrees(self) -> int:
         """The number of sums that this member has for each bucket."""
         return len(self.covers[self.group.rank]) if self.exact else 1
+
+    def first_received(self, bucket: GradientBucket) -> int:
+        """Returns the number of elements for what a bucket receives first, and then sends or
+        gathers."""
+        received = sum(self.rounds[0].received[0]) * self.chunk(bucket)
+        # What is received is shorter only where nodes have different numbers of members.
+        return max(received, self.group.world_size * self.chunk(bucket))
+
+    def most_sent_first(self, dtype: torch.dtype) -> int:
+        """Returns the most elements of this dtype of which some rank is the first that needs
+        them."""
+        assert self.needed is not None
+        numel = [0] * self.group.world_size
+        for p, ranges in self.needed.items():
+            for one in ranges if p.dtype == dtype else ():
+                numel[one.ranks[0]] += one.last - one.first
+        return max(numel)
+
+    def route(self, bucket: GradientBucket) -> PieceRoute | None:
+        """Returns where the finished parts of a bucket go; None: to all."""
+        if self.needed is None:
+            return None
+        assert self.rounds, "a sum that is not divided is needed by all"
+        ranges, at = [], 0
+        for p in bucket.parameters:
+            for one in self.needed.get(p, ()):
+                ranges.append(one._replace(first=at + one.first, last=at + one.last))
+            at += p.numel()
+        group = self.group
+        return piece_route(group.rank, group.world_size, self.chunk(bucket), ranges, bucket.numel)
 
     def chunk(self, bucket: GradientBucket) -> int:
         """Returns the number of elements in the part of one rank."""
@@ -135,8 +172,13 @@ class BucketReduction:
     """
 
     def __init__(
-        self, plan: ReductionPlan, bucket: GradientBucket, pool: GradientBufferPool
+        self,
+        plan: ReductionPlan,
+        bucket: GradientBucket,
+        pool: GradientBufferPool,
+        first: torch.Tensor | None = None,
     ) -> None:
+        """`first`: memory for `plan.first_received(bucket)` elements, if the caller has it."""
         self.bucket, self._plan = bucket, plan
         self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
         self._waiting = 0  # parameters that have not fired yet in this leaf
@@ -154,16 +196,23 @@ class BucketReduction:
             self._received = [[self._total]]
         elif plan.rounds:
             received = [[sum(sizes) * chunk for sizes in each.received] for each in plan.rounds]
-            # The first is no longer needed when finished parts arrive. It is shorter than the sum
-            # only where nodes have different numbers of members.
-            self._total = self._buffer(pool, max(received[0][0], world_size * chunk))
-            first, *others = received[0]
+            # The first is no longer needed when finished parts arrive.
+            self._total = (
+                self._buffer(pool, plan.first_received(bucket)) if first is None else first
+            )
+            size, *others = received[0]
             self._received = [
-                [self._total[:first], *(self._buffer(pool, numel) for numel in others)],
+                [self._total[:size], *(self._buffer(pool, numel) for numel in others)],
                 *([self._buffer(pool, numel) for numel in sizes] for sizes in received[1:]),
             ]
             self._total = self._total[: world_size * chunk]
-        self.total_views = bucket.views(self._total)
+        self._route = plan.route(bucket)
+        if self._route is not None:
+            # What is received is added up at the beginning of its memory, and sent from behind it.
+            self._part, self._sending = self._total[:chunk], self._total[chunk:]
+            self._sending = self._sending[: sum(self._route.sent)]
+            self._total = self._buffer(pool, sum(self._route.received))
+        self.total_views = [] if self._route is not None else bucket.views(self._total)
         self.begin()
 
     def _buffer(self, pool: GradientBufferPool, numel: int) -> torch.Tensor:
@@ -231,6 +280,13 @@ class BucketReduction:
             self._send(self._received_sums())
             return
         part = self.sum_part()
+        if self._route is not None:
+            cuts = [part[first:last] for first, last in self._route.cuts]
+            torch.cat(cuts or [part[:0]], out=self._sending)
+            self._gathering = self._plan.group.all_to_all(
+                self._total, self._sending, self._route.received, self._route.sent
+            )
+            return
         if len(part) < len(self._total):
             self._gathering = self._plan.group.all_gather(self._total, part)
 
@@ -246,6 +302,9 @@ class BucketReduction:
                 self._element_totals.append(_total_of_elements(both))
         if not plan.rounds:
             return self._total
+        if self._route is not None:
+            (part,) = self._received_sums(self._part)
+            return part
         # Where the all-gather would copy it to, so that it may lie in the output.
         first = plan.group.rank * plan.chunk(self.bucket)
         (part,) = self._received_sums(self._total[first : first + plan.chunk(self.bucket)])
@@ -276,6 +335,11 @@ class BucketReduction:
         if factor != 1.0:
             self._overwritten |= self._total is self._flats[0]
             self._total.mul_(factor)
+
+    def held(self) -> dict[int, torch.Tensor]:
+        """Returns the sums of the pieces that this rank needs, each of shape (numel,)."""
+        assert self._route is not None
+        return {piece: self._total[first:last] for piece, first, last in self._route.held}
 
     def extremes(self) -> torch.Tensor:
         """Returns the least and the largest element of the finished sum; NaN if there is one."""

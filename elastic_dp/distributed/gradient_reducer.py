@@ -35,6 +35,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
 from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
+from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
@@ -51,6 +52,8 @@ class GradientReducer:
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
         self._pool = GradientBufferPool()
+        # By dtype: memory that is free from `complete_held` until the next step begins.
+        self.received_memory: dict[torch.dtype, torch.Tensor] = {}
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
@@ -70,10 +73,12 @@ class GradientReducer:
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
+        needed: HeldRanges | None = None,
     ) -> None:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
-        that of the membership."""
-        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology)
+        that of the membership. `needed`: which ranks need the sum of which elements; None: all need
+        all."""
+        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
         self._lay_out()
 
     def close(self) -> None:
@@ -85,6 +90,7 @@ class GradientReducer:
         for exchange in self._exchanges:
             exchange.release(self._pool)
         self._exchanges = []
+        self.received_memory = {}
 
     def preallocate(self, virtual_workers: int) -> None:
         """Touches memory for buffers before a group needs it."""
@@ -94,10 +100,35 @@ class GradientReducer:
     def _lay_out(self) -> None:
         assert self._plan is not None
         self._arrange()
+        first = self._allocate_received()
         self._exchanges = [
-            BucketReduction(self._plan, bucket, self._pool) for bucket in self._layout.buckets
+            BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
+            for bucket in self._layout.buckets
         ]
         self._pool.keep_host_memory_only()
+        if first:
+            self._pool.clear()  # it has memory to receive in, too
+
+    def _allocate_received(self) -> dict[int, torch.Tensor]:
+        """Allocates what is received first in one piece for all buckets of a dtype, if the sums go
+        to some members only: then it is free until the next step (`received_memory`).
+
+        Returns the part of each bucket, by its number.
+        """
+        self.received_memory = {}
+        plan = self._plan
+        if plan is None or plan.needed is None:
+            return {}
+        parts: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.dtype for bucket in self._layout.buckets}:
+            buckets = [bucket for bucket in self._layout.buckets if bucket.dtype == dtype]
+            sizes = [plan.first_received(bucket) for bucket in buckets]
+            updated = plan.most_sent_first(dtype) * plan.group.world_size
+            memory = torch.empty(max(sum(sizes), updated), dtype=dtype, device=buckets[0].device)
+            numbers = [bucket.number for bucket in buckets]
+            parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
+            self.received_memory[dtype] = memory
+        return parts
 
     def _arrange(self) -> None:
         """Creates hooks and buckets for the parameters that require a gradient now."""
@@ -262,6 +293,20 @@ class GradientReducer:
         if all(exchange.totals_are_finite() for exchange in self._exchanges):
             return True
         return all(exchange.is_finite() for exchange in self._exchanges)
+
+    def complete_held(self, factor: float) -> dict[int, torch.Tensor]:
+        """Instead of `complete` where not all members need all sums: returns those that this rank
+        needs, by number of the piece and multiplied by `factor`, each of shape (numel,)."""
+        held: dict[int, torch.Tensor] = {}
+        for exchange in self._exchanges:
+            exchange.settle()
+            exchange.scale_on_device(factor)
+            held |= exchange.held()
+        return held
+
+    def used_parameters(self, used: Sequence[int]) -> set[torch.Tensor]:
+        """Returns the parameters that have a gradient in this step. `used`: see `assign`."""
+        return {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
 
     def arrive(self) -> list[torch.Tensor]:
         """On a device, instead of `complete`, whose waits would stop the host: orders what follows

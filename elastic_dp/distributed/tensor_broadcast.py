@@ -72,6 +72,26 @@ def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayl
     )
 
 
+def to_flat(text: bytes, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns a text and tensors as one byte vector."""
+    payload = pack_payload(text, tensors)
+    return torch.cat([payload.head, *payload.flats])
+
+
+def from_flat(flat: torch.Tensor, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
+    """Returns the text and the tensors, in new memory, of what `to_flat` returned."""
+    specs_end, end = _text_ends(flat[: 2 * _LENGTH_BYTES].numpy().tobytes())
+    content = flat[2 * _LENGTH_BYTES : end].numpy().tobytes()
+    middle = specs_end - 2 * _LENGTH_BYTES
+    tensors = [spec.empty(device) for spec in _specs_from_json(content[:middle])]
+    at = max(end, _HEAD_BYTES)
+    for tensor in tensors:
+        mine = _flat_bytes(tensor)
+        mine.copy_(flat[at : at + mine.numel()])
+        at += mine.numel()
+    return content[middle:], tensors
+
+
 def send(group: ProcessGroup, payload: StatePayload) -> None:
     """Sends the payload to all other members of `group`. The caller is rank 0."""
     head = payload.head
@@ -95,9 +115,8 @@ def receive(
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     group.wait(group.broadcast(head, 0))
     first = head.numpy().tobytes()
-    ends = [int.from_bytes(first[at : at + _LENGTH_BYTES], "little") for at in (0, _LENGTH_BYTES)]
-    begin, middle = 2 * _LENGTH_BYTES, 2 * _LENGTH_BYTES + ends[0]
-    end = middle + ends[1]
+    begin = 2 * _LENGTH_BYTES
+    middle, end = _text_ends(first)
     rest = torch.empty(max(0, end - _HEAD_BYTES), dtype=torch.uint8)
     if rest.numel():
         group.wait(group.broadcast(rest, 0))
@@ -107,6 +126,12 @@ def receive(
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
     group.synchronize()
     return text, tensors
+
+
+def _text_ends(head: bytes) -> tuple[int, int]:
+    """Returns where the two texts of a payload end: what describes its tensors, and its own."""
+    sizes = [int.from_bytes(head[at : at + _LENGTH_BYTES], "little") for at in (0, _LENGTH_BYTES)]
+    return 2 * _LENGTH_BYTES + sizes[0], 2 * _LENGTH_BYTES + sum(sizes)
 
 
 def _destinations(

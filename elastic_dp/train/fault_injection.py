@@ -23,6 +23,7 @@ POINTS = (
     "forming",
     "sending_state",
     "receiving_state",
+    "receiving_pieces",
     "restoring",
     "sharing",
     "before_forward",
@@ -33,6 +34,8 @@ POINTS = (
     "exchange",
     "gather",
     "buffers",
+    "prepared",
+    "gathered",
     "before_commit",
     "after_commit",
     "optimizer",
@@ -43,7 +46,7 @@ POINTS = (
     "keeping",
 )
 
-HANDING_OVER = POINTS[:5]  # before a generation's first step
+HANDING_OVER = POINTS[:6]  # before a generation's first step
 
 
 @dataclass(frozen=True, slots=True)

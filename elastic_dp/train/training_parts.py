@@ -15,6 +15,8 @@ from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.phase_reporter import PhaseReporter
+from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
@@ -53,6 +55,13 @@ class StepsArguments:
         whole_number("noise_scale_every", self.noise_scale_every, 1)
 
 
+def sharded_optimizer_of(given: StepsArguments, device: torch.device) -> ShardedOptimizer:
+    """Returns what holds the optimizer's state. Raises SpecError and ModelError."""
+    parameters = dict(given.model.named_parameters())
+    check_shardable(given.optimizer, parameters, given.precision, device)
+    return ShardedOptimizer(given.optimizer, parameters)
+
+
 @dataclass(frozen=True)
 class TrainingParts:
     """The parts that work on one model, from the start of the loop to its end."""
@@ -78,7 +87,9 @@ class TrainingParts:
         """Checks the arguments and builds the parts. Nothing runs yet."""
         given.check()
         loss_scale = new_loss_scale(given.precision)
-        state = TrainState(given.model, given.optimizer, given.scheduler, loss_scale, given.state)
+        sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
+        own = given.model, given.optimizer, given.scheduler
+        state = TrainState(*own, loss_scale, given.state, sharding=sharding)
         compared = spec.failure.compare_weights_every if spec.exact else None
         weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"

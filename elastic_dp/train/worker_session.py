@@ -32,7 +32,7 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
-from elastic_dp.errors import GroupError, Interrupted, LoopError
+from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import GROWTH, growth_of, job_identity
 from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
@@ -62,7 +62,8 @@ from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.step_runner import RetryStep, StepRunner, StopAgreed
+from elastic_dp.train.step.step_header import RetryStep, StopAgreed
+from elastic_dp.train.step.step_runner import StepRunner
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.training_parts import StepsArguments, TrainingParts
 from elastic_dp.train.user_loop import UserLoop
@@ -323,9 +324,12 @@ class WorkerSession:
         if self.loop.in_body:
             self.step_runner.complete_record()
         self.step_runner.close()
+        if self.state.sharding is not None:
+            self.state.sharding.close()
         generation = self.control.leave()
         self._groups.leave()
-        self._post_stopped(generation, str(reason), unreachable)
+        lost = isinstance(reason, PiecesLost)
+        self._post_stopped(generation, str(reason), unreachable, pieces_lost=lost)
 
     def leave_if_ended(self) -> None:
         if self._groups.main is not None:
@@ -363,6 +367,7 @@ class WorkerSession:
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
+        taken += self._get_pieces(membership)
         next_step, lineage_id = self.position.step + 1, self.progress.lineage_id
         self.step_runner.open(self._groups.main, membership, next_step, lineage_id)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
@@ -391,11 +396,31 @@ class WorkerSession:
             return self._transfer.receive(group, membership.lineage_id)
         return 0
 
+    def _get_pieces(self, membership: Membership) -> int:
+        """Receives the pieces of a sharded optimizer that this worker is to hold now. Returns the
+        number of bytes received."""
+        sharding, main, record = self.state.sharding, self._groups.main, self.state.record
+        if sharding is None:
+            return 0
+        assert main is not None
+        self.report("receive")
+        self.pass_point("receiving_pieces")
+        step, planned = self.position.step, self.step_runner.checkpoint_planned
+        # All members are at one position, so all know the same.
+        due = bool(self.position.ended or (record is not None and record.kept))
+        whole = planned is not None and step > 0 and (due or planned(step))
+        return sharding.open(main, membership.topology, gather_whole=whole)
+
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         self.data.read_ahead(next_step, self.step_runner.share(membership, self.rank, next_step))
 
     def _post_stopped(
-        self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
+        self,
+        generation: int,
+        reason: str,
+        unreachable: tuple[WorkerId, ...] = (),
+        *,
+        pieces_lost: bool = False,
     ) -> None:
         self.link.post(
             WorkerStopped(
@@ -409,6 +434,8 @@ class WorkerSession:
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
                 finished=self.step_runner.finished_nodes(self.position.step + 1),
+                partial=self.progress.has_state and not self.state.is_whole,
+                pieces_lost=pieces_lost,
             )
         )
 
@@ -451,6 +478,8 @@ class WorkerSession:
         told = self.total_steps if self.loop.read_total_steps else None
         job = {**job_identity(self.spec), GROWTH: growth_of(self.spec)}
         checkpoints.open(self.state, self._signature, job, told)
+        total = self.total_steps
+        self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
         self._checkpoints_at_head = StepBoundaryCheckpoints(
             checkpoints,
             self.state,

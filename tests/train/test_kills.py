@@ -43,7 +43,10 @@ WITH_CHECKPOINTS = (
     "sharing",
     "keeping",
 )  # see test_worker_checkpointer, test_collective_read
-IN_A_STEP = tuple(p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS))
+# See test_sharded_optimizer.
+WHERE_SHARDED = ("receiving_pieces", "prepared", "gathered")
+NOT_IN_A_STEP = (*WHILE_FORMING, *WITH_CHECKPOINTS, *WHERE_SHARDED)
+IN_A_STEP = tuple(p for p in POINTS if p not in NOT_IN_A_STEP)
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
 # Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.

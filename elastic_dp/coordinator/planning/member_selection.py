@@ -75,6 +75,8 @@ def select_members(
         taken = [*taken[: min(size, virtual_workers - 1)], source]
     assert len(taken) >= least or not copies, (taken, least)
 
+    if any(worker.partial for worker in holders):
+        taken = _all_but_one(stopped, taken, virtual_workers)
     chosen = set(taken)
     source = next(
         (worker for worker in taken if worker.has_state and worker.position == top), source
@@ -87,6 +89,19 @@ def select_members(
     return MemberSelection(
         order, source, left, f"{counted(len(order), 'worker')}, state from {source.id}"
     )
+
+
+def _all_but_one(
+    stopped: list[WorkerState], taken: list[WorkerState], virtual_workers: int
+) -> list[WorkerState]:
+    """Return the members if at most one worker with a part of a sharded state leaves at a time: two
+    workers hold each part, and the others copy what the one has held before the next leaves.
+    """
+    parts = [worker for worker in stopped if worker.partial]
+    leaving = [worker for worker in parts if worker not in taken]
+    staying = [worker for worker in stopped if worker in taken or worker in leaving[1:]]
+    joining = [worker for worker in taken if worker not in staying]
+    return [*staying, *joining[: virtual_workers - len(staying)]]
 
 
 def membership_of(

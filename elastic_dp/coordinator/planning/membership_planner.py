@@ -114,8 +114,22 @@ class MembershipPlanner:
         self._generation.all_left()
         if self._generation.mismatch is not None:
             reject(self._registry, self._generation, self._lineage, now)
+        elif self._generation.pieces_lost:
+            self._give_up_state(now)
         else:
             self._replace_stragglers(now)
+
+    def _give_up_state(self, now: float) -> None:
+        """Replace every worker with state: a part of the sharded state was lost with workers, and
+        a process never goes back.
+        """
+        self.run.explain(
+            "both workers that held some part of the optimizer's state are lost; the others cannot "
+            "continue without it"
+        )
+        for worker in [*self._generation.members.values(), *self._registry.retained.values()]:
+            if worker.has_state:
+                self._registry.release(worker, "a part of the optimizer's state is lost", now)
 
     def _exclude_unreachable(self, now: float) -> None:
         """Exclude members that could not be reached, if the generation failed to form though no

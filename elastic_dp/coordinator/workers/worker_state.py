@@ -103,6 +103,7 @@ class WorkerState:
     lineage_id: int = 0  # the lineage that its state descends from
     # subtrees that it has finished in the step after `position`, see WorkerStopped
     finished_nodes: tuple[tuple[int, int], ...] = ()
+    partial: bool = False  # it holds only a part of a sharded state
     finished: str | None = None  # digest of its final weights
     finished_because: str = ""
     draining: bool = False
@@ -193,7 +194,7 @@ class WorkerState:
 
     def stopped(self, event: WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
-        self.finished_nodes = event.finished
+        self.finished_nodes, self.partial = event.finished, event.partial
         if event.has_state:
             self.lineage_id = event.lineage_id
 

@@ -80,7 +80,7 @@ class StepBoundaryCheckpoints:
     def take_without_controller(self) -> None:
         """Takes a last checkpoint without a controller, unless the body is running or a newer one
         exists."""
-        if self._has_right_state():
+        if self._has_right_state() and self._state.is_whole:
             progress = self._progress
             self._checkpointer.commit_without_controller(
                 self._state, progress.position.step, progress.evaluations
@@ -101,6 +101,9 @@ class StepBoundaryCheckpoints:
 
     def _decide(self, request: CheckpointRequest) -> CheckpointDecision:
         """Waits for the previous upload within its patience, then decides."""
+        if not self._state.is_whole:  # it is gathered in a step that knows of the checkpoint
+            waits = request.is_due and not request.is_last
+            return CheckpointDecision.DEFER if waits else CheckpointDecision.LEAVE_OUT
         if request.is_last:
             return CheckpointDecision.TAKE
         may = bool(request.writers) or not request.agreed_to_wait

@@ -107,7 +107,7 @@ class WorkerCheckpointer:
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state."""
-        if self._config.enabled:
+        if self._config.enabled and state.is_whole:
             with contextlib.suppress(StateError):  # the snapshot itself raises it
                 self._uploader.prepare(_tree(state, []))
 
@@ -136,6 +136,12 @@ class WorkerCheckpointer:
         """Treats the loop body's request like one of the controller: a later step may satisfy
         it."""
         self._requested = False
+
+    def planned(self, step: int, total_steps: int) -> bool:
+        """Returns whether a checkpoint of `step` is due by what the job says. `total_steps`: 0 if
+        it is not known."""
+        every = self._config.every_steps
+        return (every is not None and step % every == 0) or (0 < total_steps <= step)
 
     def due(self, step: int, agreed: bool, ended: bool) -> bool:
         """Returns whether a checkpoint is due at the head of the loop after `step`.
@@ -301,7 +307,7 @@ class WorkerCheckpointer:
 
 def _tree(state: TrainState, evaluations: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Returns the state without values that only some members may have computed."""
-    tree = state.tree(evaluations, None)
+    tree = state.tree(evaluations, None, whole=True)
     if state.record is not None:
         tree["step"]["record"] = dataclasses.replace(state.record, grad_norm=None)
     return tree

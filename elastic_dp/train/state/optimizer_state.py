@@ -86,10 +86,15 @@ class OptimizerState:
         """Returns what the body may have changed. `committed` holds the same as of the commit."""
         return self._now(Capture(self._references, clones=True), Capture(self._references))
 
-    def state(self) -> dict[str, Any]:
-        """Returns what only steps change. Tensors are the optimizers' own. Raises ModelError."""
+    def state(
+        self, of_parameters: Mapping[torch.Tensor, Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Returns what only steps change. Tensors are the optimizers' own. Raises ModelError.
+
+        `of_parameters` is the state of the parameters, if the optimizer does not have it itself.
+        """
         capture = Capture(self._references)
-        tree = self._state(capture)
+        tree = self._state(capture, of_parameters)
         self._check(capture)
         return tree
 
@@ -193,12 +198,17 @@ class OptimizerState:
             "own": attributes,
         }
 
-    def _state(self, capture: Capture) -> dict[str, Any]:
+    def _state(
+        self,
+        capture: Capture,
+        of_parameters: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         optimized = self._optimized()
+        given = self.outer.state if of_parameters is None else of_parameters
         names = {p: name for name, p in self._parameters.items()}
         tree: dict[str, Any] = {
             "optimizer": [
-                capture.attributes(self.outer.state.get(p, {}), f"optimizer.state[{names[p]}]")
+                capture.attributes(given.get(p, {}), f"optimizer.state[{names[p]}]")
                 for p in optimized
             ]
         }

@@ -25,7 +25,9 @@ from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.python_objects import References
 from elastic_dp.checkpoint.tensor_aliases import join_aliases, split_aliases
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
+from elastic_dp.errors import RunMismatch
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.optimizer_state import OptimizerState, same
@@ -55,6 +57,7 @@ class TrainState:
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     committed_extra: dict[str, bytes] = field(default_factory=dict)
     norm_over: str = UNITS  # what the norm for clipping is added over, through the whole run
+    sharding: ShardedOptimizer | None = None  # it has the optimizer's state, if it is sharded
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
     def __post_init__(self) -> None:
@@ -111,18 +114,32 @@ class TrainState:
 
     # ----------------------------------------------------------------- transfer
 
-    def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
-        """Returns the whole state as the source sends it."""
-        optimizers = self.optimizers
-        state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has the whole state, and not only a part of the optimizer's."""
+        return self.sharding is None or self.sharding.has_whole
+
+    def tree(
+        self, evaluations: Sequence[dict[str, float]], ended: str | None, *, whole: bool = False
+    ) -> dict[str, Any]:
+        """Returns the state as the source sends it.
+
+        What is sharded is only in it with `whole`, which needs `is_whole`.
+        """
+        optimizers, sharding = self.optimizers, self.sharding
+        of_parameters = sharding.whole() if sharding is not None and whole else None
+        state = optimizers.state(of_parameters)
+        committed, now = optimizers.committed, optimizers.now()
         if same(now["own"], committed["own"]):
             now["own"] = None  # sent once, as committed
         # Tensors of the groups are copies, and the receiver writes them into its own: there they
         # share memory as before.
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
         carried, shared = split_aliases(carried, self._owners())
+        apart = {"sharded": True} if sharding is not None and not whole else {}
         return {
             "step": {
+                **apart,
                 "parameters": list(self.parameters.values()),
                 "buffers": dict(self.model.named_buffers()),
                 **carried["state"],
@@ -153,8 +170,10 @@ class TrainState:
         need not wait.
 
         It allocates two tensors per parameter, as Adam needs, and writes to them, since the first
-        write to a page costs more than receiving it.
+        write to a page costs more than receiving it. It allocates nothing for a sharded optimizer.
         """
+        if self.sharding is not None:
+            return
         self._preallocated = [
             [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
             if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
@@ -209,6 +228,8 @@ class TrainState:
         if own is not None:  # else an earlier version wrote the checkpoint
             hyper["own"] = carried["own"]
         self.optimizers.adopt(carried["state"], hyper, shared)
+        if self.sharding is not None:
+            self._adopt_sharded(step, body)
         given = changeable.get("extra_state", {})  # absent in early versions
         for extra in self._extra:
             if extra.name in given:
@@ -219,6 +240,11 @@ class TrainState:
         self.bad_row_groups = set(step["bad_row_groups"])
         self.kinds = list(step["kinds"])
         self.norm_over = step.get("norm_over", PARAMETERS)  # absent in early versions
+        if self.sharding is not None and self.norm_over == PARAMETERS:
+            raise RunMismatch(
+                "the run was begun by an early version, whose norms of gradients are not to be had "
+                'with sharding="optimizer": leave it out'
+            )
         if body:
             for key, value in tree["body"]["user"].items():
                 self.user[key].load_state_dict(value)
@@ -236,6 +262,15 @@ class TrainState:
                 committed["own"] = given[0]
             self.optimizers.replace_committed(committed)
             self.committed_extra = step.get("extra_state", self.committed_extra)
+
+    def _adopt_sharded(self, step: Mapping[str, Any], body: bool) -> None:
+        assert self.sharding is not None
+        if not step.get("sharded"):  # a checkpoint
+            self.sharding.absorb()
+        elif body:
+            self.sharding.forget()
+        else:
+            self.sharding.roll_forward(step["record"].number)
 
     def _owners(self) -> dict[str, torch.Tensor]:
         buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}

@@ -112,3 +112,12 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
     return f"a {type(value).__name__}"
+
+
+def mean_metrics(results: Any) -> dict[str, float]:
+    """Returns the mean of each metric over the micro-batches that reported it."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            by_name.setdefault(name, []).append((value, result.weight))
+    return {name: mean(values) for name, values in by_name.items()}

@@ -97,6 +97,19 @@ class StepHeader:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StopAgreed:
+    """A member requested the end in this step's header: no member commits the step."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetryStep:
+    """A parameter fired twice in one backward: no member commits, all repeat the step
+    sequentially."""
+
+
 def _or(rows: Sequence[bytes]) -> bytes:
     """Combines rows of one length byte by byte."""
     either = 0

@@ -8,6 +8,7 @@ it cannot fail.
     sums     of my part of the gradient, sent out bucket by bucket
     header   of all, collected: whether all go on, stop, or do the step again
     gather   changed buffers of all; finished parts of all
+    update   of this member's pieces, out of place, and of all, gathered; where they are sharded
     commit   one compare-and-swap that excludes an abort
     apply    gradients assigned, clipped, optimizer, scheduler, buffers
 
@@ -23,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -40,6 +40,7 @@ from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import PARAMETERS, TrainState
@@ -52,22 +53,9 @@ from elastic_dp.train.step.finished_work import (
     StepInputs,
     finished_of,
 )
-from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean
+from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
-from elastic_dp.train.step.step_header import MemberHeader, StepHeader
-
-
-@dataclass(frozen=True, slots=True)
-class StopAgreed:
-    """A member requested the end in this step's header: no member commits the step."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RetryStep:
-    """A parameter fired twice in one backward: no member commits, all repeat the step
-    sequentially."""
+from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
 
 @dataclass
@@ -92,6 +80,8 @@ class StepRunner:
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
     noise_scale_every: int | None = None
+    # Whether a checkpoint of this step is due, as far as all members know before it.
+    checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
     _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
@@ -108,6 +98,10 @@ class StepRunner:
         self.gradients = GradientReducer(self.state.parameters)
         self.buffers = ModuleBuffers(self.state.model)
         self._units = UnitLayout.of(self.state.parameters.values())
+
+    def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
+        """Sets which steps have a checkpoint, as far as all members know before them."""
+        self.checkpoint_planned = planned
 
     def open(
         self,
@@ -134,7 +128,9 @@ class StepRunner:
         self._virtual_workers = total
         self._shares = membership.shares(total, equal=self.equal_shares)
         self.gradients.close()
-        self.gradients.open(group, self._shares, total, self.exact, membership.topology)
+        sharding, topology = self.state.sharding, membership.topology
+        needed = None if sharding is None else sharding.needed()
+        self.gradients.open(group, self._shares, total, self.exact, topology, needed)
 
     def close(self) -> None:
         """Undoes what is not committed and releases the group."""
@@ -182,6 +178,8 @@ class StepRunner:
         expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
         self.gradients.begin(measures=self._measures_noise(step))
         self.buffers.begin()
+        if self.state.sharding is not None:
+            self.state.sharding.begin()
         self.speed.begin()
         self._begin_finished(step, stop, expected)
         results = self._run_mine(step, stop, expected)
@@ -202,6 +200,8 @@ class StepRunner:
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
+            if self.state.sharding is not None and self.checkpoint_planned is not None:
+                self.state.sharding.gather_whole()  # for the run's last checkpoint
             self.control.commit()
             return StopAgreed(header.stop)
         if header.late:
@@ -221,7 +221,11 @@ class StepRunner:
         loss_scale = self.state.loss_scale
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         buffers = self._exchange_buffers(step, header.changed)
-        if extremes is None:
+        norm = None
+        if self._sharding is not None:
+            norm = self._prepare_sharded(self._sharding, step, header, factor)
+            finite = norm is not None
+        elif extremes is None:
             finite = self.gradients.complete(factor)
         else:
             finite = self.gradients.finish(factor, extremes)
@@ -237,7 +241,7 @@ class StepRunner:
         self.pass_point("after_commit", step)
         self.state.skip_row_groups(header.bad)
         self.data.mark_bad(header.bad)
-        record = self._apply(step, results, weight, finite, header, buffers)
+        record = self._apply(step, results, weight, finite, header, buffers, norm)
         if record.kept:
             self.control.checkpoint_agreed()
         return record
@@ -411,6 +415,32 @@ class StepRunner:
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self._virtual_workers)
 
+    @property
+    def _sharding(self) -> ShardedOptimizer | None:
+        """Has this worker's part of the gradient and the state; None: it has all of them."""
+        sharding = self.state.sharding
+        return None if sharding is None or sharding.all_hold_all else sharding
+
+    def _prepare_sharded(
+        self, sharding: ShardedOptimizer, step: int, header: StepHeader, factor: float
+    ) -> torch.Tensor | None:
+        """Updates this member's pieces out of place, and gathers those of all members.
+
+        Returns the norm of the gradient, or None if it is not finite.
+        """
+        held, memory = self.gradients.complete_held(factor), self.gradients.received_memory
+        used = self.gradients.used_parameters(header.used)
+        norm = sharding.prepare(step, held, used, self.clip_norm, memory)
+        if norm is None:
+            return None
+        self.pass_point("prepared", step)
+        sharding.gather()
+        planned = self.checkpoint_planned
+        if planned is not None and ((header.keep and not header.keeps_late) or planned(step)):
+            sharding.gather_whole()
+        self.pass_point("gathered", step)
+        return norm
+
     def _undo(self) -> None:
         self.gradients.drop()
         self.buffers.undo()
@@ -425,27 +455,32 @@ class StepRunner:
         finite: bool,
         header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
+        norm: torch.Tensor | None = None,
     ) -> StepRecord:
         self.report("apply")
         state = self.state
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
         grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
-        self.gradients.assign(header.used)
-        self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
+        self._gradients = self._norm = None
+        if norm is not None:
+            grad_norm = float(norm)
+        else:
+            self.gradients.assign(header.used)
+            self._gradients = [p.grad for p in state.parameters.values()]
         self.buffers.commit(buffers)
         noise: dict[str, float] = {}
         if self._measures_noise(step):
             noise = self._noise(step, results, finite)
         if finite:
-            if self.clip_norm is not None:
+            if norm is None and self.clip_norm is not None:
                 norm = self._clip(self.clip_norm)
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
                     grad_norm = float(norm)
             self.pass_point("optimizer", step)
-            state.optimizer.step()
+            self._update_parameters()
             if state.scheduler is not None:
                 state.scheduler.step()
         if state.loss_scale is not None:
@@ -458,7 +493,7 @@ class StepRunner:
             epoch_end=self.data.ends_epoch(step),
             loss=mean([(one.loss, one.weight) for one in results.values()]),
             weight=weight,
-            metrics=_mean_metrics(results.values()) | noise,
+            metrics=mean_metrics(results.values()) | noise,
             lr=lr,
             grad_norm=grad_norm,
             kept=header.keep and not header.keeps_late,
@@ -485,6 +520,13 @@ class StepRunner:
         pieces = self._units.pieces(self._gradients)
         return estimated(leaves, float(fold_squares(squares_of_units(pieces)))) if finite else {}
 
+    def _update_parameters(self) -> None:
+        sharding = self.state.sharding
+        if sharding is not None:
+            sharding.step_ends([p.grad for p in self.state.parameters.values()])
+            self.gradients.drop()  # what is called below updates nothing; schedulers look for it
+        self.state.optimizer.step()
+
     def _clip(self, limit: float) -> torch.Tensor:
         """Scales the gradients to a norm of at most `limit`. Returns the norm before."""
         parameters = list(self.state.parameters.values())
@@ -509,12 +551,3 @@ class StepRunner:
         if norm is None:
             norm = self._norm_of(self._gradients)
         record.add_grad_norm(float(norm))
-
-
-def _mean_metrics(results: Any) -> dict[str, float]:
-    """Returns the mean of each metric over the micro-batches that reported it."""
-    by_name: dict[str, list[tuple[float, float]]] = {}
-    for result in results:
-        for name, value in result.metrics.items():
-            by_name.setdefault(name, []).append((value, result.weight))
-    return {name: mean(values) for name, values in by_name.items()}

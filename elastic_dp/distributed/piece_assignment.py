@@ -1,0 +1,215 @@
+"""Which two members hold each piece of sharded state: a pure function of who holds it now.
+
+Each piece has a primary and a backup. The backup is on another node, and in another zone, where
+that keeps the loads balanced: no member holds more than its part of the bytes, give or take two
+pieces, so the memory of a member is known before. With one member there is no backup, and two
+members hold everything.
+
+What members hold stays where it is as far as the balance allows. After a loss only the lost copies
+are made again; a joiner is given its part, and nothing else moves. Pairs of members share about
+equally many pieces, so that the copies that are lost with a member are spread over all others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+_LOOKED_AT = 3  # of the most and the least loaded ranks, for each copy that is moved
+
+
+class Holders(NamedTuple):
+    """The ranks that hold a piece."""
+
+    primary: int
+    backup: int | None  # None: there is one member
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.primary,) if self.backup is None else (self.primary, self.backup)
+
+
+class Move(NamedTuple):
+    """A copy of a piece that `receiver` gets from `sender`."""
+
+    piece: int
+    sender: int
+    receiver: int
+
+
+def assign_pieces(
+    sizes: Sequence[int],
+    world_size: int,
+    topology: Sequence[Sequence[int]] = (),
+    held: Sequence[Collection[int]] = (),
+) -> list[Holders]:
+    """Returns the holders of each piece, whose sizes are in bytes.
+
+    `held[piece]` are the ranks that hold it now; without it, any may. `topology` is that of the
+    membership.
+    """
+    if world_size == 1:
+        return [Holders(0, None) for _ in sizes]
+    assignment = _Assignment(sizes, world_size, topology)
+    everyone = range(world_size)
+    held = held or [()] * len(sizes)
+    for piece, ranks in enumerate(held):
+        if len(ranks) == 2:
+            assignment.place(piece, *sorted(ranks))
+    for piece, ranks in enumerate(held):
+        if len(ranks) > 2:
+            assignment.place(piece, *assignment.best_pair(sorted(ranks)))
+    for piece, ranks in enumerate(held):
+        if len(ranks) == 1:
+            (first,) = ranks
+            assignment.place(piece, first, assignment.best_partner(first))
+    for piece, ranks in enumerate(held):
+        if not ranks:
+            assignment.place(piece, *assignment.best_pair(everyone))
+    assignment.balance()
+    return assignment.holders()
+
+
+def moves_to(
+    holders: Sequence[Collection[int]], held: Sequence[Collection[int]], sizes: Sequence[int]
+) -> list[Move]:
+    """Returns the copies that are made so that `holders[piece]` hold each piece. Those that hold it
+    now send it, whoever has less to send."""
+    sent: defaultdict[int, int] = defaultdict(int)
+    moves = []
+    for piece, (wanted, present) in enumerate(zip(holders, held, strict=True)):
+        for receiver in sorted(set(wanted).difference(present)):
+            sender = min(present, key=lambda rank: (sent[rank], rank))
+            sent[sender] += sizes[piece]
+            moves.append(Move(piece, sender, receiver))
+    return moves
+
+
+class _Assignment:
+    """The pairs of ranks that hold the pieces, while they are chosen."""
+
+    def __init__(
+        self, sizes: Sequence[int], world_size: int, topology: Sequence[Sequence[int]]
+    ) -> None:
+        self._sizes = sizes
+        self._ranks = range(world_size)
+        self._load = [0] * world_size
+        self._limit = -(-2 * sum(sizes) // world_size)
+        self._largest = max(sizes, default=0)
+        self._pieces: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._shared: defaultdict[tuple[int, int], int] = defaultdict(int)  # bytes of a pair
+        # [level][rank]: the number of its node, zone, …
+        self._places = [
+            [
+                number
+                for number, (first, last) in enumerate(pairwise(accumulate(level, initial=0)))
+                for _ in range(first, last)
+            ]
+            for level in topology
+        ]
+
+    def place(self, piece: int, one: int, other: int) -> None:
+        size, pair = self._sizes[piece], _pair(one, other)
+        self._pieces[pair].append(piece)
+        self._shared[pair] += size
+        self._load[one] += size
+        self._load[other] += size
+
+    def best_pair(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """Returns the least loaded rank, and its best partner among `ranks`."""
+        first = min(ranks, key=lambda rank: (self._load[rank], rank))
+        others = [rank for rank in ranks if rank != first]
+        return first, min(others, key=lambda rank: self._rating(first, rank))
+
+    def best_partner(self, first: int) -> int:
+        others = [rank for rank in self._ranks if rank != first]
+        return min(others, key=lambda rank: self._rating(first, rank))
+
+    def balance(self) -> None:
+        """Moves copies from ranks with more than their part to those with less."""
+        while (move := self._next_move()) is not None:
+            pair, index, rank, receiver = move
+            piece = self._pieces[pair].pop(index)
+            size = self._sizes[piece]
+            self._shared[pair] -= size
+            for member in pair:
+                self._load[member] -= size
+            self.place(piece, receiver, pair[0] if pair[1] == rank else pair[1])
+
+    def holders(self) -> list[Holders]:
+        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes."""
+        pairs = {piece: pair for pair, pieces in self._pieces.items() for piece in pieces}
+        load = [0] * len(self._ranks)
+        order = sorted(pairs, key=lambda piece: (-self._sizes[piece], piece))
+        chosen: dict[int, Holders] = {}
+        for piece in order:
+            less, more = sorted(pairs[piece], key=lambda rank: (load[rank], rank))
+            load[less] += self._sizes[piece]
+            chosen[piece] = Holders(less, more)
+        improved = True
+        while improved:
+            improved = False
+            for piece, (primary, backup) in chosen.items():
+                assert backup is not None
+                if load[primary] - load[backup] > self._sizes[piece] > 0:
+                    load[primary] -= self._sizes[piece]
+                    load[backup] += self._sizes[piece]
+                    chosen[piece], improved = Holders(backup, primary), True
+        return [chosen[piece] for piece in range(len(self._sizes))]
+
+    def _next_move(self) -> tuple[tuple[int, int], int, int, int] | None:
+        """Returns a pair, the index of one of its pieces, which of the two gives it up, and who
+        receives it; or None if the loads are balanced."""
+        by_load = sorted(self._ranks, key=lambda rank: (self._load[rank], rank))
+        least, most = self._load[by_load[0]], self._load[by_load[-1]]
+        givers = [r for r in reversed(by_load) if self._load[r] > most - self._largest]
+        receivers = [r for r in by_load if self._load[r] < least + self._largest]
+        for may_come_closer in (False, True):
+            for some in ((givers[:_LOOKED_AT], receivers[:_LOOKED_AT]), (by_load, by_load)):
+                if (move := self._best_move(*some, may_come_closer)) is not None:
+                    return move
+        return None
+
+    def _best_move(
+        self, givers: Sequence[int], receivers: Sequence[int], may_come_closer: bool
+    ) -> tuple[tuple[int, int], int, int, int] | None:
+        """Returns the move after which pairs share most evenly. `may_come_closer`: the two holders
+        may then share a node that they did not share before."""
+        tolerance = self._largest * (2 if may_come_closer else 1)
+        moves = [
+            (
+                self._shared[_pair(other, receiver)] - self._shared[_pair(other, giver)],
+                giver,
+                receiver,
+                other,
+            )
+            for giver in givers
+            for receiver in receivers
+            if self._load[giver] - self._load[receiver] > tolerance
+            for other in self._ranks
+            if other not in (giver, receiver)
+            and (may_come_closer or self._distance(other, giver) <= self._distance(other, receiver))
+        ]
+        for _, giver, receiver, other in sorted(moves):
+            pair, gap = _pair(giver, other), self._load[giver] - self._load[receiver]
+            for index in range(len(self._pieces[pair]) - 1, -1, -1):
+                if 0 < self._sizes[self._pieces[pair][index]] < gap:
+                    return pair, index, giver, receiver
+        return None
+
+    def _rating(self, first: int, rank: int) -> tuple[bool, int, int, int, int]:
+        """Returns how good `rank` is as the partner of `first`; less is better."""
+        full = self._load[rank] > self._limit + 2 * self._largest
+        # Loads that differ by less than a piece count as equal, or the same pairs meet every time.
+        load = max(0, self._load[rank] - min(self._load) - self._largest)
+        shared = self._shared[_pair(first, rank)]
+        return full, -self._distance(first, rank), load, shared, rank
+
+    def _distance(self, one: int, other: int) -> int:
+        return sum(places[one] != places[other] for places in self._places)
+
+
+def _pair(one: int, other: int) -> tuple[int, int]:
+    return (one, other) if one < other else (other, one)

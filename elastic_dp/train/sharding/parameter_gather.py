@@ -1,0 +1,115 @@
+"""Gathers the updated parameters of a step, each from the primary of its pieces.
+
+Each member has its part of one flat tensor for each dtype: the pieces of which it is the primary,
+one after another, with room as for the largest part. One all-gather for each dtype sends the parts
+to all members. What a backup computes lies in memory of its own and is sent to nobody.
+
+A member launches the all-gathers only after it has updated everything that it holds. So who has
+received all parts knows that all members have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_dp.distributed.piece_assignment import Holders
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.train.sharding.pieces import StatePiece
+
+
+class ParameterGather:
+    """The memory and the collectives for the pieces in `updated`, in one generation."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[StatePiece],
+        holders: Sequence[Holders],
+        updated: Collection[int],
+        memory: Mapping[torch.dtype, torch.Tensor],
+    ) -> None:
+        """`memory`: for what is gathered, by dtype; none of it is read before."""
+        self._memory = memory
+        self._group, self._parameters, self._pieces = group, parameters, pieces
+        self._flats: list[torch.Tensor] = []
+        self._flying: list[Any] = []
+        # By number of the piece: where this member writes what it holds, and where all arrive.
+        self.targets: dict[int, torch.Tensor] = {}
+        self._arrive: dict[int, torch.Tensor] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number in sorted(updated):
+            by_dtype.setdefault(self._parameter(number).dtype, []).append(number)
+        for dtype, numbers in by_dtype.items():
+            self._lay_out(dtype, numbers, holders)
+
+    def _lay_out(
+        self, dtype: torch.dtype, numbers: Sequence[int], holders: Sequence[Holders]
+    ) -> None:
+        rank, world_size = self._group.rank, self._group.world_size
+        parts: list[list[int]] = [[] for _ in range(world_size)]
+        for number in numbers:
+            parts[holders[number].primary].append(number)
+        # At least one element, so that each member sends something to each other one.
+        size = max(1, *(sum(self._pieces[n].numel for n in part) for part in parts))
+        flat = self._memory.get(dtype)
+        if flat is None or flat.numel() < world_size * size:
+            flat = torch.zeros(world_size * size, dtype=dtype)
+        flat = flat[: world_size * size]
+        self._flats.append(flat)
+        for owner, part in enumerate(parts):
+            at = owner * size
+            for number in part:
+                self._arrive[number] = self._cut(flat, at, number)
+                at += self._pieces[number].numel
+        self.targets |= {number: self._arrive[number] for number in parts[rank]}
+        backed = [number for number in numbers if holders[number].backup == rank]
+        own = torch.zeros(sum(self._pieces[n].numel for n in backed), dtype=dtype)
+        at = 0
+        for number in backed:
+            self.targets[number] = self._cut(own, at, number)
+            at += self._pieces[number].numel
+
+    def _cut(self, flat: torch.Tensor, at: int, number: int) -> torch.Tensor:
+        piece = self._pieces[number]
+        return piece.within(flat[at : at + piece.numel], self._parameter(number))
+
+    def _parameter(self, number: int) -> torch.Tensor:
+        return self._parameters[self._pieces[number].parameter]
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Copies the present values of what this member holds to where it will be updated."""
+        for number, target in self.targets.items():
+            target.copy_(self._pieces[number].of(self._parameter(number)))
+
+    def launch(self) -> None:
+        """Sends this member's part to all others. Raises GroupError."""
+        rank, world_size = self._group.rank, self._group.world_size
+        self._flying = []
+        for flat in self._flats:
+            part = flat.view(world_size, -1)[rank]
+            self._flying.append(self._group.all_gather(flat, part))
+
+    def wait(self) -> None:
+        """Waits until the parts of all members have arrived. Raises GroupError."""
+        for operation in self._flying:
+            self._group.wait(operation)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Writes what has arrived to the parameters."""
+        for number, arrived in self._arrive.items():
+            self._pieces[number].of(self._parameter(number)).copy_(arrived)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each member sends for one step, to all others together."""
+        others = self._group.world_size - 1
+        sizes = [flat.numel() // self._group.world_size for flat in self._flats]
+        return others * sum(
+            n * flat.element_size() for n, flat in zip(sizes, self._flats, strict=True)
+        )

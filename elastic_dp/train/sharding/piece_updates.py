@@ -1,0 +1,81 @@
+"""Updates pieces of parameters with the kind of optimizer that the user chose.
+
+The user's own optimizer keeps its groups, which a scheduler or the loop's body may change, and has
+no state. The tensors and the state of each update are given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_dp.train.sharding.pieces import StatePiece
+
+State = dict[str, Any]  # of one piece, as in `optimizer.state[p]`
+
+
+class PieceUpdates:
+    """Runs `step` of an optimizer of the same kind on pieces."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[StatePiece],
+    ) -> None:
+        self._optimizer = optimizer
+        numbers = {id(p): number for number, p in enumerate(parameters)}
+        group_of = {
+            numbers[id(p)]: index
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        # By piece; None: the optimizer does not have its parameter.
+        self._group_of = [group_of.get(piece.parameter) for piece in pieces]
+        self._inner = [_like(optimizer, group) for group in optimizer.param_groups]
+
+    def has(self, piece: int) -> bool:
+        """Returns whether the optimizer updates this piece."""
+        return self._group_of[piece] is not None
+
+    def run(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
+        states: dict[int, State],
+    ) -> None:
+        """Updates these pieces, and the states of the same pieces, in place."""
+        by_group: defaultdict[int, list[int]] = defaultdict(list)
+        for piece in tensors:
+            group_of_piece = self._group_of[piece]
+            assert group_of_piece is not None
+            by_group[group_of_piece].append(piece)
+        for index, mine in sorted(by_group.items()):
+            inner: Any = self._inner[index]
+            for piece in mine:
+                tensors[piece].grad = gradients[piece]
+            group = self._optimizer.param_groups[index]
+            inner.param_groups = [{**group, "params": [tensors[piece] for piece in mine]}]
+            inner.state = defaultdict(dict, {tensors[piece]: states[piece] for piece in mine})
+            try:
+                inner.step()
+                for piece in mine:
+                    states[piece] = inner.state[tensors[piece]]
+            finally:
+                inner.state, inner.param_groups = defaultdict(dict), []
+                for piece in mine:
+                    tensors[piece].grad = None
+
+
+def _like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same class, made with the options of `group`."""
+    kind: Any = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    options = {key: value for key, value in group.items() if key in taken and key != "params"}
+    shape = group["params"][0].shape if group["params"] else (1,)
+    placeholder = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    return kind([placeholder], **options)

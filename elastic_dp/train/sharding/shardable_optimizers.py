@@ -1,0 +1,90 @@
+"""Refuses, before the first step, what `sharding="optimizer"` cannot do.
+
+A sharded optimizer must update each parameter from that parameter's gradient and state alone, and
+its `step` must do nothing else. That is known of optimizers of `torch.optim`; the code of others
+cannot be looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train.exactness.elementwise_updates import ELEMENTWISE
+
+_WAY_OUT = 'or leave sharding="optimizer" out'
+# They look at a whole parameter, and at no other.
+_BY_PARAMETER = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+SHARDABLE = ELEMENTWISE | _BY_PARAMETER
+
+
+def check_shardable(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    precision: str | None,
+    device: torch.device,
+) -> None:
+    """Raises SpecError or ModelError, which name what cannot be sharded."""
+    if device.type != "cpu":
+        raise SpecError(
+            f'sharding is "optimizer", which does not work on a {device.type} device yet: '
+            f"train on CPUs, {_WAY_OUT}"
+        )
+    if precision == "fp16":
+        raise SpecError(
+            'precision is "fp16", whose loss scaling does not work with sharding="optimizer" yet: '
+            f'use "bf16", {_WAY_OUT}'
+        )
+    kind = type(optimizer)
+    if kind not in SHARDABLE:
+        names = ", ".join(sorted(one.__name__ for one in SHARDABLE))
+        raise ModelError(
+            f"optimizer is a {kind.__module__}.{kind.__qualname__}, of which it is not known that "
+            'it updates each parameter by itself, as sharding="optimizer" needs: use one of '
+            f"torch.optim ({names}), {_WAY_OUT}"
+        )
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    if hooks:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise ModelError(
+            f"the optimizer has a step hook ({name}), which would see only a part of the gradients "
+            f'with sharding="optimizer": remove it, {_WAY_OUT}'
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ModelError(
+            'a group of the optimizer has differentiable=True, which sharding="optimizer" cannot '
+            f"do: leave it out, {_WAY_OUT}"
+        )
+    _check_memory(optimizer, parameters)
+
+
+def _check_memory(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises ModelError for parameters that do not have memory of their own."""
+    names = {id(p): name for name, p in parameters.items()}
+    spans = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            reach = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if p.numel() and (reach != p.numel() or any(s == 0 for s in p.stride())):
+                raise ModelError(
+                    f"model.{names[id(p)]} has gaps in its memory or uses an element twice, which "
+                    f'sharding="optimizer" cannot do: make it contiguous, {_WAY_OUT}'
+                )
+            first = p.data_ptr()
+            spans.append((first, first + p.numel() * p.element_size(), names[id(p)]))
+    spans.sort()
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ModelError(
+                f"model.{one} and model.{other} share memory and are two parameters, which "
+                f'sharding="optimizer" cannot do: make them one parameter, {_WAY_OUT}'
+            )

@@ -1,0 +1,158 @@
+"""Who holds which piece: two members each, balanced, on two nodes, and little moves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
+
+MIB = 1 << 20
+
+
+def sizes_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.choice([MIB, MIB, MIB, rng.randint(0, MIB)]) for _ in range(count)]
+
+
+def loads(holders: list[Holders], sizes: list[int], world_size: int) -> tuple[list[int], list[int]]:
+    """What each rank holds, and of what it is the primary."""
+    all_, primary = [0] * world_size, [0] * world_size
+    for one, size in zip(holders, sizes, strict=True):
+        primary[one.primary] += size
+        for rank in one.ranks:
+            all_[rank] += size
+    return all_, primary
+
+
+def moved(holders: list[Holders], held: list[set[int]], sizes: list[int]) -> int:
+    return sum(sizes[m.piece] for m in moves_to([one.ranks for one in holders], held, sizes))
+
+
+def least_bytes_to_move(sizes: list[int], world_size: int, held: list[set[int]]) -> int:
+    """A number of bytes below which no balanced assignment is reached: each copy that is missing
+    is made once, and a rank that holds less than its part is given the rest."""
+    copies = min(2, world_size)
+    missing = sum(
+        size * max(0, copies - len(ranks)) for size, ranks in zip(sizes, held, strict=True)
+    )
+    part = copies * sum(sizes) // world_size - max(sizes, default=0)
+    has = [0] * world_size
+    for size, ranks in zip(sizes, held, strict=True):
+        for rank in ranks:
+            has[rank] += size
+    return max(missing, sum(max(0, part - one) for one in has))
+
+
+def check(holders: list[Holders], sizes: list[int], world_size: int) -> None:
+    assert all(len(set(one.ranks)) == min(2, world_size) for one in holders)
+    assert all(0 <= rank < world_size for one in holders for rank in one.ranks)
+    held, primary = loads(holders, sizes, world_size)
+    assert max(held) - min(held) <= 2 * max(sizes)
+    assert max(primary) - min(primary) <= 2 * max(sizes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_each_piece_has_two_holders_and_loads_are_equal(world_size):
+    sizes = sizes_of(random.Random(world_size), 300)
+    holders = assign_pieces(sizes, world_size)
+    check(holders, sizes, world_size)
+    assert holders == assign_pieces(sizes, world_size)
+    assert (holders[0].backup is None) == (world_size == 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_changes_of_the_group_move_little_more_than_they_must(seed):
+    rng = random.Random(seed)
+    world_size, sizes = rng.randint(1, 9), sizes_of(rng, rng.choice([100, 400]))
+    holders = assign_pieces(sizes, world_size)
+    all_moved = all_least = 0
+    for _ in range(8):
+        held = [set(one.ranks) for one in holders]
+        if world_size > 2 and rng.random() < 0.5:
+            lost = rng.randrange(world_size)
+            held = [{r - (r > lost) for r in ranks if r != lost} for ranks in held]
+            world_size -= 1
+        else:
+            world_size += rng.randint(1, 2)
+        holders = assign_pieces(sizes, world_size, (), held)
+        check(holders, sizes, world_size)
+        all_moved += moved(holders, held, sizes)
+        all_least += least_bytes_to_move(sizes, world_size, held)
+    # A rank may get a piece more than its part, and no more than one must be left behind.
+    assert all_moved <= 1.1 * all_least + 8 * world_size * max(sizes)
+
+
+def test_loss_moves_only_the_copies_that_were_lost():
+    sizes = [MIB] * 600
+    holders = assign_pieces(sizes, 8)
+    held = [{rank for rank in one.ranks if rank < 7} for one in holders]
+    after = assign_pieces(sizes, 7, (), held)
+    lost = sum(len(ranks) == 1 for ranks in held) * MIB
+    assert lost == pytest.approx(2 * 600 * MIB / 8, rel=0.02)
+    assert moved(after, held, sizes) <= 1.05 * lost
+
+
+def test_join_moves_only_the_part_of_the_joiner():
+    sizes = [MIB] * 600
+    held = [set(one.ranks) for one in assign_pieces(sizes, 7)]
+    after = assign_pieces(sizes, 8, (), held)
+    moves = moves_to([one.ranks for one in after], held, sizes)
+    assert {move.receiver for move in moves} == {7}
+    assert len(moves) == pytest.approx(2 * 600 / 8, abs=8)
+    senders = Counter(move.sender for move in moves)
+    assert max(senders.values()) - min(senders.values()) <= 2  # all send equally much
+
+
+def test_assignment_of_an_unchanged_group_moves_nothing():
+    sizes = sizes_of(random.Random(0), 300)
+    holders = assign_pieces(sizes, 5)
+    held = [set(one.ranks) for one in holders]
+    assert moves_to([one.ranks for one in assign_pieces(sizes, 5, (), held)], held, sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "place_of"),
+    [
+        ([(2, 2)], [0, 0, 1, 1]),
+        ([(1, 2, 3)], [0, 1, 1, 2, 2, 2]),
+        ([(2, 2, 2, 2), (4, 4)], [0, 0, 0, 0, 1, 1, 1, 1]),  # zones
+    ],
+)
+def test_backup_is_on_another_node_and_in_another_zone(topology, place_of):
+    sizes = sizes_of(random.Random(1), 400)
+    world_size = len(place_of)
+    holders = assign_pieces(sizes, world_size, topology)
+    check(holders, sizes, world_size)
+    assert all(place_of[one.primary] != place_of[one.backup] for one in holders)
+
+
+def test_backups_stay_on_other_nodes_when_a_worker_is_lost_or_joins():
+    sizes, world_size = [MIB] * 400, 6
+    holders = assign_pieces(sizes, world_size, [(2, 2, 2)])
+    held = [{r - (r > 1) for r in one.ranks if r != 1} for one in holders]  # nodes: 0 | 1 2 | 3 4
+    after = assign_pieces(sizes, 5, [(1, 2, 2)], held)
+    node = [0, 1, 1, 2, 2]
+    assert all(node[one.primary] != node[one.backup] for one in after)
+    again = assign_pieces(
+        sizes, 6, [(2, 2, 2)], [{r + (r > 0) for r in one.ranks} for one in after]
+    )
+    node = [0, 0, 1, 1, 2, 2]
+    assert all(node[one.primary] != node[one.backup] for one in again)
+
+
+def test_loads_stay_equal_where_one_node_has_most_workers():
+    """Three workers on one node and one on another: that one backs up as much as it has room for,
+    and the rest has both copies on one node."""
+    sizes = [MIB] * 400
+    holders = assign_pieces(sizes, 4, [(3, 1)])
+    check(holders, sizes, 4)
+    assert sum(3 in one.ranks for one in holders) == pytest.approx(200, abs=2)
+
+
+def test_piece_without_holder_gets_two():
+    holders = assign_pieces([MIB] * 4, 3, (), [{0, 1}, set(), {2}, {0, 1, 2}])
+    assert all(len(set(one.ranks)) == 2 for one in holders)
+    assert holders[0].ranks in ((0, 1), (1, 0))
+    assert 2 in holders[2].ranks

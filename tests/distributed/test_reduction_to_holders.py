@@ -1,0 +1,85 @@
+"""The exact sum where only two members need each element: its bits, and the bytes that are sent."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.piece_routes import HeldRange
+from elastic_dp.distributed.process_group import ProcessGroup
+from tests.distributed.test_gradient_reducer import (
+    _dropped_here,  # noqa: F401  a fixture
+    leaves_of,
+    named,
+    of_each,
+)
+
+V = 8
+
+
+def reduced(group: ProcessGroup, shares, needed_of, topology=()):
+    """Returns the gradients after two steps: whole ones, or those of the pieces by number."""
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (700, 3, 129)]
+    gradients = GradientReducer(named(parameters))
+    needed = needed_of(parameters)
+    gradients.open(group, shares, V, True, topology, needed)
+    values = torch.randn(2, V, 832, generator=draw)
+    for step in range(2):
+        gradients.begin()
+        leaves = leaves_of(shares[group.rank], V)
+        for leaf in leaves:
+            gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
+            flat = torch.cat([p.view(-1) for p in parameters])
+            (flat * values[step, leaf.virtual_worker]).sum().backward()
+            gradients.after_leaf(leaf, leaf is leaves[-1])
+        gradients.send()
+        gradients.reduce()
+        if needed is not None:
+            held = gradients.complete_held(0.3)
+        else:
+            assert gradients.complete(0.3)
+            gradients.assign([1, 1, 1])
+    if needed is not None:
+        return {n: flat.clone() for n, flat in held.items()}
+    return [p.grad.clone() for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("shares", "topology"),
+    [
+        ([[(0, 3)], [(3, 6)], [(6, 8)]], ()),
+        ([[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]], ()),
+        ([[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]], ((2, 2),)),
+        ([[(0, 1), (3, 4)], [(1, 3)], [(4, 6)], [(6, 7)], [(7, 8)]], ((2, 3),)),
+    ],
+)
+def test_each_holder_gets_the_bits_of_the_whole_sum(shares, topology):
+    world_size, rng = len(shares), random.Random(0)
+    cuts = {0: [(0, 256), (256, 512), (512, 700)], 1: [(0, 3)], 2: [(0, 64), (64, 129)]}
+    holders = defaultdict(list)
+    for number, ranges in cuts.items():
+        for first, last in ranges:
+            piece = sum(map(len, holders.values()))
+            ranks = rng.sample(range(world_size), 2)
+            holders[number].append(HeldRange(piece, first, last, ranks))
+
+    def needed_of(parameters):
+        return {p: holders[n] for n, p in enumerate(parameters)}
+
+    whole = of_each(world_size, lambda group: reduced(group, shares, lambda _: None, topology))
+    held = of_each(world_size, lambda group: reduced(group, shares, needed_of, topology))
+    for rank, mine in enumerate(held):
+        of_rank = {
+            one.piece: whole[0][n][one.first : one.last]
+            for n, ranges in holders.items()
+            for one in ranges
+            if rank in one.ranks
+        }
+        assert mine.keys() == of_rank.keys()
+        assert all(torch.equal(mine[piece], of_rank[piece]) for piece in mine)

@@ -1,0 +1,114 @@
+"""What cannot be sharded is refused before anything starts, by name and with the way out."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_dp.config import ScalingConfig
+from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from tests.runs import local, spec_of
+from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
+from tests.train.optimizers import AutoClip
+
+CPU = torch.device("cpu")
+
+
+def check(optimizer, model, precision=None, device=CPU):
+    check_shardable(optimizer, dict(model.named_parameters()), precision, device)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_optimizers_of_torch_are_accepted(kind):
+    model = classifier()
+    check(kind(model.parameters(), lr=0.1), model)
+
+
+class OfSomebody(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OfSomebody, AutoClip])
+def test_optimizers_of_others_are_refused(kind):
+    model = classifier()
+    with pytest.raises(ModelError, match=rf"optimizer is a .*{kind.__name__}, of which .* AdamW"):
+        check(kind(model.parameters()), model)
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_step_hooks_are_refused(register):
+    model = classifier()
+    optimizer = adamw(model)
+
+    def looks(*_):
+        pass
+
+    getattr(optimizer, register)(looks)
+    with pytest.raises(ModelError, match=r"step hook \(.*looks\).*remove it"):
+        check(optimizer, model)
+
+
+def test_differentiable_steps_are_refused():
+    model = classifier()
+    with pytest.raises(ModelError, match="differentiable=True"):
+        check(adamw(model, differentiable=True), model)
+
+
+def test_parameters_that_share_memory_are_refused():
+    model = nn.Module()
+    memory = torch.zeros(8)
+    model.one, model.other = nn.Parameter(memory[:6]), nn.Parameter(memory[4:])
+    with pytest.raises(ModelError, match=r"model\.one and model\.other share memory"):
+        check(adamw(model), model)
+
+
+def test_parameters_with_gaps_are_refused():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(8, 8)[:, :4])
+    with pytest.raises(ModelError, match=r"model\.weight has gaps.*contiguous"):
+        check(adamw(model), model)
+
+
+def test_devices_are_refused():
+    model = classifier()
+    with pytest.raises(SpecError, match=r"cuda device yet: train on CPUs"):
+        check(adamw(model), model, device=torch.device("cuda"))
+
+
+def test_loss_scaling_is_refused_before_the_first_step():
+    spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
+    with pytest.raises(SpecError, match=r'precision is "fp16".*use "bf16"'):
+        local(spec, autocast_fp16)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
+        ({"exact": False}, "sharding is 'optimizer' and exact is False"),
+        (
+            {"scaling": ScalingConfig(resources_per_worker={"CPU": 1, "GPU": 1})},
+            "does not work on GPUs yet: leave it out",
+        ),
+    ],
+)
+def test_jobs_that_cannot_be_sharded_are_refused(change, match):
+    spec = dataclasses.replace(spec_of(), sharding="optimizer")
+    with pytest.raises(SpecError, match=match):
+        dataclasses.replace(spec, **change)
+
+
+def test_optimizer_of_the_user_has_no_state_and_keeps_its_groups():
+    seen = []
+
+    def train(ctx):
+        model = classifier()
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        loop(ctx, model, optimizer, cross_entropy, scheduler=scheduler)
+        seen.append((len(optimizer.state), optimizer.param_groups[0]["lr"]))
+
+    local(dataclasses.replace(spec_of(steps=3), sharding="optimizer"), train)
+    assert seen == [(0, 1e-2 / 8)]

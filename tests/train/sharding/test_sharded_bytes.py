@@ -1,0 +1,82 @@
+"""What a step sends, counted: at most 2 + 1/W times the parameters for each member, without the
+state of the optimizer."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from elastic_dp.distributed import gradient_units
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.process_group import ProcessGroup
+from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
+from tests.train.sharding.test_sharded_state import ADAM, Member
+
+SHAPES = [(300, 200), (1000,), (64, 33)]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Bytes that each thread sends to others."""
+    counted: Counter[int] = Counter()
+
+    def counting(name, of):
+        method = getattr(ProcessGroup, name)
+
+        def counts(group, *given):
+            counted[threading.get_ident()] += of(group, *given)
+            return method(group, *given)
+
+        monkeypatch.setattr(ProcessGroup, name, counts)
+
+    def of_all_to_all(group, output, input, output_sizes, input_sizes):
+        others = sum(input_sizes) - input_sizes[group.rank]
+        return others * input.element_size()
+
+    counting("all_to_all", of_all_to_all)
+    counting("all_gather", lambda group, _, x: (group.world_size - 1) * x.nbytes)
+    counting(
+        "all_reduce", lambda group, x: 2 * (group.world_size - 1) * x.nbytes // group.world_size
+    )
+    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+def test_step_sends_little_more_than_a_replicated_one(world_size, sent):
+    shares = [[(rank, rank + 1)] for rank in range(world_size)]
+
+    def train(group):
+        torch.set_num_threads(1)
+        member = Member(ADAM, SHAPES, torch.float32)
+        sharding, parameters = member.sharding, list(member.parameters.values())
+        if group.rank:
+            sharding.forget()
+        sharding.open(group, (), gather_whole=False)
+        gradients = GradientReducer(member.parameters)
+        gradients.open(group, shares, world_size, True, (), sharding.needed())
+        for step in (1, 2):
+            sent[threading.get_ident()] = 0
+            sharding.begin()
+            gradients.begin()
+            (leaf,) = leaves_of(shares[group.rank], world_size)
+            gradients.before_leaf(leaf, True)
+            gradients.before_backward()
+            sum((p * p).sum() for p in parameters).backward()
+            gradients.after_leaf(leaf, True)
+            gradients.send()
+            gradients.reduce()
+            held = gradients.complete_held(1.0)
+            norm = sharding.prepare(step, held, set(parameters), 1.0, gradients.received_memory)
+            assert norm is not None
+            sharding.gather()
+            sharding.commit()
+        return sent[threading.get_ident()]
+
+    model = sum(p.nbytes for p in Member(ADAM, SHAPES, torch.float32).parameters.values())
+    norm = 2 * 8 * (model // 1024)
+    mean = sum(of_each(world_size, train)) / world_size - norm
+    assert mean <= (2 + 1 / world_size) * model

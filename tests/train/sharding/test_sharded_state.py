@@ -1,0 +1,321 @@
+"""The state of a sharded optimizer among workers that are threads of this process: its bits, who
+holds what, and what an abort, a loss, a join or a checkpoint leaves of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from elastic_dp.distributed import gradient_units, process_group
+from elastic_dp.distributed.gradient_units import in_memory_order
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import PiecesLost
+from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from tests.distributed.test_gradient_reducer import of_each
+from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups go with their test, and not on a thread that may outlive the interpreter."""
+    left: list[object] = []
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    yield
+    left.clear()
+
+
+@pytest.fixture(autouse=True)
+def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
+
+
+class Member:
+    """A worker: its parameters, the user's optimizer, and what is sharded of it."""
+
+    def __init__(self, make: Callable, kinds: Sequence[tuple[int, ...]], dtype, shard=True) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.parameters = {
+            str(number): torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+            for number, shape in enumerate(kinds)
+        }
+        self.optimizer = make(list(self.parameters.values()))
+        self.step = 0
+        self.sharding = ShardedOptimizer(self.optimizer, self.parameters) if shard else None
+
+    def gradients(self, step: int) -> list[torch.Tensor | None]:
+        """Those of all members. The first parameter has none in each third step."""
+        draw = torch.Generator().manual_seed(step)
+        values = [
+            torch.randn(p.shape, generator=draw).to(p.dtype) for p in self.parameters.values()
+        ]
+        return [None if not n and step % 3 == 2 else g for n, g in enumerate(values)]
+
+    def plain_step(self) -> None:
+        self.step += 1
+        for p, gradient in zip(self.parameters.values(), self.gradients(self.step), strict=True):
+            p.grad = gradient
+        self.optimizer.step()
+
+    def attempt(self, *, commits: bool = True, whole: bool = False) -> None:
+        sharding, step = self.sharding, self.step + 1
+        sharding.begin()
+        gradients = self.gradients(step)
+        if not sharding.all_hold_all:
+            given = dict(zip(self.parameters.values(), gradients, strict=True))
+            used = {p for p, gradient in given.items() if gradient is not None}
+            held = {
+                n: in_memory_order(given[p]).clone()[piece.first : piece.last]
+                for n, piece in enumerate(sharding.pieces)
+                if n in sharding.held and (p := list(given)[piece.parameter]) in used
+            }
+            assert sharding.prepare(step, held, used, None, {}) is not None
+            sharding.gather()
+            if whole:
+                sharding.gather_whole()
+        if commits:
+            self.step = step
+            if sharding.all_hold_all:
+                sharding.step_in_place(gradients)
+            else:
+                sharding.commit()
+
+    def take_over(self, source: Member, *, joins: bool) -> None:
+        with torch.no_grad():
+            for mine, given in zip(
+                self.parameters.values(), source.parameters.values(), strict=True
+            ):
+                mine.copy_(given)
+        self.step = source.step
+        if joins:
+            self.sharding.forget()
+        else:
+            self.sharding.roll_forward(source.step)
+
+
+def enter(members: Sequence[Member], act=None, topology=(), whole: bool = False) -> list:
+    """All members enter a generation; then `act(member)` of each of them."""
+
+    def entered(group: ProcessGroup) -> object:
+        torch.set_num_threads(1)
+        member = members[group.rank]
+        nbytes = member.sharding.open(group, topology, gather_whole=whole)
+        if act is not None:
+            act(member)
+        member.sharding.close()
+        return nbytes
+
+    return of_each(len(members), entered)
+
+
+def same_bits(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(
+            one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8)
+        )
+    return one == other
+
+
+def check_equal(member: Member, plain: Member) -> None:
+    """Weights, and the whole state, which the member must have."""
+    for mine, theirs in zip(member.parameters.values(), plain.parameters.values(), strict=True):
+        assert same_bits(mine, theirs)
+    whole = member.sharding.whole()
+    for mine, theirs in zip(member.parameters.values(), plain.parameters.values(), strict=True):
+        given = plain.optimizer.state.get(theirs, {})
+        assert whole.get(mine, {}).keys() == given.keys()
+        assert all(same_bits(whole[mine][key], given[key]) for key in given)
+
+
+def of_kind(kind, **options) -> Callable:
+    return lambda parameters: kind(parameters, **{"lr": 0.01} | options)
+
+
+def kinds_and_options():
+    return [(kind, options) for kind in VARIANTS for options in VARIANTS[kind]]
+
+
+def test_all_optimizers_that_can_be_sharded_are_tried():
+    assert set(VARIANTS) == SHARDABLE
+
+
+def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
+    """One group for all optimizers of torch.optim."""
+    cases = [
+        (of_kind(kind, **options), shapes(kind), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+        for kind, options in kinds_and_options()
+    ]
+
+    def train(group):
+        torch.set_num_threads(1)
+        for make, kinds, dtype in cases:
+            member = Member(make, kinds, dtype)
+            if group.rank:
+                member.sharding.forget()
+            member.sharding.open(group, (), gather_whole=False)
+            for step in range(STEPS):
+                member.attempt(whole=step == STEPS - 1)
+            plain = Member(make, kinds, dtype, shard=False)
+            for _ in range(STEPS):
+                plain.plain_step()
+            check_equal(member, plain)
+            assert not member.optimizer.state
+            if len(member.sharding.pieces) > 8:
+                assert len(member.sharding.held) < len(member.sharding.pieces)
+
+    of_each(3, train)
+
+
+ADAM = of_kind(torch.optim.AdamW, weight_decay=0.1)
+SHAPES = [(70, 33), (129,), (64, 2), (1,), ()]
+
+
+def new_member(**options) -> Member:
+    return Member(ADAM, SHAPES, torch.float32, **options)
+
+
+def joined(source: Member) -> Member:
+    joiner = new_member()
+    joiner.take_over(source, joins=True)
+    return joiner
+
+
+def plain_after(steps: int) -> Member:
+    plain = new_member(shard=False)
+    for _ in range(steps):
+        plain.plain_step()
+    return plain
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
+    """Members are lost one at a time, so some member has each piece. What is aborted on some
+    members is committed on the others, or on nobody."""
+    rng = random.Random(seed)
+    members, lost = [new_member()], False
+    for _ in range(12):
+        newest = max(members, key=lambda member: member.step)
+        for member in members:
+            if member.step < newest.step:
+                member.take_over(newest, joins=False)
+        if len(members) > 2 and not lost and rng.random() < 0.5:
+            members.pop(rng.randrange(len(members)))
+        while len(members) < 3 or (len(members) < 6 and rng.random() < 0.3):
+            members.append(joined(members[rng.randrange(len(members))]))
+        topology = rng.choice([(), ((1, len(members) - 1),), ((2,) * (len(members) // 2),)])
+        if topology and sum(topology[0]) != len(members):
+            topology = ()
+        aborted = [rng.random() < 0.5 for _ in members]
+        number = {id(member): index for index, member in enumerate(members)}
+
+        def train(member, aborted=aborted, number=number):
+            member.attempt()
+            member.attempt(commits=not aborted[number[id(member)]])
+
+        enter(members, train, topology)
+        # One of those that have committed is lost, with what only it knew.
+        ahead = max(member.step for member in members)
+        lost = len(members) > 1 and rng.random() < 0.5
+        if lost:
+            members.remove(rng.choice([m for m in members if m.step == ahead]))
+    newest = max(members, key=lambda member: member.step)
+    for member in members:
+        if member.step < newest.step:
+            member.take_over(newest, joins=False)
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(newest.step))
+
+
+def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
+    members = [new_member()]
+    members += [joined(members[0]) for _ in range(3)]
+    enter(members, Member.attempt)
+    mine = set(members[0].sharding.held)
+    other = next(m for m in members[1:] if mine & set(m.sharding.held))
+    left = [member for member in members[1:] if member is not other]
+
+    def fails(group):
+        with pytest.raises(PiecesLost, match="were on lost workers alone"):
+            left[group.rank].sharding.open(group, (), gather_whole=False)
+
+    of_each(2, fails)
+
+
+def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
+    members = [new_member()]
+    members += [joined(members[0]) for _ in range(3)]
+
+    def train(member):
+        member.attempt()
+        before = {n: dict(state) for n, state in member.sharding.held.items()}
+        values = {n: {k: v.clone() for k, v in s.items()} for n, s in before.items()}
+        weights = [p.detach().clone() for p in member.parameters.values()]
+        member.attempt(commits=False)
+        assert all(
+            same_bits(member.sharding.held[n][k], v)
+            for n, s in values.items()
+            for k, v in s.items()
+        )
+        assert all(map(same_bits, member.parameters.values(), weights))
+        member.attempt(whole=True)
+
+    enter(members, train)
+    for member in members:
+        check_equal(member, plain_after(2))
+
+
+def test_member_behind_holds_what_it_prepared_when_another_has_committed():
+    members = [new_member()]
+    members += [joined(members[0]) for _ in range(3)]
+    enter(members, lambda member: member.attempt(commits=member is members[2]))
+    for member in members:
+        if member is not members[2]:
+            member.take_over(members[2], joins=False)
+    held = [set(member.sharding.held) for member in members]
+    assert all(held)
+    # The one that has committed is lost: the others have everything.
+    del members[2]
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_state_is_absorbed_from_a_checkpoint_by_any_number_of_members(world_size):
+    plain = plain_after(3)
+    members = [new_member() for _ in range(world_size)]
+    for member in members:
+        for p, given in zip(member.parameters.values(), plain.parameters.values(), strict=True):
+            with torch.no_grad():
+                p.copy_(given)
+            member.optimizer.state[p] = {
+                key: value.clone() for key, value in plain.optimizer.state[given].items()
+            }
+        member.step = 3
+        member.sharding.absorb()
+    received = enter(members, lambda member: member.attempt(whole=True))
+    assert received == [0] * world_size  # all have read it
+    for member in members:
+        check_equal(member, plain_after(4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_members_hold_equal_parts_of_the_state(world_size):
+    members = [new_member()]
+    members += [joined(members[0]) for _ in range(world_size - 1)]
+    enter(members, Member.attempt)
+    held = [member.sharding.held_bytes for member in members]
+    state = plain_after(1).optimizer.state
+    total = sum(v.numel() * v.element_size() for s in state.values() for v in s.values())
+    scalars = 4 * len(members[0].sharding.pieces)  # `step` of each piece
+    copies = min(2, world_size)
+    largest_piece = 2 * gradient_units.UNIT_BYTES
+    for one in held:
+        assert abs(one - total * copies / world_size) <= largest_piece + scalars
