@@ -59,6 +59,11 @@ def sharded_optimizer_of(given: StepsArguments, device: torch.device) -> Sharded
     """Returns what holds the optimizer's state. Raises SpecError and ModelError."""
     parameters = dict(given.model.named_parameters())
     check_shardable(given.optimizer, parameters, given.precision, device)
+    if given.noise_scale_every is not None:
+        raise SpecError(
+            "noise_scale_every needs the whole gradient, of which each worker has a part with "
+            'sharding="optimizer": leave out one of the two'
+        )
     return ShardedOptimizer(given.optimizer, parameters)
 
 

@@ -223,12 +223,13 @@ def test_loss_of_a_whole_node_costs_no_state():
         members = [
             w for w, stage in run.controller.status()["workers"].items() if stage == "member"
         ]
+        assert len(members) == 4, members
         for worker in members:
             if node_of(worker).node == "n0":
                 processes[worker].kill()
 
-    script = [(5, lose_node), (5, goes_on), (5, StopRequested("enough"))]
-    spec = job(hold={4: 4})
+    script = [(5, at_size(4)), (5, lose_node), (5, goes_on), (5, StopRequested("enough"))]
+    spec = job()
     train = in_small_units(average_and_plateau)
     outcome, run = group(spec, train, script=script, location=node_of)
     assert outcome.workers_lost == 2, losses_of(run)
