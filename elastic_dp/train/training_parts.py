@@ -10,6 +10,7 @@ import torch
 
 from elastic_dp.config import JobSpec
 from elastic_dp.config.field_checks import whole_number
+from elastic_dp.errors import SpecError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard

@@ -83,6 +83,16 @@ def test_loss_scaling_is_refused_before_the_first_step():
         local(spec, autocast_fp16)
 
 
+def test_noise_scale_is_refused_before_the_first_step():
+    def train(ctx):
+        model = classifier()
+        loop(ctx, model, adamw(model), cross_entropy, noise_scale_every=1)
+
+    spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
+    with pytest.raises(SpecError, match="noise_scale_every needs the whole gradient"):
+        local(spec, train)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
