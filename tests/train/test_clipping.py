@@ -26,8 +26,8 @@ def as_an_earlier_version(patch):
     """Clips over whole parameters, and writes states that do not say so."""
     tree = TrainState.tree
 
-    def without_norm(self, *arguments):
-        made = tree(self, *arguments)
+    def without_norm(self, *arguments, **options):
+        made = tree(self, *arguments, **options)
         del made["step"]["norm_over"]
         return made
 
