@@ -18,7 +18,7 @@ from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.source_parts import SourcePart, SourceParts
-from elastic_dp.sampling import Mixture, Order
+from elastic_dp.sampling import GrowingOrder, Mixture, Order
 
 
 class MixedStream(RowStream):
@@ -26,7 +26,7 @@ class MixedStream(RowStream):
         self,
         config: DataConfig,
         row_groups: RowGroups,
-        order: Order | Mixture,
+        order: Order | Mixture | GrowingOrder,
         index: Index,
         **options: Any,
     ) -> None:
