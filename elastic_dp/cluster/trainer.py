@@ -53,7 +53,7 @@ from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
-from elastic_dp.train.checkpointing.job_match import check_growth, growth_of, job_identity
+from elastic_dp.train.checkpointing.job_match import check_growth, job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
@@ -342,10 +342,10 @@ class ElasticTrainer:
         self._record(data).check_or_write(self.url, data.index)
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_of)
         before = last_start(Store(self.url))
-        if before is not None and before.growth != growth_of(self.spec):
+        if before is not None and before.growth != self.spec.scaling.growth:
             made = [name.step for name in Catalog(Store(self.url)).names()]
             step = max(made, default=0) if stored is None else stored.step
-            check_growth(before.growth, growth_of(self.spec), step)
+            check_growth(before.growth, self.spec.scaling.growth, step)
         if stored is not None and before is not None:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
                 console.warn_at_call(f"{text}; the stored result is returned all the same")

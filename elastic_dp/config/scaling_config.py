@@ -174,6 +174,11 @@ class ScalingConfig:
         return by_step(self.max_workers if given is None else given)
 
     @property
+    def growth(self) -> dict[str, int]:
+        """The later numbers of virtual workers, by the step after which they hold, for JSON."""
+        return {str(steps): n for steps, n in [*self.virtual_workers_by_step.items()][1:]}
+
+    @property
     def grows(self) -> bool:
         """Whether the number of virtual workers changes with the step."""
         return len(self.virtual_workers_by_step) > 1

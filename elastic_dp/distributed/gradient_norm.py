@@ -72,3 +72,9 @@ def gradient_norm(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) 
     wide = any(g is not None and g.dtype == torch.float64 for g in gradients)
     norm = fold_squares(squares_of_units(layout.pieces(gradients))).sqrt()
     return norm if wide else norm.float()
+
+
+@torch.no_grad()
+def gradient_square(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) -> float:
+    """Returns the square of the norm of a gradient, as `gradient_norm` takes it."""
+    return float(fold_squares(squares_of_units(layout.pieces(gradients))))

@@ -34,7 +34,7 @@ from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpointing.job_match import GROWTH, growth_of, job_identity
+from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
 from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
@@ -476,7 +476,7 @@ class WorkerSession:
 
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
         told = self.total_steps if self.loop.read_total_steps else None
-        job = {**job_identity(self.spec), GROWTH: growth_of(self.spec)}
+        job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
         checkpoints.open(self.state, self._signature, job, told)
         total = self.total_steps
         self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))

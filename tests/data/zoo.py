@@ -445,7 +445,7 @@ def polars_int128(folder):
     made.write_parquet(folder / "a.parquet")
 
 
-@refuses("Polars", "null lists", "null lists", at_read=True)
+@refuses("Polars", "null lists", "null list", at_read=True)
 def polars_null_lists(folder):
     pl.DataFrame({"v": [[1, 2], None]}).write_parquet(folder / "a.parquet")
 

@@ -80,7 +80,9 @@ def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_one_digest_for_one_worker_and_three_with_a_join_a_kill_and_a_restore(make, tmp_path):
+def test_optimizers_have_one_digest_for_one_and_three_workers_with_a_join_a_kill_and_a_restore(
+    make, tmp_path
+):
     habit = SimpleNamespace(train=training(make), rows=None)
     outcome, _ = disturbed(habit, tmp_path)
     assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest

@@ -19,7 +19,6 @@ from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.run_record import RunLimits
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
-from elastic_dp.train.checkpointing.job_match import growth_of
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 
 _FORMAT = 1
@@ -34,7 +33,7 @@ class StartRecord:
     python: str  # another version compiles the same code differently
     limits: RunLimits
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
-    growth: Mapping[str, int] = field(default_factory=dict)  # see `job_match.growth_of`
+    growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
 
     @classmethod
     def of(
@@ -45,7 +44,7 @@ class StartRecord:
         limits = RunLimits.of(spec)
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
-        return cls(code_fingerprint(train), python, limits, total_steps, growth_of(spec))
+        return cls(code_fingerprint(train), python, limits, total_steps, spec.scaling.growth)
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all

@@ -21,7 +21,7 @@ from elastic_dp.errors import RunMismatch
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.wording import counted
 
-GROWTH = "growth"  # `growth_of`, beside `job_identity` in a checkpoint
+GROWTH = "growth"  # `ScalingConfig.growth`, beside `job_identity` in a checkpoint
 _FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are compared
 
 
@@ -85,15 +85,9 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def growth_of(spec: JobSpec) -> dict[str, int]:
-    """Returns the later numbers of virtual workers, by the step after which they hold."""
-    later = [*spec.scaling.virtual_workers_by_step.items()][1:]
-    return {str(steps): number for steps, number in later}
-
-
 def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> None:
     """Raises RunMismatch if the batch of any of the first `step` steps has changed. How it grows
-    after them may change. The arguments are as `growth_of` returns them.
+    after them may change. The arguments are as `ScalingConfig.growth` has them.
     """
     before, after = ({int(s): n for s, n in each.items() if int(s) < step} for each in (then, now))
     if before != after:

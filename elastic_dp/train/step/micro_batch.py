@@ -43,6 +43,13 @@ class MicroBatchResult:
         else:
             self.metrics[name] = float(value)
 
+    def take_leaf_square(self, name: str, scaled: float) -> tuple[float, float]:
+        """Removes this metric, the square of the norm of its gradient. Returns it for the gradient
+        of its mean loss, and its weight. `scaled`: what the loss was divided by for its weight.
+        """
+        factor = self.weight / scaled
+        return self.metrics.pop(name) / factor**2, self.weight
+
     def take(self, values: Sequence[float]) -> None:
         """Takes the values of `unread`, in its order."""
         for name, value in zip(self.unread, values, strict=True):
@@ -84,6 +91,20 @@ class MicroBatchRunner:
             yield
         finally:
             self._is_trial = False
+
+    def counting(
+        self, step: int, results: Mapping[int, MicroBatchResult]
+    ) -> dict[int, MicroBatchResult]:
+        """Returns the results with a weight, in the order of virtual workers. Raises LossError."""
+        for v in sorted(results):
+            result = results[v]
+            if result.weight and not math.isfinite(result.loss) and self._state.loss_scale is None:
+                raise LossError(
+                    f"the loss of step {step} is {result.loss} on virtual worker {v} "
+                    f"({self._data.describe(step, v)}). Give such a micro-batch the weight 0 "
+                    "to leave it out"
+                )
+        return {v: results[v] for v in sorted(results) if results[v].weight}
 
     def batch(self, step: int, v: int) -> Any:
         seed_everything(batch_seed(self._seed, step, v))  # a transform draws here, or in a process

@@ -29,7 +29,7 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.gradient_norm import fold_squares, gradient_norm, squares_of_units
+from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -41,9 +41,10 @@ from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.train.sharding.sharded_step import prepare_step
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import PARAMETERS, TrainState
+from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
@@ -53,6 +54,7 @@ from elastic_dp.train.step.finished_work import (
     StepInputs,
     finished_of,
 )
+from elastic_dp.train.step.gradient_clipping import clip, norm_of
 from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
@@ -104,11 +106,7 @@ class StepRunner:
         self.checkpoint_planned = planned
 
     def open(
-        self,
-        group: ProcessGroup,
-        membership: Membership,
-        next_step: int,
-        lineage_id: int,
+        self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
     ) -> None:
         self._group, self._membership = group, membership
         self._lineage_id = lineage_id
@@ -211,7 +209,7 @@ class StepRunner:
             return RetryStep()
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
-        results = self._counting(step, header.results)
+        results = self.micro_batches.counting(step, header.results)
         weight = math.fsum(result.weight for result in results.values())
         if 0 < weight < LEAST_WEIGHT:
             raise LossError(
@@ -223,7 +221,17 @@ class StepRunner:
         buffers = self._exchange_buffers(step, header.changed)
         norm = None
         if self._sharding is not None:
-            norm = self._prepare_sharded(self._sharding, step, header, factor)
+            planned, agreed = self.checkpoint_planned, header.keep and not header.keeps_late
+            norm = prepare_step(
+                self._sharding,
+                self.gradients,
+                step,
+                factor,
+                header.used,
+                self.clip_norm,
+                self.pass_point,
+                gather_whole=planned is not None and (agreed or planned(step)),
+            )
             finite = norm is not None
         elif extremes is None:
             finite = self.gradients.complete(factor)
@@ -394,20 +402,6 @@ class StepRunner:
         self.weights.compare(step - 1, header.weights)
         return header
 
-    def _counting(
-        self, step: int, results: Mapping[int, MicroBatchResult]
-    ) -> dict[int, MicroBatchResult]:
-        """Returns the results with a weight, in the order of virtual workers. Raises LossError."""
-        for v in sorted(results):
-            result = results[v]
-            if result.weight and not math.isfinite(result.loss) and self.state.loss_scale is None:
-                raise LossError(
-                    f"the loss of step {step} is {result.loss} on virtual worker {v} "
-                    f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 "
-                    "to leave it out"
-                )
-        return {v: results[v] for v in sorted(results) if results[v].weight}
-
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
             return {}
@@ -420,26 +414,6 @@ class StepRunner:
         """Has this worker's part of the gradient and the state; None: it has all of them."""
         sharding = self.state.sharding
         return None if sharding is None or sharding.all_hold_all else sharding
-
-    def _prepare_sharded(
-        self, sharding: ShardedOptimizer, step: int, header: StepHeader, factor: float
-    ) -> torch.Tensor | None:
-        """Updates this member's pieces out of place, and gathers those of all members.
-
-        Returns the norm of the gradient, or None if it is not finite.
-        """
-        held, memory = self.gradients.complete_held(factor), self.gradients.received_memory
-        used = self.gradients.used_parameters(header.used)
-        norm = sharding.prepare(step, held, used, self.clip_norm, memory)
-        if norm is None:
-            return None
-        self.pass_point("prepared", step)
-        sharding.gather()
-        planned = self.checkpoint_planned
-        if planned is not None and ((header.keep and not header.keeps_late) or planned(step)):
-            sharding.gather_whole()
-        self.pass_point("gathered", step)
-        return norm
 
     def _undo(self) -> None:
         self.gradients.drop()
@@ -460,21 +434,24 @@ class StepRunner:
         self.report("apply")
         state = self.state
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
-        grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
         self._gradients = self._norm = None
-        if norm is not None:
-            grad_norm = float(norm)
-        else:
+        grad_norm = None if norm is None else float(norm)
+        if norm is None:
             self.gradients.assign(header.used)
             self._gradients = [p.grad for p in state.parameters.values()]
         self.buffers.commit(buffers)
         noise: dict[str, float] = {}
         if self._measures_noise(step):
-            noise = self._noise(step, results, finite)
+            assert self._gradients is not None
+            expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
+            scaled = expected / (state.loss_scale.scale if state.loss_scale else 1.0)
+            leaves = [result.take_leaf_square(LEAF_SQUARE, scaled) for result in results.values()]
+            if finite:
+                noise = estimated(leaves, gradient_square(self._units, self._gradients))
         if finite:
             if norm is None and self.clip_norm is not None:
-                norm = self._clip(self.clip_norm)
+                norm = clip(state, self._units, self.clip_norm)
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
@@ -503,43 +480,12 @@ class StepRunner:
         self.pass_point("after_step", step)
         return record
 
-    def _noise(
-        self, step: int, results: Mapping[int, MicroBatchResult], finite: bool
-    ) -> dict[str, float]:
-        """Returns the estimates of the gradient's noise, and takes what they are made of from the
-        metrics of `results`."""
-        scaled = self.state.loss_scale.scale if self.state.loss_scale else 1.0
-        expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-        leaves = []
-        for result in results.values():
-            square = result.metrics.pop(LEAF_SQUARE)
-            # The loss was multiplied by this before backward.
-            factor = result.weight / expected * scaled
-            leaves.append((square / factor**2, result.weight))
-        assert self._gradients is not None
-        pieces = self._units.pieces(self._gradients)
-        return estimated(leaves, float(fold_squares(squares_of_units(pieces)))) if finite else {}
-
     def _update_parameters(self) -> None:
         sharding = self.state.sharding
         if sharding is not None:
             sharding.step_ends([p.grad for p in self.state.parameters.values()])
             self.gradients.drop()  # what is called below updates nothing; schedulers look for it
         self.state.optimizer.step()
-
-    def _clip(self, limit: float) -> torch.Tensor:
-        """Scales the gradients to a norm of at most `limit`. Returns the norm before."""
-        parameters = list(self.state.parameters.values())
-        if self.state.norm_over == PARAMETERS:
-            return torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = self._norm_of([p.grad for p in parameters])
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
-
-    def _norm_of(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        if self.state.norm_over == PARAMETERS:
-            return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
-        return gradient_norm(self._units, gradients)
 
     def complete_record(self) -> None:
         """Adds the norm of the last committed step's gradients to its record, unless it is there
@@ -549,5 +495,5 @@ class StepRunner:
             return
         norm = self._norm
         if norm is None:
-            norm = self._norm_of(self._gradients)
+            norm = norm_of(self.state, self._units, self._gradients)
         record.add_grad_norm(float(norm))

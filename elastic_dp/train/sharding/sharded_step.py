@@ -1,0 +1,38 @@
+"""What a step does before its commit where each member holds a part of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+
+
+def prepare_step(
+    sharding: ShardedOptimizer,
+    gradients: GradientReducer,
+    step: int,
+    factor: float,
+    used: Sequence[int],
+    clip_norm: float | None,
+    pass_point: Callable[[str, int], None],
+    *,
+    gather_whole: bool,
+) -> torch.Tensor | None:
+    """Updates this member's pieces out of place, and gathers the parameters of all members.
+
+    `used`: numbers of the parameters that have a gradient. `gather_whole`: the whole state, too,
+    for a checkpoint. Returns the norm of the gradient, or None if it is not finite.
+    """
+    held, memory = gradients.complete_held(factor), gradients.received_memory
+    norm = sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory)
+    if norm is None:
+        return None
+    pass_point("prepared", step)
+    sharding.gather()
+    if gather_whole:
+        sharding.gather_whole()
+    pass_point("gathered", step)
+    return norm
