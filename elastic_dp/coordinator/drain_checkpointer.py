@@ -158,7 +158,7 @@ class DrainCheckpointer:
             [
                 w.id
                 for w in holders
-                if w.has_state and w.position == top and w.at_head and not w.partial
+                if (w.has_state and w.position == top and w.at_head) and not w.partial
             ]
         )
         if top.ended or not top.step or not writers or not self.in_time(due, now):

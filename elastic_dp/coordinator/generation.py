@@ -129,7 +129,8 @@ class Generation:
         self.not_entered = set(self.members)
         self.not_finished = {worker.id for worker in members if worker.finished is None}
         self.draining = {worker.id: worker for worker in members if worker.draining}
-        self.unreachable_pairs, self.mismatch, self.pieces_lost = set(), None, False
+        self.unreachable_pairs, self.mismatch = set(), None
+        self.pieces_lost = False
         self.fence = Fence(max([worker.renewed_at for worker in members]) + config.lease_s)
         self.formed = self.lost_while_forming = False
         self._waiting_said = False

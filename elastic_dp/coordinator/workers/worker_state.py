@@ -194,7 +194,8 @@ class WorkerState:
 
     def stopped(self, event: WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
-        self.finished_nodes, self.partial = event.finished, event.partial
+        self.finished_nodes = event.finished
+        self.partial = event.partial
         if event.has_state:
             self.lineage_id = event.lineage_id
 
