@@ -11,15 +11,9 @@ train: .venv/installed
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
-# The longest first, so that the processes end together: files are handed out in this order. Four of
-# them, since much of the tests' time is waiting.
-LONG = test_exact test_exactly_once test_nodes test_run test_train_state test_commands \
-	test_rows_in_rows_out test_controller_restart test_jobs test_ctrl_c test_frozen test_ports \
-	test_stuck test_emulated
-LONG_FILES = $(foreach name,$(LONG),$(shell find tests -name $(name).py))
-
+# Four processes, since much of the tests' time is waiting. tests/conftest.py says what begins first.
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(LONG_FILES) tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests

@@ -1,6 +1,6 @@
 """For all tests: one S3 server, started when the first asks for it; patience, as a machine may be
 loaded; and Ctrl-C, which a shell has those ignore that it starts in the background, and all whom
-they start."""
+they start; and one Ray at a time, each of which fills the machine while it starts."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from collections import Counter
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.storage.servers import azurite, azurite_server, gcs_binary, gcs_server, moto_server
 
@@ -19,6 +20,42 @@ hypothesis.settings.load_profile("patient")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Else gcsfs asks Google itself of what kind each bucket is, whatever its endpoint.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+
+# Ray gives its own processes 30 s to start. Several at once need longer on two cores.
+START_RAY = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/cluster/ray/")
+# Files that take longest, which begin first, so that the processes end together.
+LONG = (
+    *START_RAY,
+    "tests/train/test_exact.py",
+    "tests/data/test_rows_in_rows_out.py",
+    "tests/train/test_exactly_once.py",
+    "tests/simulation/test_exhaustive.py",
+    "tests/report/test_report_in_browser.py",
+    "tests/train/",
+    "tests/jobs/",
+)
+
+
+class OneRayAtATime(LoadFileScheduling):
+    """The tests of a file run in one process, and those that start a Ray all in the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith(START_RAY) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return OneRayAtATime(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        return next(
+            (at for at, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)
+        )
+
+    items.sort(key=place)
 
 
 def pytest_terminal_summary(terminalreporter):

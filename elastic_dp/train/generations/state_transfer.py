@@ -104,8 +104,7 @@ class StateTransfer:
         tree = self._state.tree(progress.evaluations, progress.ended)
         ours = {
             "position": progress.position,
-            "evaluations_in_loop": progress.evaluations_in_loop,
-            "logged": progress.last_log_before_body(),
+            "of_finished_bodies": progress.of_finished_bodies(),
         }
         return serialize_state(tree | ours | {"agreed": self._weights.agreed})
 
@@ -127,9 +126,9 @@ class StateTransfer:
             self._state.adopt(tree, body=joins)
             self._state_changed(agreed=tree["agreed"])
             if joins:
-                self._progress.another_body_begins(tree["evaluations_in_loop"], tree["logged"])
+                self._progress.joined(*tree["of_finished_bodies"])
             else:
-                self._progress.another_body_begins(0, self._progress.logged)
+                self._progress.another_body_begins()
             record = self._state.record
             if record is not None and record.kept and not joins:
                 self._control.checkpoint_agreed()  # all members agreed on a checkpoint of this step

@@ -24,9 +24,8 @@ class WorkerProgress:
     ended: str | None = None  # why the run has ended
     evaluations: list[dict[str, float]] = field(default_factory=list)  # of the present step's body
     evaluations_begun: int = 0
-    evaluations_in_loop: int = 0  # in the last body; those after the loop follow them
     logged: LogCall | None = None  # the last call of ctx.log, if it is known
-    logged_before_body: LogCall | None = None  # the last one of an earlier step
+    loop_left_with: tuple[int, LogCall | None] | None = None  # evaluations_begun and logged
 
     def step_committed(self, step: int, *, is_last: bool) -> None:
         self.position = TrainingPosition(step, int(is_last))
@@ -40,10 +39,8 @@ class WorkerProgress:
     def logs(self) -> tuple[LogCall, LogCall | None]:
         """Counts a call of ctx.log. Returns it, and the call before it."""
         step, previous = self.position.step, self.logged
-        if previous is not None and previous[0] == step:
-            self.logged = step, previous[1] + 1
-        else:
-            self.logged, self.logged_before_body = (step, 1), previous
+        same = previous is not None and previous[0] == step
+        self.logged = step, (previous[1] + 1 if previous is not None and same else 1)
         return self.logged, previous
 
     def evaluation_begins(self) -> int:
@@ -56,7 +53,12 @@ class WorkerProgress:
         self.position = self.position._replace(evaluations=len(self.evaluations))
 
     def loop_left(self) -> None:
-        self.evaluations_in_loop = self.evaluations_begun
+        self.loop_left_with = self.evaluations_begun, self.logged
+
+    def of_finished_bodies(self) -> tuple[int, LogCall | None]:
+        """Returns the number of evaluations and the last call of ctx.log, for a joiner. It runs no
+        body that this worker has run, and it runs all that follows the loop."""
+        return self.loop_left_with or (self.evaluations_begun, self.logged)
 
     def has_initial_state(self, lineage_id: int) -> None:
         """Records that this worker holds the state with which generation `lineage_id` begins.
@@ -68,20 +70,18 @@ class WorkerProgress:
     def restored(self, step: int, evaluations: list[dict[str, float]], *, is_last: bool) -> None:
         """Records a restored checkpoint, which was taken at the end of a body."""
         self.evaluations = evaluations
-        self.evaluations_begun = self.evaluations_in_loop = len(evaluations)
+        self.evaluations_begun = len(evaluations)
         self.ended = LAST_STEP if is_last else None
         self.position = TrainingPosition(step, int(is_last), len(evaluations))
-        self.logged = self.logged_before_body = None
+        self.logged = None
 
-    def another_body_begins(self, evaluations_begun: int, logged: LogCall | None) -> None:
-        """Records the body that the source of the state is in, and the last call of ctx.log before
-        that body."""
-        self.evaluations_begun = evaluations_begun
-        self.logged = self.logged_before_body = logged
+    def joined(self, evaluations_begun: int, logged: LogCall | None) -> None:
+        """Records `of_finished_bodies` of the source of the state."""
+        self.evaluations_begun, self.logged = evaluations_begun, logged
 
-    def last_log_before_body(self) -> LogCall | None:
-        in_body = self.logged is not None and self.logged[0] == self.position.step
-        return self.logged_before_body if in_body else self.logged
+    def another_body_begins(self) -> None:
+        """Records that a step came which this worker had not committed. It runs its body."""
+        self.evaluations_begun = 0
 
     def took_over(
         self,

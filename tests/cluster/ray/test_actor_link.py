@@ -7,7 +7,6 @@ import pytest
 
 from elastic_dp.cluster.controller.metrics_record import MetricsRecord
 from elastic_dp.cluster.ray.actor_link import ActorLink
-from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.train import log_sender
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from tests.patience import PATIENCE_S
@@ -81,9 +80,8 @@ def controller():
 def joined(name, controller, source):
     """A worker that received its state from `source`."""
     progress = WorkerProgress()
-    progress.another_body_begins(0, source.progress.last_log_before_body())
-    before = source.progress.position.step - 1
-    progress.took_over(TrainingPosition(before), [], None, 1)
+    progress.joined(*source.progress.of_finished_bodies())
+    progress.took_over(source.progress.position, [], None, 1)
     return LoggingWorker(name, controller, progress)
 
 
@@ -110,6 +108,23 @@ def test_a_joiner_is_not_recorded_before_what_others_have_logged(controller):
     controller.links = {"w0": joiner.link, "w1": first.link}  # the joiner is asked first
     controller.starts(controller.journal.lines[:23])
     assert controller.steps() == list(range(1, 35))
+
+
+def test_calls_after_the_loop_are_recorded_once_where_a_joiner_is_first(controller):
+    """It joins between two of them. It has not run the last body, and it makes both."""
+    first = LoggingWorker("w1", controller)
+    first.trains_to(30)
+    first.progress.loop_left()
+    first.link.log(*first.progress.logs(), {"accuracy": 0.25})
+    joiner = joined("w2", controller, first)
+    joiner.progress.loop_left()
+    joiner.link.log(*joiner.progress.logs(), {"accuracy": 0.25})
+    for worker in (joiner, first):
+        worker.link.log(*worker.progress.logs(), {"perplexity": 4.0})
+        worker.link.flush()
+    after_the_loop = [line for line in controller.journal.lines if "loss" not in line]
+    assert [line.get("accuracy") for line in after_the_loop] == [0.25, None]
+    assert [line.get("perplexity") for line in after_the_loop] == [None, 4.0]
 
 
 def test_joiner_that_is_alone_is_recorded_from_where_it_joined(controller):
@@ -160,7 +175,7 @@ def test_metrics_whose_workers_are_lost_are_waited_for_some_seconds(controller):
     assert controller.steps() == list(range(1, 24))
     controller.now += 2.0
     joiner.trains_to(36)
-    assert controller.steps() == [*range(1, 24), *range(30, 37)]
+    assert controller.steps() == [*range(1, 24), *range(31, 37)]
 
 
 def test_metrics_that_wait_are_recorded_when_the_run_ends(controller):
@@ -171,7 +186,7 @@ def test_metrics_that_wait_are_recorded_when_the_run_ends(controller):
     del controller.links["w1"]
     controller.starts(controller.journal.lines[:23])
     controller.record.close()
-    assert controller.steps() == [*range(1, 24), *range(30, 35)]
+    assert controller.steps() == [*range(1, 24), *range(31, 35)]
 
 
 def test_each_later_message_comes_behind_what_was_logged_before(controller, monkeypatch):

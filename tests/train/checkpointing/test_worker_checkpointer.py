@@ -184,8 +184,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
         position=TrainingPosition(5),
-        evaluations_in_loop=0,
-        logged=None,
+        of_finished_bodies=(0, None),
         agreed=4,
         evaluations=[],
         ended=None,
