@@ -75,7 +75,12 @@ def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeyp
 
 def test_device_has_nothing_of_a_generation_to_do_when_it_is_left():
     """The collective that it waits in ends by an abort; what was launched behind that is done."""
-    left = threading.Event()
+    left, looked = threading.Event(), threading.Event()
+
+    def looked_at(event):
+        query = event.query
+        event.query = lambda: (looked.set(), query())[1]
+        return event
 
     def act(group):
         switch(group)
@@ -83,14 +88,19 @@ def test_device_has_nothing_of_a_generation_to_do_when_it_is_left():
             return left.wait(PATIENCE_S)
         transport, done = transport_of(group), threading.Event()
         transport.wait(transport.all_gather(torch.zeros(2), torch.ones(1)))
-        transport.accelerator.stream.put(lambda: (time.sleep(0.05), done.set()))
+        # ends when somebody has looked whether it has ended
+        transport.accelerator.stream.put(lambda: (looked.wait(PATIENCE_S), done.set()))
+        record = transport.accelerator.record
+        transport.accelerator.record = lambda: looked_at(record())
         otherwise = threading.Timer(PATIENCE_S, group.abort)  # where nothing else ends it
         otherwise.start()
         begun_at = time.monotonic()
         transport.come_to_rest()
         otherwise.cancel()
+        ended = done.is_set()
         left.set()
-        return done.is_set() and time.monotonic() < begun_at + PATIENCE_S
+        looked.set()
+        return ended and time.monotonic() < begun_at + PATIENCE_S
 
     try:
         assert of_each(2, act) == [True, True]
