@@ -54,7 +54,13 @@ def converted(source: Path, options: dict[str, Any] | None) -> DataConfig:
     return DataConfig(str(out), micro_batch_size=3)
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
+SHORT = ("semicolons", "UTF-16 by Excel")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.slow) for kind in WRITTEN],
+)
 def test_csv_with_options_has_the_same_rows_for_any_number_of_workers_and_converted(
     kind, tmp_path, monkeypatch
 ):

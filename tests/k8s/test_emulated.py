@@ -53,6 +53,7 @@ print("ON", *now, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_node_comes_is_lost_comes_again_and_goes(tmp_path):
     objects = build("overlays/cpu-smoke")
     spec = cluster(objects)

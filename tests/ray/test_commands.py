@@ -202,6 +202,7 @@ def test_run_ends_with_the_code_of_its_script(tmp_path):
     assert code == 2 and "makes no ElasticTrainer" in told[0]
 
 
+@pytest.mark.slow
 def test_doctor_asks_each_node_of_a_cluster(cluster, tmp_path):
     second = cluster.add_node(num_cpus=0)
     where = ("--address", cluster.address, "--storage-path", tmp_path)
@@ -257,6 +258,7 @@ def test_second_terminal_reaches_the_ray_that_a_script_started(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
     """docs/operations.md says so; this is a cluster of two CPUs."""
     part = ("--set", "scaling.resources_per_worker.CPU=0.25")

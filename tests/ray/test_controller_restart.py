@@ -127,6 +127,7 @@ def test_a_run_outlives_its_driver_and_its_controller(tmp_path):
     assert sum("took over" in line.get("text", "") for line in events) == 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_no_controller_leads_ends_itself(tmp_path):
     failure = edp.FailureConfig(lease_s=6.0, orphan_timeout_s=12.0, run_lease_s=2.0)
     run = trainer(tmp_path, "orphan", steps=FOR_EVER, failure=failure, body_s=0.05).start()

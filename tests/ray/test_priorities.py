@@ -21,7 +21,7 @@ WITHIN_S = 2.0
 
 @pytest.fixture(autouse=True)
 def cluster(request):
-    with clusters.nodes(PLACES if request.node.get_closest_marker("slow") else FEW):
+    with clusters.nodes(FEW if "beside_one_in_the_queue" in request.node.name else PLACES):
         yield
 
 
@@ -52,6 +52,7 @@ def shrunk_at(lines, size: int, after: float) -> float:
     )
 
 
+@pytest.mark.slow
 def test_run_shrinks_for_one_of_higher_priority_beside_one_in_the_queue(tmp_path):
     low = prioritized(tmp_path, "low", 0, least=1, size=FEW).start()
     wait_for(low, lambda s: is_whole(s, FEW))

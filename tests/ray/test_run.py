@@ -159,6 +159,7 @@ def test_a_run_whose_storage_is_reached_by_options_survives_its_controller(
     assert stored.weights_sha256 == result.weights_sha256
 
 
+@pytest.mark.slow
 def test_an_installed_package_that_only_the_driver_has(tmp_path, monkeypatch):
     packages = tmp_path / "site-packages"
     packages.mkdir()

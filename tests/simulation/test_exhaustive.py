@@ -309,8 +309,8 @@ SLOW = pytest.mark.slow
     ("world", "depth", "floor"),
     [
         ({}, 8, 5_000),
-        ({"checkpoints": True}, 7, 3_000),
-        ({"trains": True, "config": ALL_TRAIN}, 6, 1_500),
+        pytest.param({"checkpoints": True}, 7, 3_000, marks=SLOW),
+        pytest.param({"trains": True, "config": ALL_TRAIN}, 6, 1_500, marks=SLOW),
         ({"trains": True, "disturbances": 1}, 5, 4_500),
         ({"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True}, 4, 4_000),
         pytest.param({}, 9, 12_000, marks=SLOW),

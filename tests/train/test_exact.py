@@ -121,7 +121,7 @@ def test_a_short_tail(rows, train):
         ("rows", {}),
         ("rows", {"transform": as_a_user_would}),
         ("rows", {"transform": as_a_user_would, "workers": 1}),
-        ("rows", {"collate_fn": tensors_of_arrays}),
+        pytest.param("rows", {"collate_fn": tensors_of_arrays}, marks=pytest.mark.slow),
     ],
     ids=["none", "rows", "transform", "process", "collate_fn"],
 )
@@ -168,7 +168,7 @@ def holders(run, now):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 20))]
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 20))]
 )
 def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
