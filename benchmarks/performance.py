@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.models import SMALL
-from benchmarks.recovery_gpt import COLD, OURS, PEER
 from benchmarks.report import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -491,7 +490,7 @@ def simulation(r: dict[str, Any]) -> Iterator[Row]:
 
 def recovery_gpt(r: dict[str, Any]) -> Iterator[Row]:
     for size in SMALL:
-        us, cold, them = r[size][OURS], r[size][COLD], r[size][PEER]
+        us, them = r[size].values()
         what = f"GPT of {size}, step of {us['step_ms'][0]:.0f} ms, {us['pause']['count']} kills"
         median, theirs = us["pause"]["median_ms"], them["pause"]["median_ms"]
         yield Row(
@@ -502,16 +501,10 @@ def recovery_gpt(r: dict[str, Any]) -> Iterator[Row]:
         )
         again, sooner = us["full_size_again"], them["full_size_again"]
         yield Row(
-            "The same kills, until all three workers have committed a step together, with "
-            "`warm_processes=1`",
+            "The same kills, until all three workers have committed a step together",
             f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
             f"torchft's median of {sooner['median_ms'] / 1e3:.1f} s",
             again["median_ms"] <= sooner["median_ms"],
-        )
-        again = cold["full_size_again"]
-        yield Row(
-            f"The same without `warm_processes`, {again['count']} kills",
-            f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
         )
 
 
@@ -833,13 +826,8 @@ def highlights(results: Path) -> str:
     ratios = [one["ratio"] for one in steps]
     spot, stall = found["spot"][0], found["checkpoint"]["save"]["ratios"]["stall / dcp.async_save"]
     full_machine = [
-        (one[OURS]["pause"]["median_ms"], one[PEER]["pause"]["median_ms"])
-        for one in (found["recovery_gpt"][size] for size in SMALL)
-    ]
-    full_size = [
-        found["recovery_gpt"][size][whose]["full_size_again"]["median_ms"] / 1e3
-        for whose in (OURS, PEER)
-        for size in SMALL
+        (us["pause"]["median_ms"], them["pause"]["median_ms"])
+        for us, them in (found["recovery_gpt"][size].values() for size in SMALL)
     ]
     lost, died = found["work_lost"]["elastic_dp"], found["work_lost"]["what died"]
     scale = next(row for row in found["goodput_at_scale"]["failures"] if row["workers"] == 4096)
@@ -858,11 +846,6 @@ def highlights(results: Path) -> str:
             "median {:.0f} or {:.0f} ms (tuned torchft {:.0f} or {:.0f} ms)".format(
                 *(us for us, _ in full_machine), *(them for _, them in full_machine)
             ),
-            "benchmarks.recovery_gpt",
-        ),
-        (
-            "until a new worker trains in place of the killed one, `warm_processes=1`",
-            "median {:.1f} or {:.1f} s (tuned torchft {:.1f} or {:.1f} s)".format(*full_size),
             "benchmarks.recovery_gpt",
         ),
         (
