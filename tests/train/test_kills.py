@@ -6,16 +6,19 @@ twice, or not at all, in any process, changes the final weights. The evaluation 
 and compared, too.
 """
 
+import dataclasses
 import functools
 import os
 import signal
 
 import pytest
 
-from elastic_dp.config import MapStyleData
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import SizeRequested, StopRequested, TrainingPosition
 from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.fault_injection import _generation_of as generation_of
 from elastic_dp.train.generations.state_transfer import state_transfer_ranks
@@ -416,6 +419,34 @@ def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
     assert (tmp_path / "dead").exists()
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (undisturbed.digest, 40)
+    check_final_metrics(run, undisturbed)
+
+
+def check_final_metrics(run, undisturbed):
     for name in ("final_2", "final_3"):
         found = [line[name] for line in lines_of(run) if name in line]
         assert found == [line[name] for line in undisturbed.logged if name in line]
+
+
+def test_lone_worker_killed_in_an_evaluation_after_the_loop(tmp_path):
+    """The run goes back to the checkpoint of the last step, whose body has logged, too."""
+    there, url = tmp_path / "there", str(tmp_path / "run")
+    config = job(workers=1, standby_is_ready=str(there)).config
+    spec = dataclasses.replace(
+        spec_of(steps=10, workers=1, virtual=4, config=config),
+        checkpoint=CheckpointConfig(every_steps=5),
+    )
+    of_one = 8  # micro-batches of an evaluation of 60 rows
+    fault = WorkerFault("evaluate", 10, nth=of_one + 4, once=str(tmp_path / "dead"))
+
+    def goes_on_when_it_is_saved(run):
+        eventually(lambda: any(name.step == 10 for name in Catalog(Store(url)).names()))
+        there.touch()
+
+    script = [(1, goes_on_when_it_is_saved)]
+    outcome, run = group(spec, evaluates_after_the_loop, faults=(fault,), script=script, url=url)
+    assert outcome.error is None, outcome.traceback
+    assert (tmp_path / "dead").exists()
+    undisturbed = local(spec, evaluates_after_the_loop)
+    assert (outcome.digest, outcome.step) == (undisturbed.digest, 10)
+    check_final_metrics(run, undisturbed)

@@ -81,10 +81,7 @@ class StepBoundaryCheckpoints:
         """Takes a last checkpoint without a controller, unless the body is running or a newer one
         exists."""
         if self._has_right_state() and self._state.is_whole:
-            progress = self._progress
-            self._checkpointer.commit_without_controller(
-                self._state, progress.position.step, progress.evaluations
-            )
+            self._checkpointer.commit_without_controller(self._state, self._progress)
 
     def _has_right_state(self) -> bool:
         right = self._progress.has_state and self._weights.mismatch is None
@@ -113,13 +110,8 @@ class StepBoundaryCheckpoints:
 
     def _act(self, request: CheckpointRequest, decision: CheckpointDecision) -> None:
         if decision is CheckpointDecision.TAKE:
-            self._checkpointer.take(
-                self._state,
-                request.step,
-                self._progress.evaluations,
-                tuple(request.writers) or self._weights.members,
-                self._progress.lineage_id,
-            )
+            members = tuple(request.writers) or self._weights.members
+            self._checkpointer.take(self._state, self._progress, members)
         elif decision is CheckpointDecision.DEFER:
             self._checkpointer.defer()
             self._control.request_checkpoint()

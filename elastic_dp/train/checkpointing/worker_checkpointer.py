@@ -43,6 +43,7 @@ from elastic_dp.train.checkpointing.job_match import (
     hyperparameters_of,
 )
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
+from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
 
@@ -103,13 +104,13 @@ class WorkerCheckpointer:
         self._job, self._data = software.pop("code", ""), signature.data
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
         if self._config.enabled:
-            encode(_tree(state, []))
+            encode(_tree(state, WorkerProgress()))
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state."""
         if self._config.enabled and state.is_whole:
             with contextlib.suppress(StateError):  # the snapshot itself raises it
-                self._uploader.prepare(_tree(state, []))
+                self._uploader.prepare(_tree(state, WorkerProgress()))
 
     @property
     def late(self) -> bool:
@@ -156,10 +157,8 @@ class WorkerCheckpointer:
     def take(
         self,
         state: TrainState,
-        step: int,
-        evaluations: Sequence[dict[str, float]],
+        progress: WorkerProgress,
         members: tuple[WorkerId, ...],
-        lineage_id: int,
     ) -> None:
         """Takes a snapshot and starts to write this member's share.
 
@@ -168,14 +167,15 @@ class WorkerCheckpointer:
         message.
         """
         by_job = self._requested or self._config.enabled
+        step = progress.position.step
         self._taken, self._requested = step, False
         try:
             self._uploader.wait()
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         self._began_at = time.monotonic()
-        tree = _tree(state, evaluations)
-        self._members, self._lineage_id = members, lineage_id
+        tree = _tree(state, progress)
+        self._members, self._lineage_id = members, progress.lineage_id
         rank = members.index(self._worker)
         try:
             upload = self._uploader.take(step, tree, rank, len(members), writer=self._worker)
@@ -198,9 +198,7 @@ class WorkerCheckpointer:
         """Also writes these parts, in place of a member that is lost."""
         self._uploader.write(step, parts, writer=self._worker)
 
-    def commit_without_controller(
-        self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
-    ) -> None:
+    def commit_without_controller(self, state: TrainState, progress: WorkerProgress) -> None:
         """Writes and commits a checkpoint, and reports the outcome.
 
         See checkpoint_without_controller.py. It is called at the head of the loop when no
@@ -210,7 +208,7 @@ class WorkerCheckpointer:
             self._uploader.wait()
         snapshot = self._uploader.snapshot
         try:
-            snapshot.take(step, _tree(state, evaluations))
+            snapshot.take(progress.position.step, _tree(state, progress))
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
@@ -242,11 +240,12 @@ class WorkerCheckpointer:
         group: ProcessGroup,
         device: torch.device,
         enters: Callable[[str], None],
-    ) -> tuple[CommitRecord, list[dict[str, float]]]:
+    ) -> tuple[CommitRecord, list[dict[str, float]], int]:
         """Loads the newest intact checkpoint, together with all members of `group`.
 
-        Returns its commit record and the evaluations of its step's body. `enters`: see
-        `read_collectively`. Raises RunMismatch if the checkpoint is not of this job.
+        Returns its commit record, and the evaluations and the number of calls of ctx.log of its
+        step's body. `enters`: see `read_collectively`. Raises RunMismatch if the checkpoint is not
+        of this job.
         """
 
         def damaged(error: CheckpointDamaged) -> None:
@@ -283,7 +282,8 @@ class WorkerCheckpointer:
         places = device_types(commit)
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         self._taken = commit.step
-        return commit, tree["evaluations"]
+        calls = tree.get("log_calls", 0)  # absent in early versions
+        return commit, tree["evaluations"], calls
 
     def close(self) -> None:
         """Waits until the upload under way has ended."""
@@ -305,9 +305,10 @@ class WorkerCheckpointer:
         self._link.wrote(self._worker, written)
 
 
-def _tree(state: TrainState, evaluations: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _tree(state: TrainState, progress: WorkerProgress) -> dict[str, Any]:
     """Returns the state without values that only some members may have computed."""
-    tree = state.tree(evaluations, None, whole=True)
+    tree = state.tree(progress.evaluations, None, whole=True)
+    tree["log_calls"] = progress.log_calls_of_body()
     if state.record is not None:
         tree["step"]["record"] = dataclasses.replace(state.record, grad_norm=None)
     return tree

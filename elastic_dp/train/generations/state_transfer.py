@@ -144,10 +144,12 @@ class StateTransfer:
             self._reporter.report(phase)
             self._reporter.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
-        commit, evaluations = checkpoints.restore(self._state, group, self._device, enters)
+        commit, evaluations, log_calls = checkpoints.restore(
+            self._state, group, self._device, enters
+        )
         self._state_changed(agreed=commit.step)
         is_last = bool(self._total_steps and commit.step >= self._total_steps)
-        self._progress.restored(commit.step, evaluations, is_last=is_last)
+        self._progress.restored(commit.step, evaluations, log_calls, is_last=is_last)
 
     def _state_changed(self, agreed: int) -> None:
         self._data.mark_bad(self._state.bad_row_groups)

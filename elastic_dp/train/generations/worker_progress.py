@@ -67,13 +67,21 @@ class WorkerProgress:
         """
         self.has_state, self.lineage_id = True, lineage_id
 
-    def restored(self, step: int, evaluations: list[dict[str, float]], *, is_last: bool) -> None:
-        """Records a restored checkpoint, which was taken at the end of a body."""
+    def log_calls_of_body(self) -> int:
+        """Returns how often the body of the present step, which has ended, called ctx.log."""
+        _, logged = self.of_finished_bodies()
+        return logged[1] if logged is not None and logged[0] == self.position.step else 0
+
+    def restored(
+        self, step: int, evaluations: list[dict[str, float]], log_calls: int, *, is_last: bool
+    ) -> None:
+        """Records a restored checkpoint, which was taken at the end of a body that called ctx.log
+        `log_calls` times."""
         self.evaluations = evaluations
         self.evaluations_begun = len(evaluations)
         self.ended = LAST_STEP if is_last else None
         self.position = TrainingPosition(step, int(is_last), len(evaluations))
-        self.logged = None
+        self.logged = (step, log_calls) if log_calls else None
 
     def joined(self, evaluations_begun: int, logged: LogCall | None) -> None:
         """Records `of_finished_bodies` of the source of the state."""

@@ -148,9 +148,22 @@ def test_run_that_logs_rarely_has_no_gaps(controller):
 def test_steps_that_are_recorded_are_not_recorded_again_after_a_restore(controller):
     worker = LoggingWorker("w1", controller)
     worker.trains_to(30)
-    worker.progress.restored(20, [], is_last=False)
+    worker.progress.restored(20, [], 1, is_last=False)
     worker.trains_to(33)
     assert controller.steps() == list(range(1, 34))
+
+
+def test_calls_after_the_loop_are_recorded_after_a_restore_of_the_last_step(controller):
+    worker = LoggingWorker("w1", controller)
+    worker.trains_to(30, calls=2)
+    calls = worker.progress.log_calls_of_body()
+    worker.progress.restored(30, [], calls, is_last=True)
+    worker.link.log(*worker.progress.logs(), {"accuracy": 0.25})
+    worker.link.flush()
+    assert controller.journal.lines[-2:] == [
+        {"step": 30, "loss": 0.5},
+        {"step": 30, "accuracy": 0.25},
+    ]
 
 
 def test_last_metrics_are_sent_again_when_the_state_is_asked_for(controller):
