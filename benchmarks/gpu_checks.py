@@ -717,25 +717,29 @@ def several_ranks(setup: Setup) -> dict[str, Any]:
     while a thread copies from behind the collective, and works on."""
     facts = share_the_gpu(setup)
     context = torch.multiprocessing.get_context("spawn")
-    port, told = context.Value("i", 0), context.Queue()
-    ranks = [context.Process(target=one_rank, args=(r, setup, port, told)) for r in range(2)]
+    # A queue each: one that two write to stays locked if one of them is killed in a put.
+    port, told = context.Value("i", 0), [context.Queue() for _ in range(2)]
+    ranks = [
+        context.Process(target=one_rank, args=(rank, setup, port, queue_of_rank))
+        for rank, queue_of_rank in enumerate(told)
+    ]
     for process in ranks:
         process.start()
 
-    def hear(limit_s: float) -> Any:
+    def hear(rank: int, limit_s: float) -> Any:
         until = time.monotonic() + limit_s
         while True:
             statuses = [process.exitcode for process in ranks]
             with contextlib.suppress(queue.Empty):
-                return told.get(timeout=0.5)
+                return told[rank].get(timeout=0.5)
             if any(status not in (None, 0, -signal.SIGKILL) for status in statuses):
                 raise Wrong(f"a rank has ended: exit statuses {statuses}")
             if time.monotonic() > until:
                 raise Wrong(f"no word in {limit_s:g} s; exit statuses {statuses}")
 
-    sums = [hear(60.0) for _ in ranks]
+    sums = [hear(rank, 60.0) for rank in range(2)]
     ranks[1].kill()
-    facts |= hear(30.0)
+    facts |= hear(0, 30.0)
     ranks[0].join(10.0)
     if sums != [3.0, 3.0] or ranks[0].exitcode != 0 or facts["after"] != 1.0:
         raise Wrong(f"the sums are {sums}, the survivor ended with {ranks[0].exitcode}")
