@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from shlex import quote
 from typing import Any
 
@@ -58,6 +59,7 @@ _ARRAYS = (
     "files that are one JSON array, each of which is read as one row group (JSON Lines is cut into "
     "several)"
 )
+_IN_ROW = re.compile(r"\.? in row (\d+)")
 _JSON_ENDINGS = with_codecs(".json")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _AROUND = 8  # bytes before and after a line break that are searched for the brackets of rows
@@ -74,9 +76,9 @@ class JsonLines:
         rows = JsonRows(shard.name)
         is_one = is_json(shard.name) and is_array(shard.name, first_bytes(shard, HEAD_BYTES))
         if not is_one:
-            return scan_rows(shard, columns, rows, _merge)
+            return scan_rows(shard, columns, rows, partial(_merge, shard.name))
         rows.remarks[_ARRAYS] = 1, "all rows"
-        return scan_rows(shard, columns, rows, _merge, _unpack_array)
+        return scan_rows(shard, columns, rows, partial(_merge, shard.name), _unpack_array)
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
         content = first_bytes(shard, FIRST_BYTES)
@@ -160,9 +162,11 @@ class JsonRows:
             for number, line in enumerate(lines, self._rows + 1):
                 if reason := _why_no_object(line):
                     self._refuse_line(number, line, reason)
+            found = _IN_ROW.search(text := str(error))
+            row = f"row {self._rows + int(found[1]) + 1}: " if found else ""
+            way_out = "make the column one type" if "changed from" in text else "fix the value"
             raise DataError(
-                f"cannot read {self._name}: {error}, counted from 0 at row {self._rows + 1}; "
-                "make the column one type"
+                f"cannot read {self._name}: {row}{_IN_ROW.sub('', text)}; {way_out}"
             ) from None
 
     def _check_utf_8(self, content: bytes) -> None:
@@ -296,8 +300,12 @@ def _bad_array(name: str, row: int, shown: str, reason: str) -> DataError:
     )
 
 
-def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    return pa.unify_schemas([one, other], promote_options="permissive")
+def _merge(name: str, one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Merges the types of two row groups of the file `name`."""
+    try:
+        return pa.unify_schemas([one, other], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(f"{name}: {error} in later rows; make the column one type") from None
 
 
 class _TooDeep(pa.ArrowInvalid):

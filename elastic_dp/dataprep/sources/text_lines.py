@@ -178,8 +178,7 @@ def _unify(known: pa.Schema, new: pa.Schema, name: str, mixed_is_text: bool) -> 
             if not mixed_is_text:
                 raise DataError(
                     f"column {field.name!r} is {field.type} in {name} and {before.type} "
-                    "before; make it "
-                    "one type, or leave it out by naming the columns"
+                    "before; make it one type"
                 ) from error
             fields[field.name] = pa.field(field.name, pa.string())
     return pa.schema(list(fields.values()))
