@@ -22,6 +22,7 @@ import pyarrow.json
 from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.json_tables import refuse_table
 from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -58,6 +59,10 @@ _CASE = np.uint8(0xDF)
 _ARRAYS = (
     "files that are one JSON array, each of which is read as one row group (JSON Lines is cut into "
     "several)"
+)
+_ONE_ROW = (
+    "files named .json that hold a single row (if its rows are in a list of an object: jq -c "
+    "'.data[]' file.json > rows.jsonl)"
 )
 _IN_ROW = re.compile(r"\.? in row (\d+)")
 _JSON_ENDINGS = with_codecs(".json")
@@ -122,6 +127,7 @@ class JsonRows:
                 f"{self._name} is a JSON array, and JSON Lines has one object a line; rewrite it: "
                 f"jq -c '.[]' {quote(self._name)} > rows.jsonl"
             )
+        refuse_table(self._name, content[mark:])
         return mark if begins or is_all else None
 
     def last_row_end(self, content: bytes) -> int:
@@ -148,7 +154,9 @@ class JsonRows:
         return table
 
     def end(self) -> None:
-        """Nothing to check: `parse` refuses a line that was cut off."""
+        """`parse` refuses a line that was cut off."""
+        if self._rows == 1 and is_json(self._name):
+            self.remarks[_ONE_ROW] = 1, "row 1"
 
     def _infer(self, content: bytes) -> pa.Table:
         self._check_utf_8(content)
