@@ -211,3 +211,9 @@ def test_convert_of_csv_has_no_column_of_a_file_without_rows(tmp_path):
     (tmp_path / "b.csv").write_text("x,y\n")
     convert(f"{tmp_path}/*.csv", str(tmp_path / "out"))
     assert rows_of(tmp_path / "out")[0] == rows_of(tmp_path)[0] == [{"x": 1}]
+
+
+def test_csv_of_blank_lines_alone_has_no_rows_to_convert(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"x\n\n\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        convert(str(tmp_path / "a.csv"), str(tmp_path / "out"))

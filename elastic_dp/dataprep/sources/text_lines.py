@@ -25,7 +25,12 @@ from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.csv_dialect import Dialect
 from elastic_dp.data.formats.csv_headers import HeaderLines
-from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
+from elastic_dp.data.formats.exact_numbers import (
+    LeadingZeros,
+    Rounded,
+    leading_zero_warnings,
+    refuse_rounded,
+)
 from elastic_dp.data.formats.jsonl import JsonRows, is_array, lines_of_array
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.dataprep.sources.row_stream import Rows, choose, rows_of_files
@@ -33,6 +38,7 @@ from elastic_dp.dataprep.sources.source_files import Files, reading
 from elastic_dp.errors import DataError
 
 _log = logging.getLogger(__name__)
+_NO_COLUMNS = pa.schema([])
 _Whole = Callable[[bytes], bytes]
 
 
@@ -105,28 +111,7 @@ def _rows(
     *,
     mixed_is_text: bool,
 ) -> Rows:
-    schema, rounded, leading_zeros = pa.schema([]), dict[str, str](), dict[str, str]()
-    headers, cases, first = HeaderLines(), Columns(columns), pa.schema([])
-    for name in files.names:
-        here = dict[str, None]()  # the names of its columns
-        with reading(name, files.options):
-            for table in _tables(files, name, reader, rows := reader.rows(name)):
-                if not table.num_rows:
-                    first = first if len(first) else table.schema
-                    continue
-                schema = _unify(schema, table.schema, name, mixed_is_text)
-                here |= dict.fromkeys(table.schema.names)
-            if reader.has_headers and here:
-                headers.add(name, [*here])
-            cases.add(name, pa.schema([(column, pa.null()) for column in here]), lambda one, _: one)
-            rounded = {**rows.rounded, **rounded}
-            leading_zeros = {**rows.leading_zeros, **leading_zeros}
-            for what, (count, first) in rows.remarks.items():
-                _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
-    cases.refuse_case()
-    headers.check()
-    schema = schema if len(schema) else first
-    schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
+    schema, rounded, leading_zeros = _types_of_all(files, reader, columns, mixed_is_text)
     if columns is not None:
         added = [f.name for f in partitions.fields(schema, columns)]
         schema = choose(schema, [name for name in columns if name not in added], files.names[0])
@@ -142,6 +127,34 @@ def _rows(
                 yield from table.to_batches()
 
     return rows_of_files(files.names, schema, batches_of, columns, partitions)
+
+
+def _types_of_all(
+    files: Files, reader: TextReader, columns: list[str] | None, mixed_is_text: bool
+) -> tuple[pa.Schema, Rounded, LeadingZeros]:
+    """The first pass. Files without a row have no say, unless all are such."""
+    schema, without_rows, cases, headers = _NO_COLUMNS, _NO_COLUMNS, Columns(columns), HeaderLines()
+    rounded, leading_zeros = dict[str, str](), dict[str, str]()
+    for name in files.names:
+        here = dict[str, None]()  # the names of its columns
+        with reading(name, files.options):
+            for table in _tables(files, name, reader, rows := reader.rows(name)):
+                if not table.num_rows:
+                    without_rows = without_rows if len(without_rows) else table.schema
+                    continue
+                schema = _unify(schema, table.schema, name, mixed_is_text)
+                here |= dict.fromkeys(table.schema.names)
+        if reader.has_headers and here:
+            headers.add(name, [*here])
+        cases.add(name, pa.schema([(column, pa.null()) for column in here]), lambda one, _: one)
+        rounded = {**rows.rounded, **rounded}
+        leading_zeros = {**rows.leading_zeros, **leading_zeros}
+        for what, (count, first) in rows.remarks.items():
+            _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
+    cases.refuse_case()
+    headers.check()
+    schema = schema if len(schema) else without_rows
+    return pa.schema([(f.name, _settled(f.type)) for f in schema]), rounded, leading_zeros
 
 
 def _tables(
