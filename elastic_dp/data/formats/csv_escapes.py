@@ -19,12 +19,12 @@ def escaped_quote(content: bytes, delimiter: bytes) -> int:
         return -1
     sound, quoted = _patterns(delimiter)
     at = 0
-    while (at := sound.match(content, at).end()) < len(content):
-        found = quoted.match(content, at)
+    while passed := sound.match(content, at):
+        found = quoted.match(content, passed.end())
         if found is None:
-            return -1  # the quote is never closed
+            break  # the end, or a quote that is never closed
         if _ESCAPED in found[0]:
-            return at
+            return passed.end()
         at = found.end()
     return -1
 
