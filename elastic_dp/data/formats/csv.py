@@ -58,6 +58,7 @@ _RETURNS = (
 _WHOLE = "files in an encoding that cannot be cut, each of which is read as one row group"
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row, in an error message
+_AT_ONCE = 1 << 17  # bytes that are compared together: arrays for more are fresh memory each time
 
 
 class Csv:
@@ -295,9 +296,10 @@ class CsvRows:
         programs write for nulls, and those that end with a "\\r" among others, which some write in
         a text. `rows`: the number of rows in `content`."""
         ends = np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n"))
-        if b"\r" not in content and ends + (not content.endswith(b"\n")) == rows:
+        has_returns = b"\r" in content
+        if not has_returns and ends + (not content.endswith(b"\n")) == rows:
             return  # every line is a row
-        returns = bool(ends) and content.count(b"\r") > content.count(b"\r\n")
+        returns = has_returns and ends and _has_lone_return(content)
         blank = content.startswith((b"\n", b"\r")) or any(two in content for two in _TWO_ROW_ENDS)
         if not returns and not blank:
             return
@@ -346,6 +348,13 @@ class CsvRows:
                         'set csv_options={"encoding": "latin-1"}, or write it as UTF-8: '
                         f"{iconv('LATIN1', self._name)}"
                     ) from None
+
+
+def _has_lone_return(content: bytes) -> bool:
+    """Whether there is a "\\r" without a "\\n" behind it, but for the last byte."""
+    data = np.frombuffer(content, np.uint8)
+    pieces = (data[at : at + _AT_ONCE + 1] for at in range(0, len(data), _AT_ONCE))
+    return any(((p[:-1] == ord("\r")) > (p[1:] == ord("\n"))).any() for p in pieces)
 
 
 def _may_end_quoted(table: pa.Table) -> bool:
