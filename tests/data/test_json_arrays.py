@@ -91,7 +91,7 @@ ORIENTS = ({}, {"orient": "index"}, {"orient": "split"}, {"orient": "table"})
 @pytest.mark.parametrize("options", ORIENTS, ids=lambda o: o.get("orient", "default"))
 @pytest.mark.parametrize("indent", [None, 2])
 def test_table_of_pandas_that_is_one_object_is_refused(options, indent, tmp_path):
-    """As JSON Lines it is one row, of as many columns as it has values."""
+    """Read as JSON Lines, it is one row of as many columns as it has values."""
     frame = pd.DataFrame({'a "b"': [1, 2], "s": ["x", "y}"]}, index=[5, 7])
     frame.to_json(tmp_path / "a.json", indent=indent, **options)
     for act in (
