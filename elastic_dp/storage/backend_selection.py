@@ -13,7 +13,7 @@ from elastic_dp.storage.backend import Backend
 from elastic_dp.storage.fsspec_backend import FsspecBackend
 from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.storage.obstore_backend import SCHEMES, open_obstore
-from elastic_dp.storage.option_names import check_names
+from elastic_dp.storage.option_names import known_options
 from elastic_dp.urls import redact_url
 
 _EXTRAS = {
@@ -39,7 +39,7 @@ def _choose(url: str, options: Mapping[str, Any], stall_s: float) -> Backend:
         return FsspecBackend("", url, options, stall_s)
     if scheme in ("file", "local"):
         return LocalBackend(str(LocalFileSystem._strip_protocol(url)))
-    check_names(scheme, options)
+    options = known_options(scheme, options)
     found = open_obstore(scheme, url, options, stall_s) if scheme in SCHEMES else None
     if found:
         if found.lists:

@@ -53,6 +53,23 @@ class ObstoreBackend:
         self._client(0)  # so that a bad option is an error now
 
     def find(self, folder: str, deep: bool) -> list[Entry]:
+        try:
+            return self._find(folder, deep)
+        except self._obstore.exceptions.InvalidPathError:
+            return self._look_by_other(folder, deep).entries
+
+    def look(self, folder: str, deep: bool) -> FolderListing:
+        try:
+            if deep:
+                return FolderListing(_without_markers(self._find(folder, deep)), [], {})
+            prefix = folder.strip("/") or None
+            found = self._obstore.list_with_delimiter(self._client(0), prefix)
+        except self._obstore.exceptions.InvalidPathError:
+            return self._look_by_other(folder, deep)
+        entries = [_entry(meta) for meta in found["objects"]]
+        return FolderListing(entries, list(found["common_prefixes"]), {})
+
+    def _find(self, folder: str, deep: bool) -> list[Entry]:
         prefix = folder.strip("/") or None
         if not deep:
             listed = self._obstore.list_with_delimiter(self._client(0), prefix)["objects"]
@@ -60,22 +77,11 @@ class ObstoreBackend:
         stream = self._obstore.list(self._client(0), prefix, chunk_size=_LISTED_AT_ONCE)
         return [_entry(meta) for chunk in stream for meta in chunk]
 
-    def look(self, folder: str, deep: bool) -> FolderListing:
-        try:
-            if deep:
-                return FolderListing(_without_markers(self.find(folder, deep)), [], {})
-            prefix = folder.strip("/") or None
-            found = self._obstore.list_with_delimiter(self._client(0), prefix)
-        except self._obstore.exceptions.InvalidPathError:
-            if self.other is None:
-                raise
-            return self._look_by_other(self.other(), folder, deep)
-        entries = [_entry(meta) for meta in found["objects"]]
-        return FolderListing(entries, list(found["common_prefixes"]), {})
-
-    def _look_by_other(self, other: Backend, folder: str, deep: bool) -> FolderListing:
+    def _look_by_other(self, folder: str, deep: bool) -> FolderListing:
         """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b")."""
-        bucket = other.path[: len(other.path) - len(self.path)]
+        assert self.other is not None
+        other = self.other()
+        bucket = other.path.rstrip("/").removesuffix(self.path.rstrip("/")).rstrip("/") + "/"
         found = other.look(f"{bucket}{folder}", deep)
         entries = [entry._replace(path=entry.path.removeprefix(bucket)) for entry in found.entries]
         folders = [path.removeprefix(bucket) for path in found.folders]

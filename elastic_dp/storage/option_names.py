@@ -2,7 +2,7 @@
 
 Each name is known by the scheme's kind of store, or it is refused with the name that is probably
 meant. A wrong name would otherwise reach a library that ignores it, and the store would be asked
-without credentials.
+without credentials. Names may be in upper case, as those of variables are (deltalake takes them).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ IGNORED = {
     *("listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "cache_regions"),
     *("max_concurrency", "project", "consistency", "timeout", "block_size", "cache_timeout"),
 }
+# deltalake and Polars need it for an endpoint by http, which works here without it.
+_MEANINGLESS = {"allow_http", "aws_allow_http"}
 # Each name in obstore's words.
 S3 = {
     **dict.fromkeys(("key", "access_key_id", "access_key", "aws_access_key_id"), "access_key_id"),
@@ -39,7 +41,8 @@ S3 = {
 AZURE = {
     **dict.fromkeys(("account_name", "azure_storage_account_name"), "account_name"),
     **dict.fromkeys(("account_key", "access_key", "azure_storage_account_key"), "account_key"),
-    **dict.fromkeys(("sas_token", "sas_key", "azure_storage_sas_token"), "sas_key"),
+    **dict.fromkeys(("sas_token", "azure_storage_sas_token"), "sas_key"),
+    **dict.fromkeys(("sas_key", "azure_storage_sas_key"), "sas_key"),
     **dict.fromkeys(("tenant_id", "azure_tenant_id"), "tenant_id"),
     **dict.fromkeys(("client_id", "azure_client_id"), "client_id"),
     **dict.fromkeys(("client_secret", "azure_client_secret"), "client_secret"),
@@ -49,6 +52,8 @@ AZURE = {
 GOOGLE = {
     **dict.fromkeys(("service_account", "service_account_path"), "service_account"),
     **dict.fromkeys(("google_service_account", "google_service_account_path"), "service_account"),
+    **dict.fromkeys(("application_credentials",), "application_credentials"),
+    **dict.fromkeys(("google_application_credentials",), "application_credentials"),
     **dict.fromkeys(("service_account_key", "google_service_account_key"), "service_account_key"),
     **dict.fromkeys(("anon", "skip_signature", "google_skip_signature"), "skip_signature"),
 }
@@ -83,33 +88,46 @@ _TO_FSSPEC = {
         **{"access_key_id": "key", "secret_access_key": "secret", "session_token": "token"},
         **{"endpoint": "endpoint_url", "skip_signature": "anon", "request_payer": "requester_pays"},
     },
-    "gs": {"service_account": "token"},
+    "gs": {"service_account": "token", "application_credentials": "token"},
     "az": {"sas_key": "sas_token", "skip_signature": "anon"},
+}
+# Names of other tools that are spelt like another option than the one that is meant.
+_MEANT = {
+    "s3": {"anonymous": "anon", "no_sign_request": "anon", "verify": "client_kwargs"},
+    "gs": {"anonymous": "anon", "credentials": "token", "key": "token", "keyfile": "token"},
+    "az": {"anonymous": "anon", "account": "account_name", "key": "account_key"},
 }
 
 
-def check_names(scheme: str, options: Mapping[str, Any]) -> None:
-    """Raises StorageError for a name that no library of this kind of store has."""
+def known_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` by names that are known here. Raises StorageError for a name that no library
+    of this kind of store has."""
     kind = KIND.get(scheme)
     if kind is None:
-        return
+        return dict(options)
     known = sorted({*WORDS[kind], *_FSSPEC_ONLY[kind], *IGNORED})
-    for name in options:
-        if name not in known:
-            near = get_close_matches(str(name).lower(), known, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    found: dict[str, Any] = {}
+    for given, value in options.items():
+        name = str(given).lower()
+        if name in known:
+            found[name] = value
+        elif name not in _MEANINGLESS:
+            near = get_close_matches(name, known, n=1)
+            right = _MEANT[kind].get(name) or (near[0] if near else None)
+            meant = f"did you mean {right!r}?" if right else f"known are {', '.join(known)}"
             raise StorageError(
-                f"storage_options has {name!r}, which {scheme}:// does not know; {meant}"
+                f"storage_options has {given!r}, which {scheme}:// does not know; {meant}"
             )
+    return found
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as the scheme's fsspec file system names them. Raises StorageError for an
     unknown name."""
-    check_names(scheme, options)
+    options = known_options(scheme, options)
     kind = KIND.get(scheme)
     if kind is None:
-        return dict(options)
+        return options
     said: dict[str, Any] = {}
     region: dict[str, Any] = {}
     for name, value in options.items():

@@ -71,8 +71,8 @@ def _values(value: Any, name: str = "") -> Iterator[str]:
             yield from _values(inner, name)
     elif isinstance(value, bytes):
         yield value.decode("utf-8", "replace")
-    elif isinstance(value, str) and name not in _PUBLIC:
+    elif isinstance(value, str) and name.lower() not in _PUBLIC:
         yield value
-        if name == "connection_string":  # Azure's: a store is told its parts
+        if name.lower() == "connection_string":  # Azure's: a store is told its parts
             named = (part.partition("=") for part in value.split(";"))
             yield from (said for key, _, said in named if key in _SECRET_PARTS)

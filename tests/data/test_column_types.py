@@ -25,6 +25,7 @@ from tests.data.shards import in_memory, rows_of
 from tests.data.test_index import config, opened
 
 WORDS = ["a", "bb", "more than the twelve bytes of a view", "é"]
+TAGS = [["x"], ["y", "x", None], [], ["z"]]
 
 
 def frame(first: int = 0) -> pl.DataFrame:
@@ -39,6 +40,8 @@ def frame(first: int = 0) -> pl.DataFrame:
             "pair": pl.Series([[n, n + 1] for n in numbers], dtype=pl.Array(pl.Int32, 2)),
             "list": [[n, n] for n in numbers],
             "at": [{"x": n, "name": f"row {n}"} for n in numbers],
+            "tags": pl.Series(TAGS, dtype=pl.List(pl.Categorical)),
+            "fixed": pl.Series([["x", "y"]] * 4, dtype=pl.Array(pl.Enum(["x", "y"]), 2)),
         }
     )
 
@@ -203,6 +206,12 @@ def test_whole_numbers_beside_doubles_are_refused_at_open(tmp_path):
     pd.DataFrame({"x": [2**53 + 1]}).to_parquet(tmp_path / "a.parquet")
     pd.DataFrame({"x": [1, None]}).to_parquet(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"'x' is int64 in a\.parquet and double in b\.parquet"):
+        read_index(config(tmp_path))
+
+
+def test_shards_whose_types_differ_are_those_that_are_named(tmp_path):
+    write_all(tmp_path, *(pa.table({"x": x}) for x in (pa.nulls(1), ["a"], [1])))
+    with pytest.raises(DataError, match=r"'x' is string in 1\.parquet and int64 in 2\.parquet"):
         read_index(config(tmp_path))
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.dataprep import convert
+from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import DataError
 from tests.data.values import in_place
 
@@ -81,3 +83,39 @@ def test_json_file_beside_shards_is_a_note_unless_the_url_names_it(tmp_path, cap
     assert in_place(of(tmp_path)) == {"id": [1]}
     assert "1 .json (such as dataset_info.json)" in caplog.text
     assert in_place(of(f"{tmp_path}/*.json")) == {"id": [7]}
+
+
+ORIENTS = ({}, {"orient": "index"}, {"orient": "split"}, {"orient": "table"})
+
+
+@pytest.mark.parametrize("options", ORIENTS, ids=lambda o: o.get("orient", "default"))
+@pytest.mark.parametrize("indent", [None, 2])
+def test_table_of_pandas_that_is_one_object_is_refused(options, indent, tmp_path):
+    """Read as JSON Lines, it is one row of as many columns as it has values."""
+    frame = pd.DataFrame({'a "b"': [1, 2], "s": ["x", "y}"]}, index=[5, 7])
+    frame.to_json(tmp_path / "a.json", indent=indent, **options)
+    for act in (
+        lambda: in_place(of(tmp_path / "a.json")),
+        lambda: in_place(dataclasses.replace(of(tmp_path / "a.json"), columns=["s"])),
+        lambda: convert(str(tmp_path / "a.json"), str(tmp_path / "out")),
+    ):
+        with pytest.raises(DataError, match=r"a\.json is one JSON object .* orient=\"records\""):
+            act()
+    assert "looks like a whole table" in str(inspect(str(tmp_path / "a.json")).findings)
+
+
+def test_rows_with_numbers_as_keys_are_no_table(tmp_path):
+    rows = [{"votes": {"0": 3, "1": i}} for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert in_place(of(tmp_path)) == {"votes.0": [3, 3, 3], "votes.1": [0, 1, 2]}
+
+
+def test_json_file_of_a_single_row_is_said(tmp_path, caplog):
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"x": 1}, {"x": 2}]}))
+    for act in (
+        lambda: in_place(of(tmp_path / "a.json")),
+        lambda: convert(str(tmp_path / "a.json"), str(tmp_path / "out")),
+    ):
+        caplog.clear()
+        act()
+        assert "single row" in caplog.text and "row 1 of a.json" in caplog.text

@@ -166,6 +166,13 @@ def test_keys_of_s3_that_are_no_paths_do_not_hide_the_others(more, moto, said):
     (line,) = said(deep)
     assert "2 keys with an empty, '.' or '..' part, which cannot be read (such as /b.par" in line
     assert ids(deep) == [0, 1]
+    for url in () if more else (f"s3://{bucket}", f"s3://{bucket}/", f"s3://{bucket}/set/"):
+        store = Store(url, options["storage_options"])
+        assert [e.path for e in store.find("set/*.parquet")] == ["set/a.parquet"]
+        look = store.look("", deep=True)
+        assert [entry.path for entry in look.entries] == ["set/a.parquet"]
+        assert store.look("", deep=False).folders == ["set"]
+        assert sum(map(len, look.unreadable.values())) == 2
 
 
 def test_pipe_with_the_name_of_a_shard_is_named(tmp_path, said):

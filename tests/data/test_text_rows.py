@@ -378,7 +378,11 @@ JSON_REFUSED = {
         '{"a": "\xe9"}\n'.encode() + '{"b": "x", "a": "\xe9"}\n'.encode("latin-1"),
         "column 'a' of row 2 is not UTF-8; .*iconv",
     ),
-    "two types": (b'{"a": 1}\n{"a": "x"}\n', "changed from number to string"),
+    "two types": (
+        b'{"a": 1}\n{"a": "x"}\n',
+        "row 2: .*changed from number to string; make the column one type",
+    ),
+    "too large": (b'{"a": 1}\n{"a": 1e400}\n', "row 2: .*Number too big .*; fix the value"),
 }
 
 
@@ -399,6 +403,17 @@ def test_jsonl_errors_count_rows_from_the_start_of_the_file(tmp_path, monkeypatc
             read_index(config(tmp_path))
         with pytest.raises(DataError, match="row 51 "):
             converted(tmp_path / "a.jsonl")
+
+
+def test_jsonl_with_a_column_of_another_type_in_later_rows_is_refused_by_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": "x"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl: .*a has .*string.* make the column one type"):
+        read_index(config(tmp_path))
+    with pytest.raises(DataError, match=r"column 'a' is string in a\.jsonl .*make it one type"):
+        converted(tmp_path / "a.jsonl")
 
 
 def test_json_array_named_json_is_refused_by_name(tmp_path):

@@ -7,6 +7,7 @@ and what to read where that is not the folder. `refuses`: it may return what to 
 from __future__ import annotations
 
 import base64
+import csv
 import datetime
 import decimal
 import io
@@ -247,6 +248,26 @@ def pandas_csv_twice(folder):
     found.to_csv(folder / "a.csv", index=False)
 
 
+@refuses("pandas", "CSV whose quotes a backslash escapes", "behind a backslash", converts=True)
+def pandas_csv_escapes(folder):
+    """Spark and MySQL write so, too."""
+    options = {"doublequote": False, "escapechar": "\\", "quoting": csv.QUOTE_ALL}
+    frame().assign(s='5" pipe').to_csv(folder / "a.csv", index=False, **options)
+
+
+@refuses("pandas", "several CSV files without header lines", "no column that", converts=True)
+def pandas_csv_without_headers(folder):
+    for number in range(2):
+        part = frame()[["s"]].iloc[number * 5 : number * 5 + 5]
+        part.to_csv(folder / f"{number}.csv", index=False, header=False)
+
+
+@refuses("pandas", "`to_json()`: a table as one object", "looks like a whole table", converts=True)
+def pandas_json_object(folder):
+    frame().to_json(folder / "a.json")
+    return At(folder / "a.json")
+
+
 @reads("pandas", '`to_json(orient="records", lines=True)`')
 def pandas_jsonl(folder):
     frame().to_json(folder / "a.jsonl", orient="records", lines=True)
@@ -393,6 +414,13 @@ def polars_ipc_categories(folder):
     )
     made.write_ipc(folder / "a.arrow", compression="zstd")
     return pl.read_ipc(folder / "a.arrow").cast({"c": pl.String}).to_arrow()
+
+
+@reads("Polars", "`write_ipc` with lists of categories")
+def polars_ipc_lists_of_categories(folder):
+    words = pl.Series("c", [[f"c{i % 3}"] * (i % 3) for i in IDS], dtype=pl.List(pl.Categorical))
+    polars_frame().with_columns(words).write_ipc(folder / "a.arrow")
+    return pl.read_ipc(folder / "a.arrow").cast({"c": pl.List(pl.String)}).to_arrow()
 
 
 @reads("Polars", "`write_ipc_stream`")

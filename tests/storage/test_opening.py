@@ -11,7 +11,7 @@ from s3fs import S3FileSystem
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, open_file_system
 from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _gs, _s3
-from elastic_dp.storage.option_names import WORDS, check_names, fsspec_options
+from elastic_dp.storage.option_names import WORDS, fsspec_options, known_options
 from tests.storage.servers import s3_options
 
 
@@ -149,11 +149,14 @@ def test_an_endpoint_of_the_environment_is_looked_at_too_and_no_secret_is_said(m
         {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://x", "region_name": "r"},
         {"access_key": "k", "secret_key": "s", "session_token": "t", "endpoint": "http://x"},
         {"aws_access_key_id": "k", "aws_secret_access_key": "s", "aws_region": "r"},
+        {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ALLOW_HTTP": "true"},
     ],
 )
 def test_options_of_s3_go_by_the_names_that_other_tools_give_them(names):
-    assert _s3("bucket", names)["access_key_id"] == "k"
-    assert _s3("bucket", names)["secret_access_key"] == "s"
+    config = _s3("bucket", known_options("s3", names))
+    assert config["access_key_id"] == "k" and config["secret_access_key"] == "s"
+    told = fsspec_options("s3", names)
+    assert told["key"] == "k" and told["secret"] == "s" and "AWS_ALLOW_HTTP" not in told
 
 
 def test_a_connection_string_of_azure_names_account_key_and_endpoint():
@@ -176,6 +179,9 @@ def test_a_connection_string_of_azure_names_account_key_and_endpoint():
         ("s3://bucket/x", "endpoint_ulr", "endpoint_url"),
         ("gs://bucket/x", "tokne", "token"),
         ("az://box/x", "conection_string", "connection_string"),
+        ("s3://bucket/x", "anonymous", "anon"),
+        ("gs://bucket/x", "credentials", "token"),
+        ("az://box/x", "key", "account_key"),
         ("abfs://box@account.dfs.core.windows.net/x", "acount_key", "account_key"),
     ],
 )
@@ -199,7 +205,7 @@ def test_every_option_of_the_fsspec_file_system_is_a_known_name(scheme, system):
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     assert len(named) > 5
-    check_names(scheme, dict.fromkeys(named[1:], ""))
+    assert set(known_options(scheme, dict.fromkeys(named[1:], ""))) == set(named[1:])
 
 
 @pytest.mark.parametrize(
@@ -260,3 +266,6 @@ def test_options_of_gs_go_by_the_names_of_gcsfs_and_obstore():
     assert _gs("bucket", {"anon": True, "project": "p"}) == {"skip_signature": True}
     assert _gs("bucket", {"token": "anon"}) == {"skip_signature": True}
     assert _gs("bucket", {"google_service_account": "/a.json"}) == {"service_account": "/a.json"}
+    assert fsspec_options("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/a.json"}) == {
+        "token": "/a.json"
+    }

@@ -88,11 +88,11 @@ def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
     they are, so most columns are not copied."""
     if column.type.equals(wanted):
         return column
-    if pa.types.is_dictionary(column.type):
-        values = plain(column.type.value_type)  # pyarrow cannot decode a dictionary of views
-        if not values.equals(column.type.value_type):
-            column = column.cast(pa.dictionary(column.type.index_type, values))
-        column = column.cast(values)
+    encoded = _with_plain_dictionaries(column.type)
+    if not encoded.equals(column.type):
+        column = column.cast(encoded)
+    if pa.types.is_dictionary(encoded):
+        column = column.cast(encoded.value_type)
     target = _target(column.type, wanted)
     return column if target.equals(column.type) else column.cast(target)
 
@@ -157,6 +157,21 @@ def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
         fields = [f.with_type(_target(f.type, w.type)) for f, w in zip(kind, wanted, strict=True)]
         return kind if _same_types(fields, kind) else pa.struct(fields)
     return wanted
+
+
+def _with_plain_dictionaries(kind: pa.DataType) -> pa.DataType:
+    """The type with dictionaries of plain values. pyarrow cannot decode dictionaries of views,
+    which Polars writes, also within lists."""
+    if pa.types.is_dictionary(kind):
+        values = plain(kind.value_type)
+        same = values.equals(kind.value_type)
+        return kind if same else pa.dictionary(kind.index_type, values)
+    if is_list(kind):
+        return _with_values(kind, _with_plain_dictionaries(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = [field.with_type(_with_plain_dictionaries(field.type)) for field in kind]
+        return kind if _same_types(fields, kind) else pa.struct(fields)
+    return kind
 
 
 def _with_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:

@@ -39,7 +39,7 @@ class Columns:
     def __init__(self, wanted: Sequence[str] | None) -> None:
         self._wanted = wanted
         # A *kind* of shard: all shards with the same types, of which the same columns are read.
-        # Type, first shard that has the column
+        # Type, first shard that has the column in it
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._shards: dict[_Kind, str] = {}  # first shard of each kind
         self._numbers: dict[_Kind, int] = {}  # number of each kind
@@ -89,7 +89,7 @@ class Columns:
                     "out by naming the "
                     "others (columns)"
                 )
-            self._types[name] = merged, owner
+            self._types[name] = merged, owner if merged.equals(known) else shard
         self._numbers[here] = len(self._shards)
         self._shards[here] = shard
         names = (f.name for f in leaves(pa.schema(here[0])) if pa.types.is_null(f.type))

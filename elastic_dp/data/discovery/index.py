@@ -41,6 +41,7 @@ from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.discovery.source_columns import SourceColumns
 from elastic_dp.data.discovery.token_counts import with_tokens
 from elastic_dp.data.formats.csv import Csv
+from elastic_dp.data.formats.csv_headers import HeaderLines
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.file_format import Ints, Scan
 from elastic_dp.data.formats.format_registry import open_format
@@ -96,6 +97,7 @@ def read_index(
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
     leading_zeros: dict[str, str] = {}
+    headers = [HeaderLines() for _ in by_source or ("all sources",)]
     for number, shard, scan in scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -117,6 +119,8 @@ def read_index(
         if not rows:  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
+        if listed.format == Csv.name:
+            headers[number if by_source else 0].add(shown, scan.schema.names)
         folder = entry.path.rpartition("/")[0]
         among = of_sources.among(number)
         partition = in_folders.of_shard(shown, folder, scan.schema.names, among)
@@ -142,6 +146,8 @@ def read_index(
     _pass_over(config, sources, empty)
     in_folders.check()
     of_sources.check()
+    for lines in headers:
+        lines.check()
     found = columns.leaves()
     refuse_rounded(rounded, found)
     for warning in leading_zero_warnings(leading_zeros, found):

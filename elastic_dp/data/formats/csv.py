@@ -9,7 +9,7 @@ value, and is refused. See docs/csv-and-jsonl.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from shlex import quote
 from typing import Any
@@ -20,6 +20,8 @@ import pyarrow as pa
 from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.schema import top_level, widest
 from elastic_dp.data.formats.csv_dialect import Dialect
+from elastic_dp.data.formats.csv_escapes import escaped_quote
+from elastic_dp.data.formats.csv_headers import NUMBERS, has_numbers
 from elastic_dp.data.formats.csv_numbers import CsvNumbers
 from elastic_dp.data.formats.csv_row_ends import RowEnds, header_end, quoted_or_row_end
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
@@ -49,9 +51,14 @@ _TWO_ROW_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINES = (
     "blank lines of CSV files with one column are not rows (an empty text is written as two quotes)"
 )
+_RETURNS = (
+    "lone carriage returns in CSV files with one column end rows, beside other line ends (within a "
+    "text, which pandas writes so, they belong in quotes)"
+)
 _WHOLE = "files in an encoding that cannot be cut, each of which is read as one row group"
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row, in an error message
+_AT_ONCE = 1 << 17  # bytes that are compared together: arrays for more are fresh memory each time
 
 
 class Csv:
@@ -158,8 +165,10 @@ class CsvRows:
 
         if _BLANK.fullmatch(content):
             if schema is None and len(self.names) == 1:
-                self._count_blank_lines(content, 0)
+                self._look_at_lines(content, 0)
             return self._dialect.parse(self._header, schema, fill_missing=schema is not None)
+        if schema is None and (at := escaped_quote(content, self._dialect.separator)) >= 0:
+            self._refuse_escapes(at, content)
         try:
             table = self._dialect.parse(
                 content, schema, self.names, keep, fill_missing=schema is not None
@@ -174,7 +183,7 @@ class CsvRows:
             if is_rest and _may_end_quoted(table):
                 self._look_through(content)
             if len(self.names) == 1:
-                self._count_blank_lines(content, table.num_rows)
+                self._look_at_lines(content, table.num_rows)
             self._refuse_bytes(table)
             self._numbers.check(content, table, self.names, self._rows)
         self._rows += table.num_rows
@@ -219,6 +228,8 @@ class CsvRows:
                 "rename all but one in its header "
                 "line, or choose columns without them"
             )
+        if has_numbers(names):
+            self.remarks[NUMBERS] = 1, repr(line[:_SHOWN])
         if len(names) == 1 and not self._dialect.is_given:
             self._refuse_other_separator(names[0], line)
 
@@ -252,11 +263,25 @@ class CsvRows:
         if self._ends.is_quoted:
             self._refuse_open_quote(number)
         own = self._dialect.delimiter
+        escaped = ""
+        if '\\"' in row.text:
+            escaped = ' If \\" stands for a quote in it, write it doubled ("").'
         raise DataError(
             f"cannot read {self._name}: row {number} has {row.actual_columns} field(s), and "
             "the header line has "
             f"{row.expected_columns}; fix or remove the row, and quote a field that holds a "
-            f"{_ONE.get(own, repr(own))}. It begins with {row.text[:_SHOWN]!r}"
+            f"{_ONE.get(own, repr(own))}.{escaped} It begins with {row.text[:_SHOWN]!r}"
+        )
+
+    def _refuse_escapes(self, at: int, content: bytes) -> None:
+        """`content`: the next rows. `at`: where the field begins in it."""
+        row = self._rows + 1 + sum(not blank for _, blank in self._lines(content[:at]))
+        shown = content[at : at + _SHOWN].decode(errors="replace")
+        raise DataError(
+            f'{self._name}: a quoted field of row {row} holds a quote behind a backslash (\\") and '
+            "goes on behind it, as programs write it that escape quotes; here quotes are doubled "
+            '(""). Write the file so (Spark: option("escape", "\\""), pandas: doublequote=True), '
+            f"or as Parquet. The field begins with {shown!r}"
         )
 
     def _refuse_open_quote(self, row: int) -> None:
@@ -266,26 +291,43 @@ class CsvRows:
             "file cut off? Close the quote, or double it and quote the whole field"
         )
 
-    def _count_blank_lines(self, content: bytes, rows: int) -> None:
-        """Counts blank lines in a file of one column, where some programs write them for nulls.
-        `rows`: the number of rows in `content`."""
+    def _look_at_lines(self, content: bytes, rows: int) -> None:
+        """Counts lines of a file of one column that may be something else: blank ones, which some
+        programs write for nulls, and those that end with a "\\r" among others, which some write in
+        a text. `rows`: the number of rows in `content`."""
         ends = np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n"))
-        if b"\r" not in content and ends + (not content.endswith(b"\n")) == rows:
+        has_returns = b"\r" in content
+        if not has_returns and ends + (not content.endswith(b"\n")) == rows:
             return  # every line is a row
-        if not any(two in content for two in _TWO_ROW_ENDS) and not content.startswith(
-            (b"\n", b"\r")
-        ):
+        returns = has_returns and ends and _has_lone_return(content)
+        blank = content.startswith((b"\n", b"\r")) or any(two in content for two in _TWO_ROW_ENDS)
+        if not returns and not blank:
             return
-        start, row = 0, self._rows
-        for found in quoted_or_row_end(self._dialect.separator).finditer(content):
-            if found[1] is None:
+        row, cut, others = self._rows, list[int](), False
+        for end, is_blank in self._lines(content):
+            if is_blank:
+                self._remark(_BLANK_LINES, row)
                 continue
-            if found.start() == start:
-                before, first = self.remarks.get(_BLANK_LINES, (0, f"behind row {row}"))
-                self.remarks[_BLANK_LINES] = before + 1, first
+            row += 1
+            if end == b"\r":
+                cut.append(row)
             else:
-                row += 1
-            start = found.end()
+                others = True
+        if others:
+            for number in cut:
+                self._remark(_RETURNS, number)
+
+    def _lines(self, content: bytes) -> Iterator[tuple[bytes, bool]]:
+        """(line end, whether the line is blank) of each line of `content` that ends there."""
+        start = 0
+        for found in quoted_or_row_end(self._dialect.separator).finditer(content):
+            if found[1] is not None:
+                yield found[1], found.start() == start
+                start = found.end()
+
+    def _remark(self, what: str, row: int) -> None:
+        before, first = self.remarks.get(what, (0, f"behind row {row}"))
+        self.remarks[what] = before + 1, first
 
     def _refuse_bytes(self, table: pa.Table) -> None:
         for field in table.schema:
@@ -306,6 +348,13 @@ class CsvRows:
                         'set csv_options={"encoding": "latin-1"}, or write it as UTF-8: '
                         f"{iconv('LATIN1', self._name)}"
                     ) from None
+
+
+def _has_lone_return(content: bytes) -> bool:
+    """Whether there is a "\\r" without a "\\n" behind it, but for the last byte."""
+    data = np.frombuffer(content, np.uint8)
+    pieces = (data[at : at + _AT_ONCE + 1] for at in range(0, len(data), _AT_ONCE))
+    return any(((p[:-1] == ord("\r")) > (p[1:] == ord("\n"))).any() for p in pieces)
 
 
 def _may_end_quoted(table: pa.Table) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from shlex import quote
 from typing import Any
 
@@ -21,6 +22,7 @@ import pyarrow.json
 from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.json_tables import refuse_table
 from elastic_dp.data.formats.lfs_pointer import refuse_pointer
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -58,6 +60,11 @@ _ARRAYS = (
     "files that are one JSON array, each of which is read as one row group (JSON Lines is cut into "
     "several)"
 )
+_ONE_ROW = (
+    "files named .json that hold a single row (if its rows are in a list of an object: jq -c "
+    "'.data[]' file.json > rows.jsonl)"
+)
+_IN_ROW = re.compile(r"\.? in row (\d+)")
 _JSON_ENDINGS = with_codecs(".json")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _AROUND = 8  # bytes before and after a line break that are searched for the brackets of rows
@@ -74,9 +81,9 @@ class JsonLines:
         rows = JsonRows(shard.name)
         is_one = is_json(shard.name) and is_array(shard.name, first_bytes(shard, HEAD_BYTES))
         if not is_one:
-            return scan_rows(shard, columns, rows, _merge)
+            return scan_rows(shard, columns, rows, partial(_merge, shard.name))
         rows.remarks[_ARRAYS] = 1, "all rows"
-        return scan_rows(shard, columns, rows, _merge, _unpack_array)
+        return scan_rows(shard, columns, rows, partial(_merge, shard.name), _unpack_array)
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
         content = first_bytes(shard, FIRST_BYTES)
@@ -120,6 +127,7 @@ class JsonRows:
                 f"{self._name} is a JSON array, and JSON Lines has one object a line; rewrite it: "
                 f"jq -c '.[]' {quote(self._name)} > rows.jsonl"
             )
+        refuse_table(self._name, content[mark:])
         return mark if begins or is_all else None
 
     def last_row_end(self, content: bytes) -> int:
@@ -146,7 +154,9 @@ class JsonRows:
         return table
 
     def end(self) -> None:
-        """Nothing to check: `parse` refuses a line that was cut off."""
+        """`parse` refuses a line that was cut off."""
+        if self._rows == 1 and is_json(self._name):
+            self.remarks[_ONE_ROW] = 1, "row 1"
 
     def _infer(self, content: bytes) -> pa.Table:
         self._check_utf_8(content)
@@ -160,9 +170,11 @@ class JsonRows:
             for number, line in enumerate(lines, self._rows + 1):
                 if reason := _why_no_object(line):
                     self._refuse_line(number, line, reason)
+            found = _IN_ROW.search(text := str(error))
+            row = f"row {self._rows + int(found[1]) + 1}: " if found else ""
+            way_out = "make the column one type" if "changed from" in text else "fix the value"
             raise DataError(
-                f"cannot read {self._name}: {error}, counted from 0 at row {self._rows + 1}; "
-                "make the column one type"
+                f"cannot read {self._name}: {row}{_IN_ROW.sub('', text)}; {way_out}"
             ) from None
 
     def _check_utf_8(self, content: bytes) -> None:
@@ -296,8 +308,12 @@ def _bad_array(name: str, row: int, shown: str, reason: str) -> DataError:
     )
 
 
-def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    return pa.unify_schemas([one, other], promote_options="permissive")
+def _merge(name: str, one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Merges the types of two row groups of the file `name`."""
+    try:
+        return pa.unify_schemas([one, other], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(f"{name}: {error} in later rows; make the column one type") from None
 
 
 class _TooDeep(pa.ArrowInvalid):

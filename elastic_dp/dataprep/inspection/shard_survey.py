@@ -27,6 +27,7 @@ from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
+from elastic_dp.data.formats.csv_headers import HeaderLines
 from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
@@ -169,16 +170,25 @@ def _read_in_place(source: InputSource, wanted: list[str] | None) -> None:
 
 
 def _survey_text(found: Survey, files: Files, reader: TextReader) -> None:
-    def first_error(name: str) -> str:
+    def look(name: str) -> tuple[list[str], str]:
+        """The names of the columns, and the first error."""
         try:
             with files.open(name) as raw:
-                check_first_rows(raw, name, reader, FIRST_ROWS_BYTES)
+                return check_first_rows(raw, name, reader, FIRST_ROWS_BYTES), ""
         except DataError as error:
-            return str(error)
-        return ""
+            return [], str(error)
 
+    headers = HeaderLines()
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        found.unreadable = [error for error in pool.map(first_error, files.names) if error]
+        for name, (columns, error) in zip(files.names, pool.map(look, files.names), strict=True):
+            if error:
+                found.unreadable.append(error)
+            elif columns and reader.has_headers:
+                headers.add(name, columns)
+    try:
+        headers.check()
+    except DataError as error:
+        found.unreadable.append(str(error))
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
