@@ -4,6 +4,9 @@ interpreter.
     python jobs/gpt.py                    one worker
     python jobs/gpt.py --workers 2        two; kill one while it trains, the result stays the same
                                           to the last bit
+    python jobs/gpt.py --workers 4 --sharding optimizer
+                                          the optimizer's state divided among the workers, each part
+                                          on two of them: the same weights
     python jobs/gpt.py --local            no Ray, in this process: for a debugger
 
 Nothing is downloaded. The first run writes the text as Parquet shards into a cache folder; to train
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the run; the same name again continues it")
     parser.add_argument("--storage-path", help="where runs are kept: a folder or any fsspec URL")
     parser.add_argument("--data", help="folder for the shards, shared by all machines")
+    parser.add_argument("--sharding", choices=["optimizer"], help="divide the optimizer's state")
     parser.add_argument("--local", action="store_true", help="in this process, without Ray")
     args = vars(parser.parse_args())
     local = args.pop("local")

@@ -77,6 +77,9 @@ class Snapshot:
         self.step, self._tree = step, encoded
         self._copy([tensor for _, tensor in tensors])
 
+    def forget(self) -> None:
+        """Lets go of memory that is not the snapshot's own: it has none."""
+
     def register(self) -> None:
         """Registers the memory with the device, which makes later snapshots of its state faster."""
         with self._room:
@@ -128,7 +131,7 @@ class Snapshot:
             with self._room:
                 self._copies.unregister()
                 self._memory = torch.empty(0, dtype=torch.uint8)  # not two of them at once
-                self._memory = _aligned(layout.host_bytes)
+                self._memory = aligned(layout.host_bytes)
                 self._registered = False
         self._on_device = any(spec.device != "cpu" for spec in specs)
         self._layout = layout
@@ -155,7 +158,8 @@ def _kinds_of(tensors: Sequence[NamedTensor]) -> list[tuple[Any, ...]]:
     return [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
 
 
-def _aligned(nbytes: int) -> torch.Tensor:
+def aligned(nbytes: int) -> torch.Tensor:
+    """Returns new memory that begins at a page."""
     room = torch.empty(nbytes + ROOM_ALIGNED_TO, dtype=torch.uint8)
     first = -room.data_ptr() % ROOM_ALIGNED_TO
     return room[first : first + nbytes]

@@ -63,6 +63,10 @@ class Uploader:
         # Held while the snapshot is filled, and while parts that were requested later are written.
         self._copying = threading.Lock()
 
+    def use(self, snapshot: Snapshot) -> None:
+        """Takes snapshots with this one, before the first is taken."""
+        self.snapshot = snapshot
+
     @property
     def busy(self) -> bool:
         """Whether an upload is under way."""
@@ -111,6 +115,12 @@ class Uploader:
         """Also writes these parts, if the snapshot still holds this step. Any thread may call
         it."""
         self._last = self._one.submit(self._write_more, step, numbers, writer)
+
+    def forget(self) -> None:
+        """Lets go of the snapshot, unless something is still being written from it."""
+        if self._is_over():
+            with self._copying:
+                self.snapshot.forget()
 
     def wait(self) -> WorkerParts | None:
         """Waits for the upload under way and returns its share, or None if there is none.

@@ -78,6 +78,7 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
         ("phase", f"{status.get('phase')}: {one_line(status.get('reason', ''))}"),
         metric_fact(status.get("metrics", {})),
         *(("not exact", one_line(because)) for because in status.get("inexact_because", ())),
+        ("sharding", one_line(status.get("sharding") or "")),
         ("waits for", f"a node: {one_line(waits)}" if waits else ""),
     ]
     return overview_facts(seen.overview, more)

@@ -61,8 +61,8 @@ class Run:
         """Return the run's status as a dict.
 
         It has the phase and its reason, generation, world size, step, whether the weights are exact
-        and why not, the stage of each worker, what they wait for, the newest metrics, avoided
-        nodes, and labels. Raises ClusterError if the controller is gone.
+        and why not, what is sharded, the stage of each worker, what they wait for, the newest
+        metrics, avoided nodes, and labels. Raises ClusterError if the controller is gone.
         """
         if self._end is None:
             try:
@@ -355,6 +355,7 @@ def status_without_controller(phase: str, reason: str, step: int, **known: Any) 
         "min_workers": 0,
         "exact": None,
         "inexact_because": (),
+        "sharding": None,
         "workers": {},
         "metrics": {},
         "failed": False,

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.storage_probe import probe
@@ -73,6 +73,8 @@ class ElasticTrainer:
     - `config`: passed to the train function as `ctx.config`.
     - `exact`: the result is the same to the last bit for any number of workers on one kind of
       machine.
+    - `sharding`: "optimizer" divides the optimizer's state among the workers, each part on two of
+      them (ZeRO-1 with a backup). It needs `exact` and CPUs. The weights are the same as without.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -93,6 +95,7 @@ class ElasticTrainer:
         checkpoint: CheckpointConfig | None = None,
         failure: FailureConfig | None = None,
         exact: bool = True,
+        sharding: Literal["optimizer"] | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
@@ -129,6 +132,7 @@ class ElasticTrainer:
             "checkpoint": checkpoint or CheckpointConfig(),
             "failure": failure or FailureConfig(),
             "exact": exact,
+            "sharding": sharding,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,
@@ -378,6 +382,7 @@ class ElasticTrainer:
             for text in (
                 *start.limits_changed(before, raised=True),
                 *start.growth_changed(before),
+                *start.sharding_changed(before),
                 *odd,
             )
         ]

@@ -61,12 +61,12 @@ def assign_pieces(
     for piece, ranks in enumerate(held):
         if len(ranks) > 2:
             assignment.place(piece, *assignment.best_pair(sorted(ranks)))
+    alone = [(piece, *ranks) for piece, ranks in enumerate(held) if len(ranks) == 1]
+    kept = {piece: rank for piece, rank in alone if assignment.keep(piece, rank)}
+    for piece, rank in kept.items():
+        assignment.add_partner(piece, rank)
     for piece, ranks in enumerate(held):
-        if len(ranks) == 1:
-            (first,) = ranks
-            assignment.place(piece, first, assignment.best_partner(first))
-    for piece, ranks in enumerate(held):
-        if not ranks:
+        if len(ranks) <= 1 and piece not in kept:
             assignment.place(piece, *assignment.best_pair(everyone))
     assignment.balance()
     return assignment.holders()
@@ -99,9 +99,9 @@ class _Assignment:
         self._limit = -(-2 * sum(sizes) // world_size)
         self._largest = max(sizes, default=0)
         self._pieces: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        self._shared: defaultdict[tuple[int, int], int] = defaultdict(int)  # bytes of a pair
-        # [level][rank]: the number of its node, zone, …
-        self._places = [
+        # [rank][rank]: bytes of a pair; at how many levels (node, zone, …) its places differ
+        self._shared = [[0] * world_size for _ in self._ranks]
+        places = [
             [
                 number
                 for number, (first, last) in enumerate(pairwise(accumulate(level, initial=0)))
@@ -109,33 +109,64 @@ class _Assignment:
             ]
             for level in topology
         ]
+        self._distances = [
+            [sum(level[one] != level[other] for level in places) for other in self._ranks]
+            for one in self._ranks
+        ]
 
     def place(self, piece: int, one: int, other: int) -> None:
-        size, pair = self._sizes[piece], _pair(one, other)
-        self._pieces[pair].append(piece)
-        self._shared[pair] += size
+        self._pieces[_pair(one, other)].append(piece)
+        self._count(one, other, self._sizes[piece])
+
+    def _count(self, one: int, other: int, size: int) -> None:
+        self._shared[one][other] += size
+        self._shared[other][one] += size
         self._load[one] += size
         self._load[other] += size
 
     def best_pair(self, ranks: Sequence[int]) -> tuple[int, int]:
         """Returns the least loaded rank, and its best partner among `ranks`."""
-        first = min(ranks, key=lambda rank: (self._load[rank], rank))
-        others = [rank for rank in ranks if rank != first]
-        return first, min(others, key=lambda rank: self._rating(first, rank))
+        first = min(ranks, key=self._load.__getitem__)
+        return first, self._best_partner(first, ranks)
 
-    def best_partner(self, first: int) -> int:
-        others = [rank for rank in self._ranks if rank != first]
-        return min(others, key=lambda rank: self._rating(first, rank))
+    def keep(self, piece: int, rank: int) -> bool:
+        """Lets a rank keep a piece that it alone holds, unless it holds its part already, as where
+        one member has everything. Returns whether it did; then `add_partner` is called later."""
+        if self._load[rank] >= self._limit:
+            return False
+        self._load[rank] += self._sizes[piece]
+        return True
+
+    def add_partner(self, piece: int, rank: int) -> None:
+        partner = self._best_partner(rank, self._ranks)
+        self._load[rank] -= self._sizes[piece]
+        self.place(piece, rank, partner)
+
+    def _best_partner(self, first: int, ranks: Sequence[int]) -> int:
+        """Returns the best of `ranks` to hold a piece together with `first`. It is called for each
+        piece."""
+        load, shared = self._load, self._shared[first]
+        distances = self._distances[first]
+        full = self._limit + 2 * self._largest
+        # Loads that differ by less than a piece count as equal, or the same pairs meet every time.
+        light = min(load) + self._largest
+        best, least = -1, None
+        for rank in ranks:
+            if rank == first:
+                continue
+            mine = load[rank]
+            more = mine - light if mine > light else 0
+            rating = mine > full, -distances[rank], more, shared[rank]
+            if least is None or rating < least:
+                best, least = rank, rating
+        return best
 
     def balance(self) -> None:
         """Moves copies from ranks with more than their part to those with less."""
         while (move := self._next_move()) is not None:
             pair, index, rank, receiver = move
             piece = self._pieces[pair].pop(index)
-            size = self._sizes[piece]
-            self._shared[pair] -= size
-            for member in pair:
-                self._load[member] -= size
+            self._count(*pair, -self._sizes[piece])
             self.place(piece, receiver, pair[0] if pair[1] == rank else pair[1])
 
     def holders(self) -> list[Holders]:
@@ -177,10 +208,10 @@ class _Assignment:
     ) -> tuple[tuple[int, int], int, int, int] | None:
         """Returns the move after which pairs share most evenly. `may_come_closer`: the two holders
         may then share a node that they did not share before."""
-        tolerance = self._largest * (2 if may_come_closer else 1)
+        tolerance, distances = 2 * self._largest, self._distances
         moves = [
             (
-                self._shared[_pair(other, receiver)] - self._shared[_pair(other, giver)],
+                self._shared[other][receiver] - self._shared[other][giver],
                 giver,
                 receiver,
                 other,
@@ -190,7 +221,7 @@ class _Assignment:
             if self._load[giver] - self._load[receiver] > tolerance
             for other in self._ranks
             if other not in (giver, receiver)
-            and (may_come_closer or self._distance(other, giver) <= self._distance(other, receiver))
+            and (may_come_closer or distances[other][giver] <= distances[other][receiver])
         ]
         for _, giver, receiver, other in sorted(moves):
             pair, gap = _pair(giver, other), self._load[giver] - self._load[receiver]
@@ -198,17 +229,6 @@ class _Assignment:
                 if 0 < self._sizes[self._pieces[pair][index]] < gap:
                     return pair, index, giver, receiver
         return None
-
-    def _rating(self, first: int, rank: int) -> tuple[bool, int, int, int, int]:
-        """Returns how good `rank` is as the partner of `first`; less is better."""
-        full = self._load[rank] > self._limit + 2 * self._largest
-        # Loads that differ by less than a piece count as equal, or the same pairs meet every time.
-        load = max(0, self._load[rank] - min(self._load) - self._largest)
-        shared = self._shared[_pair(first, rank)]
-        return full, -self._distance(first, rank), load, shared, rank
-
-    def _distance(self, one: int, other: int) -> int:
-        return sum(places[one] != places[other] for places in self._places)
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:

@@ -45,17 +45,14 @@ def piece_route(
     `ranges` are those of a bucket of `numel` elements, whose `first` and `last` are counted from
     its beginning, in ascending order. `chunk` is the number of elements of each rank's part.
     """
-    mine = rank * chunk, min((rank + 1) * chunk, numel)
-    cuts: list[tuple[int, int]] = []
-    sent = []
-    for receiver in range(world_size):
-        own = [
-            (max(one.first, mine[0]) - mine[0], min(one.last, mine[1]) - mine[0])
-            for one in ranges
-            if receiver in one.ranks and one.first < mine[1] and mine[0] < one.last
-        ]
-        cuts += own
-        sent.append(sum(last - first for first, last in own))
+    start, end = rank * chunk, min((rank + 1) * chunk, numel)
+    cuts_of: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for one in ranges:
+        if one.first < end and start < one.last:
+            cut = max(one.first, start) - start, min(one.last, end) - start
+            for receiver in one.ranks:
+                cuts_of[receiver].append(cut)
+    sent = [sum(last - first for first, last in cuts) for cuts in cuts_of]
     needed = [one for one in ranges if rank in one.ranks]
     received = [
         sum(
@@ -68,4 +65,4 @@ def piece_route(
     for one in needed:
         held.append((one.piece, at, at + one.last - one.first))
         at += one.last - one.first
-    return PieceRoute(cuts, sent, received, held)
+    return PieceRoute([cut for cuts in cuts_of for cut in cuts], sent, received, held)

@@ -14,10 +14,13 @@ _OF_ELASTIC_TRAINER = set(inspect.signature(ElasticTrainer.__init__).parameters)
 _OF_RESUMING = ("ckpt_path", "resume_from_checkpoint")
 
 
-def scaling_of(adapter: str, options: Mapping[str, Any], own: Iterable[str] = ()) -> ScalingConfig:
+def scaling_of(
+    adapter: str, options: Mapping[str, Any], precision: str | None, own: Iterable[str] = ()
+) -> ScalingConfig:
     """Returns how the run may scale.
 
-    Raises SpecError for an option that neither `ElasticTrainer` nor the adapter itself (`own`) has.
+    Raises SpecError for an option that neither `ElasticTrainer` nor the adapter itself (`own`) has,
+    and for a sharded optimizer with a `precision` that it cannot have.
     """
     known = {*_OF_ELASTIC_TRAINER, *own}
     for name in options:
@@ -28,6 +31,11 @@ def scaling_of(adapter: str, options: Mapping[str, Any], own: Iterable[str] = ()
             )
         if name not in known:
             raise SpecError(f"{adapter} has no option {name!r}{did_you_mean(name, sorted(known))}")
+    if options.get("sharding") is not None and precision == "fp16":
+        raise SpecError(
+            'the precision is fp16, whose loss scaling does not work with sharding="optimizer" '
+            'yet: use bf16, or leave sharding="optimizer" out'
+        )
     scaling = options.get("scaling")
     if not isinstance(scaling, ScalingConfig | None):
         raise SpecError(f"scaling is a {type(scaling).__name__}, must be a ScalingConfig")

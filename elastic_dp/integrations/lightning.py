@@ -70,7 +70,7 @@ class LightningTrainer(ElasticTrainer):
                 raise SpecError(f"{name} is given, but it comes from the module and its data")
         used = options_of_lightning({k: v for k, v in options.items() if k in _OF_TRAINER})
         others = {name: value for name, value in options.items() if name not in _OF_TRAINER}
-        scaling = scaling_of("LightningTrainer", others, _OF_TRAINER)
+        scaling = scaling_of("LightningTrainer", others, PRECISIONS[used["precision"]], _OF_TRAINER)
         callbacks = _callbacks(module, used["callbacks"])
         _check(module, datamodule, callbacks)
         train, validation = _dataloaders(module, datamodule, train_dataloaders, val_dataloaders)

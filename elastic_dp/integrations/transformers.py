@@ -69,7 +69,7 @@ class TransformersTrainer(ElasticTrainer):
             if name in options:
                 raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
         args = trainer.args
-        scaling = scaling_of("TransformersTrainer", options)
+        scaling = scaling_of("TransformersTrainer", options, "fp16" if args.fp16 else None)
         if scaling.virtual_workers is None:
             virtual_workers = scaling.max_workers * args.gradient_accumulation_steps
             scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)

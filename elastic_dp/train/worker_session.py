@@ -409,7 +409,8 @@ class WorkerSession:
         # All members are at one position, so all know the same.
         due = bool(self.position.ended or (record is not None and record.kept))
         whole = planned is not None and step > 0 and (due or planned(step))
-        return sharding.open(main, membership.topology, gather_whole=whole)
+        generation, topology = membership.generation, membership.topology
+        return sharding.open(main, generation, topology, gather_whole=whole)
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         self.data.read_ahead(next_step, self.step_runner.share(membership, self.rank, next_step))

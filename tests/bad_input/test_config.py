@@ -126,6 +126,16 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         ({"checkpoint": 500}, "checkpoint is a int"),
         ({"data": "x"}, "data is a str, must be a DataConfig or a MapStyleData"),
         ({"exact": "no"}, "exact is 'no', must be True or False"),
+        ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
+        ({"sharding": True}, "sharding is True, must be one of None, 'optimizer'"),
+        ({"sharding": "optimizer", "exact": False}, "sharding is 'optimizer' and exact is False"),
+        (
+            {
+                "sharding": "optimizer",
+                "scaling": edp.ScalingConfig(resources_per_worker={"GPU": 1}),
+            },
+            "does not work on GPUs yet: leave it out",
+        ),
         ({"max_time_s": math.inf}, "max_time_s is inf"),
         ({"loggers": print}, "loggers is "),
         ({"loggers": [3]}, "loggers is "),

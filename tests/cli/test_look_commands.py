@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app
+from elastic_dp.cli.look_commands import run_facts
+from elastic_dp.cli.run_sources import SeenRun
 from elastic_dp.cli.run_tables import overview_facts
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
@@ -246,6 +248,14 @@ def test_status_says_rows_per_second_and_what_the_cache_saved():
     assert facts["cache"] == "75 % of the data from disks, 3.0 GiB that the store did not send"
     without = dict(overview_facts(overview_of_status("live", LIVE)))
     assert not {"rows/s", "cache"} & without.keys()
+
+
+def test_status_says_that_a_run_is_sharded():
+    def facts(**more):
+        return dict(run_facts(SeenRun(overview_of_status("live", LIVE), lambda: LIVE | more)))
+
+    assert facts(sharding="optimizer")["sharding"] == "optimizer"
+    assert not facts(sharding=None).get("sharding")
 
 
 def test_overview_of_a_controller_that_does_not_answer_is_unknown():

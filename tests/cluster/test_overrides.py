@@ -52,6 +52,11 @@ def test_fields_are_set_by_name_and_type() -> None:
     assert spec.config["eval"].micro_batch_size == 16
 
 
+def test_sharding_is_set_by_its_name() -> None:
+    assert made("sharding=optimizer").spec.sharding == "optimizer"
+    assert made("sharding=none").spec.sharding is None
+
+
 def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:
     overrides = Overrides(["name=other", "storage_path=/there"])
     with overriding(overrides):
@@ -74,6 +79,7 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("scaling.max_workers=2.0", "must be a whole number"),
         ("scaling.virtual_workers=x", "must be a whole number or a JSON object or none"),
         ("exact=1", "exact is '1', must be true or false"),
+        ("sharding=all", "sharding is 'all', must be optimizer or none"),
         ("config.width=wide", "config.width is 'wide', must be a whole number"),
         ("data.tail=cut", "data.tail is 'cut', must be drop or short"),
         (

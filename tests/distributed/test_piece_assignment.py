@@ -156,3 +156,23 @@ def test_piece_without_holder_gets_two():
     assert all(len(set(one.ranks)) == 2 for one in holders)
     assert holders[0].ranks in ((0, 1), (1, 0))
     assert 2 in holders[2].ranks
+
+
+def test_sixty_four_workers_hold_equal_parts_on_other_nodes_and_little_moves():
+    """From one that has everything to 64 on 16 nodes; then one is lost, and one joins."""
+    sizes, node = [MIB] * 3200, [rank // 4 for rank in range(64)]
+    topology = [(4,) * 16]
+    first = [{0}] * len(sizes)
+    holders = assign_pieces(sizes, 64, topology, first)
+    check(holders, sizes, 64)
+    assert all(node[one.primary] != node[one.backup] for one in holders)
+    # Who has everything keeps its part.
+    assert moved(holders, first, sizes) == (2 * 3200 - 100) * MIB
+    held = [set(one.ranks) - {63} for one in holders]
+    after = assign_pieces(sizes, 63, [(4,) * 15 + (3,)], held)
+    check(after, sizes, 63)
+    assert moved(after, held, sizes) <= 1.05 * least_bytes_to_move(sizes, 63, held)
+    held = [set(one.ranks) for one in after]
+    again = assign_pieces(sizes, 64, topology, held)
+    check(again, sizes, 64)
+    assert moved(again, held, sizes) <= 1.1 * least_bytes_to_move(sizes, 64, held)

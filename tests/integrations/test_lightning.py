@@ -281,6 +281,32 @@ def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size():
         LightningTrainer(Classifier(), datamodule=PointsData(), scaling=scaling)
 
 
+def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
+    options = {"datamodule": PointsData(), "sharding": "optimizer", **QUIET}
+    assert LightningTrainer(Classifier(), **options).spec.sharding == "optimizer"
+    with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
+        LightningTrainer(Classifier(), precision="16-mixed", **options)
+
+
+@pytest.mark.slow
+def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
+    three = edp.ScalingConfig(min_workers=3, max_workers=3, threads_per_worker=1)
+    options = {"scaling": three, "max_epochs": 2, "accumulate_grad_batches": 2, **QUIET}
+    calm = fit(Classifier(), tmp_path, name="calm", **options)
+    trainer = LightningTrainer(
+        Classifier(),
+        datamodule=PointsData(),
+        storage_path=str(tmp_path),
+        name="sharded",
+        failure=PATIENT,
+        sharding="optimizer",
+        **options,
+    )
+    outcome, _ = group(trainer.spec, trainer.train, url=str(trainer.url), timeout_s=500)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == calm.weights_sha256
+
+
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
     class WithData(Classifier):
         def train_dataloader(self):

@@ -317,6 +317,15 @@ def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size(tmp_pa
         TransformersTrainer(causal_lm(tmp_path), scaling=scaling)
 
 
+def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling(tmp_path):
+    trainer = TransformersTrainer(
+        causal_lm(tmp_path / "a"), storage_path=tmp_path, sharding="optimizer"
+    )
+    assert trainer.spec.sharding == "optimizer"
+    with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
+        TransformersTrainer(causal_lm(tmp_path / "b", fp16=True), sharding="optimizer")
+
+
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
     trainer = causal_lm(tmp_path, save_strategy="steps", save_steps=5)
     undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")
@@ -505,6 +514,23 @@ def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path
     assert model is not None
     assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
     assert edp.load_state(str(trainer.url)).step == 20
+
+
+@pytest.mark.slow
+def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
+    options = {"max_steps": 6}
+    calm = fit(causal_lm(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(3))
+    trainer = TransformersTrainer(
+        causal_lm(tmp_path / "b", **options),
+        storage_path=tmp_path,
+        name="sharded",
+        scaling=of_workers(3),
+        failure=PATIENT,
+        sharding="optimizer",
+    )
+    outcome, _ = group(trainer.spec, trainer.train, url=str(trainer.url), timeout_s=500)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == calm.weights_sha256
 
 
 def of_workers(count):

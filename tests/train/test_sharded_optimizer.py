@@ -1,16 +1,25 @@
 """`sharding="optimizer"`: the weights are those of a run that is not sharded, to the last bit, for
 any number of workers and whatever happens to them."""
 
+import copy
 import dataclasses
+import time
 
 import pytest
+import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.config import CheckpointConfig, MapStyleData
-from elastic_dp.coordinator.messages import SizeRequested, StopRequested, WorkerLocation
+from elastic_dp.coordinator.messages import (
+    DrainNoticed,
+    SizeRequested,
+    StopRequested,
+    WorkerLocation,
+)
 from elastic_dp.distributed import gradient_units
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.sharding import piece_exchange
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
@@ -20,10 +29,11 @@ from tests.runs import (
     local,
     losses_of,
     never_put_off,
+    resize,
     spec_of,
     texts_of,
 )
-from tests.train.jobs import average_and_plateau, plain
+from tests.train.jobs import ZOO, adamw, average_and_plateau, classifier, loop, plain
 from tests.train.test_kills import IN_A_STEP, with_faults
 
 SMALL_UNIT_BYTES = 256
@@ -53,12 +63,72 @@ def not_sharded(spec, train):
         gradient_units.UNIT_BYTES = before
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "workers", [2, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 8))]
+)
 def test_weights_equal_those_of_a_run_that_is_not_sharded(workers):
     spec = sharded(spec_of(steps=6, workers=workers, min_workers=workers))
     outcome, _ = group(spec, in_small_units(plain))
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (not_sharded(spec, plain).digest, 6)
+
+
+# Loss scaling, and an optimizer that torch does not have.
+REFUSED = ("autocast_fp16", "optimizer_with_a_state_of_its_own")
+FAST = ("frozen_and_unused",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FAST,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO if n not in (*FAST, *REFUSED)),
+    ],
+)
+def test_zoo_model_through_changing_sizes_has_the_digest_of_a_run_that_is_not_sharded(name):
+    """1 → 4 → 3 workers while it trains: tied, frozen, unused and bf16 parameters, groups, lr set
+    in the body, fused and lazy state, …"""
+    sizes = {2: 4, 13: 3}
+    shape = (3, 8, 8) if name == "channels_last" else ()
+    config = {"eval": MapStyleData(Points(30), micro_batch_size=8), "hold": sizes, "body_s": 0.02}
+    spec = sharded(spec_of(steps=24, workers=1, virtual=6, shape=shape, config=config))
+    script = [resize(step, size) for step, size in sizes.items()]
+    outcome, _ = group(spec, in_small_units(ZOO[name]), script=script)
+    assert outcome.generations >= 2  # one change may overtake another
+    check(outcome, ZOO[name], spec)
+
+
+def begins_with_state(ctx):
+    """A state that was loaded before the loop, as of an optimizer that has taken steps."""
+    model = classifier()
+    other = copy.deepcopy(model)
+    before = adamw(other)
+    for _ in range(3):
+        for number, p in enumerate(other.parameters(), 1):
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p) / number
+        before.step()
+    optimizer = adamw(model)
+    optimizer.load_state_dict(before.state_dict())
+    loop(ctx, model, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
+def test_state_that_is_loaded_before_the_loop_counts(workers):
+    spec = sharded(spec_of(steps=6, workers=workers, min_workers=workers))
+    outcome, _ = group(spec, in_small_units(begins_with_state))
+    check(outcome, begins_with_state, spec)
+    assert outcome.digest != not_sharded(spec, plain).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 4])
+def test_growing_batch_has_the_digest_of_a_run_that_is_not_sharded(workers):
+    """The buckets of a generation are laid out anew within it."""
+    growth = {0: 4, 3: 6, 6: 12}
+    spec = spec_of(steps=12, workers=workers, virtual=growth, rows=300, min_workers=workers)
+    outcome, _ = group(sharded(spec), in_small_units(plain))
+    check(outcome, plain, sharded(spec))
 
 
 def job(steps=ENDLESS, workers=4, checkpoint=None, **options):
@@ -152,6 +222,26 @@ def at_size(size):
     return wait
 
 
+def test_workers_that_leave_with_notice_take_no_part_of_the_state_with_them():
+    """Two of four at once, who hold both copies of some parts."""
+
+    def take_away(run):
+        at_size(4)(run)
+        leaving = {member.worker for member in run.controller.coordinator.membership.members[1:3]}
+        for worker in leaving:
+            run.controller.post(DrainNoticed(worker, time.monotonic() + 30.0))
+        status = run.controller.status
+        eventually(lambda: not leaving & set(status()["workers"]), status)
+        goes_on(run)
+
+    script = [(5, take_away), (5, StopRequested("enough"))]
+    spec = job(hold={})
+    outcome, run = group(spec, in_small_units(average_and_plateau), script=script)
+    assert outcome.workers_lost == 0, losses_of(run)
+    assert not any("optimizer's state" in text for text in texts_of(run))
+    check(outcome, average_and_plateau, spec)
+
+
 EVERY_5 = CheckpointConfig(every_steps=5)
 STEPS = 20
 
@@ -199,18 +289,75 @@ def test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers(f
 
 
 def test_checkpoints_have_the_bytes_of_those_of_a_run_that_is_not_sharded(tmp_path):
-    digests = []
-    for name, spec in (("sharded", job(steps=5, checkpoint=EVERY_5)), ("plain", job(steps=5))):
-        spec = dataclasses.replace(
-            spec, sharding=None if name == "plain" else "optimizer", checkpoint=EVERY_5
-        )
-        train = never_put_off(in_small_units(plain))
-        outcome, _ = group(spec, train, url=str(tmp_path / name))
-        assert outcome.error is None, outcome.traceback
-        catalog = Catalog(Store(str(tmp_path / name)))
-        (commit,) = [catalog.read(one) for one in catalog.names()]
-        digests.append(commit.manifest.digest)
-    assert digests[0] == digests[1]
+    spec = job(steps=5, checkpoint=EVERY_5)
+    outcome, _ = group(spec, never_put_off(in_small_units(plain)), url=str(tmp_path / "sharded"))
+    assert outcome.error is None, outcome.traceback
+    assert checkpoints_of(tmp_path / "sharded") == checkpoints_without_sharding(
+        spec, plain, tmp_path
+    )
+
+
+def checkpoints_of(url):
+    """The digests of their bytes, by step."""
+    catalog = Catalog(Store(str(url)))
+    return {name.step: catalog.read(name).manifest.digest for name in catalog.names()}
+
+
+def checkpoints_without_sharding(spec, train, tmp_path):
+    url = str(tmp_path / "not_sharded")
+    outcome, _ = group(
+        dataclasses.replace(spec, sharding=None), never_put_off(in_small_units(train)), url=url
+    )
+    assert outcome.error is None, outcome.traceback
+    return checkpoints_of(url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["prepared", "gathered", "after_commit", "after_step", "keeping"])
+def test_loss_in_a_step_with_a_checkpoint_leaves_its_bytes_as_they_are(point, tmp_path):
+    fault = WorkerFault(point, 10, rank=1, world_size=4, once=str(tmp_path / "dead"))
+    spec = job(steps=STEPS, checkpoint=EVERY_5)
+    train = never_put_off(in_small_units(average_and_plateau))
+    outcome, run = group(spec, train, faults=(fault,), url=str(tmp_path / "run"))
+    check(outcome, average_and_plateau, spec)
+    assert outcome.workers_lost == 1, losses_of(run)
+    without = checkpoints_without_sharding(spec, average_and_plateau, tmp_path)
+    assert checkpoints_of(tmp_path / "run") == without
+    assert set(without) == {10, 15, 20}
+
+
+def with_a_damaged_backup(train, step, once):
+    """One member changes a number of its state as if a bit of its memory had flipped."""
+
+    def damaging(ctx):
+        session = ctx._session
+        inner = session.reporter.pass_point
+
+        def passes(point, at=None):
+            if point == "before_forward" and at == step and session.rank == 1 and not once.exists():
+                once.touch()
+                sharding = session.state.sharding
+                number = next(n for n, one in enumerate(sharding._holders) if one.backup == 1)
+                sharding.held[number]["exp_avg"].view(-1)[0] += 1.0
+            inner(point, at)
+
+        session.reporter.pass_point = passes
+        train(ctx)
+
+    return damaging
+
+
+@pytest.mark.slow
+def test_backup_that_computes_other_bits_takes_the_run_back_to_a_checkpoint(tmp_path):
+    """Both who hold the part are replaced: nobody knows which of them is right."""
+    once, url = tmp_path / "damaged", tmp_path / "run"
+    spec = job(steps=STEPS, checkpoint=EVERY_5)
+    train = never_put_off(in_small_units(with_a_damaged_backup(average_and_plateau, 12, once)))
+    outcome, run = group(spec, train, url=str(url))
+    assert once.exists()
+    assert any("weights of" in text and "differ" in text for text in texts_of(run)), texts_of(run)
+    check(outcome, average_and_plateau, spec)
+    assert outcome.step == STEPS
 
 
 def node_of(worker):
@@ -240,18 +387,38 @@ def test_loss_of_a_whole_node_costs_no_state():
     check(outcome, average_and_plateau, spec)
 
 
+def in_many_exchanges(train):
+    """Pieces are copied in many rounds, and the point "receiving_pieces" is passed before and after
+    each of them, too."""
+
+    def cut(ctx):
+        exchange, session = piece_exchange._all_to_all, ctx._session
+
+        def passes(*given):
+            session.pass_point("receiving_pieces")
+            arrived = exchange(*given)
+            session.pass_point("receiving_pieces")
+            return arrived
+
+        piece_exchange.ROUND_BYTES, piece_exchange._all_to_all = 2 * SMALL_UNIT_BYTES, passes
+        train(ctx)
+
+    return cut
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_loss_while_pieces_are_copied_has_the_digest_of_the_undisturbed_run(rank, tmp_path):
-    """The second loss comes before the copies that the first one took are made again. What is lost
-    with both is read from the checkpoint."""
+def test_loss_while_pieces_are_copied_has_the_digest_of_the_undisturbed_run(rank, passes, tmp_path):
+    """The second loss comes before, between and after the rounds in which the copies that the first
+    one took are made again. What is lost with both is read from the checkpoint."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     faults = (
         WorkerFault("after_step", 8, rank=3, world_size=4, once=first),
-        WorkerFault("receiving_pieces", rank=rank, once=second, after=(first,)),
+        WorkerFault("receiving_pieces", rank=rank, nth=passes, once=second, after=(first,)),
     )
     spec = job(steps=STEPS, checkpoint=EVERY_5, hold={})
-    train = never_put_off(in_small_units(average_and_plateau))
+    train = never_put_off(in_many_exchanges(in_small_units(average_and_plateau)))
     outcome, _ = group(spec, train, faults=faults, url=str(tmp_path / "run"))
     check(outcome, average_and_plateau, spec)
     assert outcome.step == STEPS

@@ -201,6 +201,7 @@ class Controller:
             "step": self.report.step,
             "exact": self.spec.exact and not because,
             "inexact_because": because,
+            "sharding": self.spec.sharding,
             "workers": workers,
             "metrics": dict(self.metrics.newest),
             "failed": self.outcome.error is not None,

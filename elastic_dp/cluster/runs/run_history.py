@@ -34,6 +34,7 @@ class StartRecord:
     limits: RunLimits
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
     growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
+    sharding: str | None = None
 
     @classmethod
     def of(
@@ -44,7 +45,8 @@ class StartRecord:
         limits = RunLimits.of(spec)
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
-        return cls(code_fingerprint(train), python, limits, total_steps, spec.scaling.growth)
+        growth = spec.scaling.growth
+        return cls(code_fingerprint(train), python, limits, total_steps, growth, spec.sharding)
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -68,6 +70,14 @@ class StartRecord:
         )
         unchanged = "as for the first step"
         return [f"virtual_workers is {now or unchanged} now, was {then or unchanged}"]
+
+    def sharding_changed(self, before: StartRecord) -> list[str]:
+        """Return whether the optimizer's state is sharded now and was not, or the reverse, in
+        words.
+        """
+        if before.sharding == self.sharding:
+            return []
+        return [f"sharding is {self.sharding!r} now, was {before.sharding!r}"]
 
     def code_changed(self, before: StartRecord) -> list[str]:
         """Return changes of Python and of the code, in words."""
@@ -98,6 +108,7 @@ def last_start(store: Store) -> StartRecord | None:
             limits,
             total if isinstance(total, int) else None,
             {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
+            stored.get("sharding"),
         )
     except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
         return None

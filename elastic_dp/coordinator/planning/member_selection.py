@@ -97,11 +97,10 @@ def _all_but_one(
     """Return the members if at most one worker with a part of a sharded state leaves at a time: two
     workers hold each part, and the others copy what the one has held before the next leaves.
     """
-    parts = [worker for worker in stopped if worker.partial]
-    leaving = [worker for worker in parts if worker not in taken]
-    staying = [worker for worker in stopped if worker in taken or worker in leaving[1:]]
-    joining = [worker for worker in taken if worker not in staying]
-    return [*staying, *joining[: virtual_workers - len(staying)]]
+    staying = [worker for worker in taken if worker in stopped]
+    leaving = [worker for worker in stopped if worker.partial and worker not in taken]
+    joining = [worker for worker in taken if worker not in stopped]
+    return [*staying, *leaving[1:], *joining][:virtual_workers]
 
 
 def membership_of(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.borrowing_snapshot import BorrowingSnapshot
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
@@ -105,12 +106,21 @@ class WorkerCheckpointer:
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
         if self._config.enabled:
             encode(_tree(state, WorkerProgress()))
+        if state.sharding is not None:
+            self._uploader.use(BorrowingSnapshot(state.sharding.lends))
+            state.sharding.call_before_whole(lambda: self._make_room(state))
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state."""
-        if self._config.enabled and state.is_whole:
+        if self._config.enabled and state.sharding is None:  # else it is not on a device
             with contextlib.suppress(StateError):  # the snapshot itself raises it
                 self._uploader.prepare(_tree(state, WorkerProgress()))
+
+    def _make_room(self, state: TrainState) -> None:
+        """Lets go of the snapshot before the whole of a sharded state is gathered, unless it is
+        that of the present step, of which a lost member's parts may be requested."""
+        if state.record is None or state.record.number != self._uploader.snapshot.step:
+            self._uploader.forget()
 
     @property
     def late(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.sharding.pieces import StatePiece
+from elastic_dp.train.state.buffer_memory import same_bits
 
 
 class ParameterGather:
@@ -33,13 +34,14 @@ class ParameterGather:
         memory: Mapping[torch.dtype, torch.Tensor],
     ) -> None:
         """`memory`: for what is gathered, by dtype; none of it is read before."""
-        self._memory = memory
+        self.memory = memory
         self._group, self._parameters, self._pieces = group, parameters, pieces
         self._flats: list[torch.Tensor] = []
         self._flying: list[Any] = []
         # By number of the piece: where this member writes what it holds, and where all arrive.
         self.targets: dict[int, torch.Tensor] = {}
         self._arrive: dict[int, torch.Tensor] = {}
+        self._backed: list[int] = []  # what this member computes and does not send
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number in sorted(updated):
             by_dtype.setdefault(self._parameter(number).dtype, []).append(number)
@@ -55,7 +57,7 @@ class ParameterGather:
             parts[holders[number].primary].append(number)
         # At least one element, so that each member sends something to each other one.
         size = max(1, *(sum(self._pieces[n].numel for n in part) for part in parts))
-        flat = self._memory.get(dtype)
+        flat = self.memory.get(dtype)
         if flat is None or flat.numel() < world_size * size:
             flat = torch.zeros(world_size * size, dtype=dtype)
         flat = flat[: world_size * size]
@@ -67,6 +69,7 @@ class ParameterGather:
                 at += self._pieces[number].numel
         self.targets |= {number: self._arrive[number] for number in parts[rank]}
         backed = [number for number in numbers if holders[number].backup == rank]
+        self._backed += backed
         own = torch.zeros(sum(self._pieces[n].numel for n in backed), dtype=dtype)
         at = 0
         for number in backed:
@@ -98,6 +101,11 @@ class ParameterGather:
         """Waits until the parts of all members have arrived. Raises GroupError."""
         for operation in self._flying:
             self._group.wait(operation)
+
+    def differing(self) -> list[int]:
+        """Returns the pieces that this member has computed as a backup with other bits than those
+        that have arrived from their primary."""
+        return [n for n in self._backed if not same_bits(self.targets[n], self._arrive[n])]
 
     @torch.no_grad()
     def install(self) -> None:

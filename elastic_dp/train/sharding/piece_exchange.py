@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,13 +24,17 @@ ROUND_BYTES = 16 << 20  # of parameters, between two members
 
 
 def exchange(
-    group: ProcessGroup, moves: Sequence[Move], sizes: Sequence[int], states: Mapping[int, State]
-) -> tuple[dict[int, State], int]:
-    """Returns the states that this member received, by piece, and their bytes. Raises GroupError.
+    group: ProcessGroup,
+    moves: Sequence[Move],
+    sizes: Sequence[int],
+    states: Mapping[int, State],
+    take: Callable[[int, State], None],
+) -> int:
+    """Calls `take` with each piece that this member receives, and its state. Returns the bytes
+    received. Raises GroupError.
 
     `sizes[piece]` is that of its parameters in bytes.
     """
-    received: dict[int, State] = {}
     nbytes = 0
     for moved in _rounds(moves, sizes):
         outgoing: defaultdict[int, list[int]] = defaultdict(list)
@@ -44,9 +48,10 @@ def exchange(
         arrived = _all_to_all(group, sent)
         for flat in arrived:
             if flat.numel():
-                received |= _unpack(flat)
+                for piece, state in _unpack(flat):
+                    take(piece, state)
                 nbytes += flat.numel()
-    return received, nbytes
+    return nbytes
 
 
 def _rounds(moves: Sequence[Move], sizes: Sequence[int]) -> list[list[Move]]:
@@ -83,6 +88,6 @@ def _pack(states: Mapping[int, State]) -> torch.Tensor:
     return to_flat(text, [tensor for _, tensor in tensors])
 
 
-def _unpack(flat: torch.Tensor) -> dict[int, State]:
+def _unpack(flat: torch.Tensor) -> list[tuple[int, State]]:
     text, tensors = from_flat(flat, torch.device("cpu"))
-    return {piece: state for piece, state in decode(json.loads(text), tensors, types={})}
+    return [(piece, state) for piece, state in decode(json.loads(text), tensors, types={})]

@@ -4,11 +4,13 @@ A step updates out of place before its commit, and the commit swaps:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the same after the step that is being attempted, until it is committed
+    whole       the state of all pieces, for a checkpoint: a part of what is prepared, too
 
 Who has committed a step has the updated parameters of all members, and so knows that all members
 have prepared it (`parameter_gather.py`). Therefore a member that was aborted before its commit
-keeps what it has prepared until it knows whether some other member has committed: if so, its
-prepared state is the right one (`roll_forward`); if not, the step is done again.
+keeps what it has prepared until it knows whether some other member has committed: if so, and in the
+same generation, its prepared state is the right one (`roll_forward`); if not, the step is done
+again.
 
 With one member or two, all hold everything. Then a step updates in place after its commit, as it
 does without sharding, and no parameters are gathered.
@@ -16,24 +18,36 @@ does without sharding, and no parameters are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
 from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.errors import PiecesLost
+from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.sharding.parameter_gather import ParameterGather
 from elastic_dp.train.sharding.piece_exchange import exchange
 from elastic_dp.train.sharding.piece_norm import PieceNorm, clip
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, pieces_of
+from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_of
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
+
+
+@dataclass(slots=True)
+class _PreparedStep:
+    """What the commit of `step` makes the state of this member."""
+
+    step: int
+    generation: int
+    states: dict[int, State]
+    whole: WholeState | None = None
 
 
 class ShardedOptimizer:
@@ -53,18 +67,28 @@ class ShardedOptimizer:
             for number, piece in enumerate(self.pieces)
         ]
         self.held: dict[int, State] = {}
-        self._prepared: tuple[int, dict[int, State]] | None = None  # with the number of the step
-        self._whole: dict[int, State] | None = None  # of all pieces, where they were gathered
+        self._prepared: _PreparedStep | None = None
+        self._whole: WholeState | None = None  # as of the last commit, where it was gathered
+        self._lent: AbstractSet[int] = frozenset()  # memory of what `whole` returned
+        self._make_room: Callable[[], None] = lambda: None
+        self.committed_in = 0  # the generation of the last commit
+        self._generation = 0
         self._group: ProcessGroup | None = None
         self._holders: list[Holders] = []
-        self._gathers: dict[frozenset[int], ParameterGather] = {}  # by the updated pieces
+        self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step
         self.absorb()
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
     # ------------------------------------------------------------------------- a generation
 
     def open(
-        self, group: ProcessGroup, topology: Sequence[Sequence[int]], *, gather_whole: bool
+        self,
+        group: ProcessGroup,
+        generation: int,
+        topology: Sequence[Sequence[int]],
+        *,
+        gather_whole: bool,
     ) -> int:
         """Gives each member the pieces that it is to hold in this generation. All members are at
         the same step. Returns the number of bytes received.
@@ -75,7 +99,10 @@ class ShardedOptimizer:
         self.close()
         self._prepared = None
         world_size, rank = group.world_size, group.rank
-        held = self._holders_now(group)
+        states = self.held
+        if self._whole is not None:
+            states = {n: self._whole.of_piece(n) for n in range(len(self.pieces))} | states
+        held = self._holders_now(group, states)
         lost = sum(not ranks for ranks in held)
         if lost:
             raise PiecesLost(
@@ -83,34 +110,59 @@ class ShardedOptimizer:
                 "workers alone"
             )
         holders = assign_pieces(self.sizes, world_size, topology, held)
+        mine = {n for n, one in enumerate(holders) if rank in one.ranks}
         everyone = range(world_size)
         targets = [everyone if gather_whole else one.ranks for one in holders]
         moves = moves_to(targets, held, self.sizes)
-        received, nbytes = exchange(group, moves, self.sizes, self.held)
-        self.held |= received
+        whole = self._new_whole(states) if gather_whole else None
+        received: dict[int, State] = {}
+
+        def take(number: int, state: State) -> None:
+            if number in mine:
+                received[number] = state
+            if whole is not None:
+                whole.add(number, state, is_new=number not in mine)
+
+        nbytes = exchange(group, moves, self.sizes, states, take)
+        # What lies in the memory of the whole state is copied, since that memory goes.
+        kept = {n: s if n in self.held else _copy(s) for n, s in states.items() if n in mine}
+        self.held |= kept | received
         if moves:
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
-        self._whole = dict(self.held) if gather_whole else None
-        self.held = {n: state for n, state in self.held.items() if rank in holders[n].ranks}
-        self._group, self._holders = group, holders
+        self.held = {n: state for n, state in self.held.items() if n in mine}
+        self._whole = whole
+        self._group, self._generation, self._holders = group, generation, holders
         self._norm = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
         self._group, self._gather = None, None
-        self._gathers.clear()  # an abandoned operation may still write to their memory
+        self._kept_gather = None  # an abandoned operation may still write to its memory
 
-    def _holders_now(self, group: ProcessGroup) -> list[list[int]]:
-        """Returns the ranks that hold each piece, the same on all members."""
+    def _holders_now(self, group: ProcessGroup, states: Mapping[int, State]) -> list[list[int]]:
+        """Returns the ranks that hold each piece, the same on all members. `states` are those that
+        this one has."""
         mine = bytearray(len(self.pieces))
-        for piece in self.held:
+        for piece in states:
             mine[piece] = 1
-        told = group.gather_bytes(bytes(mine))
-        return [
-            [rank for rank, flags in enumerate(told) if flags[piece]]
-            for piece in range(len(self.pieces))
-        ]
+        ranks: list[list[int]] = [[] for _ in self.pieces]
+        for rank, flags in enumerate(group.gather_bytes(bytes(mine))):
+            for piece, flag in enumerate(flags):
+                if flag:
+                    ranks[piece].append(rank)
+        return ranks
+
+    def call_before_whole(self, make_room: Callable[[], None]) -> None:
+        """Sets what is called before memory for the state of all pieces is allocated."""
+        self._make_room = make_room
+
+    def _new_whole(self, states: Mapping[int, State]) -> WholeState:
+        self._make_room()
+        whole = WholeState(self._parameters, self.pieces)
+        for number, state in states.items():
+            whole.add(number, state)
+        return whole
 
     # ------------------------------------------------------------------------------- a step
 
@@ -120,7 +172,16 @@ class ShardedOptimizer:
         return self._group is None or self._group.world_size <= _ALL_HOLD
 
     def begin(self) -> None:
-        """Begins an attempt at a step: what another attempt prepared does not count any more."""
+        """Begins an attempt at a step: what another attempt prepared does not count any more.
+
+        Raises LoopError if user code wrote to the optimizer's state, which nothing would read.
+        """
+        if any(self._optimizer.state.values()):
+            raise LoopError(
+                "the optimizer's state was written to since the loop over ctx.steps began, e.g. "
+                'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
+                "elsewhere. Load it before the loop, or leave sharding out"
+            )
         self._prepared = self._gather = self._whole = None
 
     def needed(self) -> HeldRanges | None:
@@ -160,17 +221,7 @@ class ShardedOptimizer:
             return None
         if clip_norm is not None:
             clip(gradients.values(), clip_norm, norm)
-        updated = frozenset(
-            number
-            for number, piece in enumerate(self.pieces)
-            if self._updates.has(number) and self._parameters[piece.parameter] in used
-        )
-        gather = self._gathers.get(updated)
-        if gather is None:
-            gather = ParameterGather(
-                self._group, self._parameters, self.pieces, self._holders, updated, memory
-            )
-            self._gathers = {updated: gather}
+        gather = self._gather_of([p in used for p in self._parameters], memory)
         gather.load()
         states = {n: _copy(self.held[n]) for n in gather.targets}
         shaped = {
@@ -178,8 +229,29 @@ class ShardedOptimizer:
             for n in gather.targets
         }
         self._updates.run(gather.targets, shaped, states)
-        self._prepared, self._gather = (step, states), gather
+        self._prepared = _PreparedStep(step, self._generation, states)
+        self._gather = gather
         return norm
+
+    def _gather_of(
+        self, used: list[bool], memory: Mapping[torch.dtype, torch.Tensor]
+    ) -> ParameterGather:
+        """Returns what gathers the parameters with `used`: the last one, if it fits."""
+        if self._kept_gather is not None:
+            before, gather = self._kept_gather
+            if before == used and gather.memory is memory:
+                return gather
+        assert self._group is not None
+        updated = [
+            number
+            for number, piece in enumerate(self.pieces)
+            if used[piece.parameter] and self._updates.has(number)
+        ]
+        gather = ParameterGather(
+            self._group, self._parameters, self.pieces, self._holders, updated, memory
+        )
+        self._kept_gather = used, gather
+        return gather
 
     def gather(self) -> None:
         """Sends the updated parameters to all members and waits for theirs. Raises GroupError."""
@@ -187,18 +259,31 @@ class ShardedOptimizer:
         self._gather.launch()
         self._gather.wait()
 
+    def differing_ranks(self) -> set[int]:
+        """Returns the primaries whose updated parameters differ from what this member computed as
+        their backup, and this member's own rank with them; empty if all are equal."""
+        assert self._gather is not None and self._group is not None
+        odd = {self._holders[number].primary for number in self._gather.differing()}
+        return odd | {self._group.rank} if odd else odd
+
     def gather_whole(self) -> None:
-        """Gives all members the state of all pieces, as it is after the commit that follows.
-        Raises GroupError."""
+        """Gives all members the state of all pieces: as of the commit of what is prepared, or of
+        the last one if nothing is. Raises GroupError."""
         if self.all_hold_all:
             return
         assert self._group is not None
-        present = self.held | (self._prepared[1] if self._prepared is not None else {})
+        prepared = self._prepared
+        present = self.held if prepared is None else self.held | prepared.states
+        whole = self._new_whole(present)
         everyone = range(self._group.world_size)
         held = [one.ranks for one in self._holders]
         moves = moves_to([everyone] * len(held), held, self.sizes)
-        received, _ = exchange(self._group, moves, self.sizes, present)
-        self._whole = present | received
+        take = functools.partial(whole.add, is_new=True)
+        exchange(self._group, moves, self.sizes, present, take)
+        if prepared is None:
+            self._whole = whole
+        else:
+            prepared.whole = whole
 
     def step_ends(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates all parameters, after the commit. `gradients`: see `step_in_place`."""
@@ -206,12 +291,14 @@ class ShardedOptimizer:
             self.step_in_place(gradients)
         else:
             self.commit()
+        self.committed_in = self._generation
 
     def commit(self) -> None:
         """Makes the prepared state and the gathered parameters those of the step."""
         assert self._prepared is not None and self._gather is not None
         self._gather.install()
-        self.held |= self._prepared[1]
+        self.held |= self._prepared.states
+        self._whole = self._prepared.whole
         self._prepared = self._gather = None
 
     @torch.no_grad()
@@ -232,60 +319,52 @@ class ShardedOptimizer:
 
     # -------------------------------------------------------------------- state transfers
 
-    def roll_forward(self, step: int) -> None:
-        """Goes to `step`, which another member has committed and this one has not: by what it has
-        prepared. Without that it holds nothing, and others have it."""
+    def roll_forward(self, step: int, generation: int) -> None:
+        """Goes to `step`, which another member has committed in `generation` and this one has not:
+        by what it has prepared there. Without that it holds nothing, and others have it."""
         prepared, self._prepared, self._whole = self._prepared, None, None
-        if prepared is not None and prepared[0] == step:
-            self.held |= prepared[1]
+        self.committed_in = generation
+        if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
+            self.held |= prepared.states
+            self._whole = prepared.whole
         else:
             self.held = {}
 
-    def forget(self) -> None:
-        """Holds nothing from now on: this worker joins a run, and `open` gives it its pieces."""
+    def forget(self, generation: int) -> None:
+        """Holds nothing from now on: this worker joins a run, whose last commit was in
+        `generation`, and `open` gives it its pieces."""
         self._optimizer.state.clear()
         self.held, self._prepared, self._whole = {}, None, None
+        self.committed_in = generation
 
     @torch.no_grad()
     def absorb(self) -> None:
         """Takes over the whole state from the user's optimizer, and holds all pieces."""
-        self.forget_prepared()
-        self.held = {}
+        self.held, self._prepared, self._whole = {}, None, None
+        self.committed_in = 0
         for number, piece in enumerate(self.pieces):
             p = self._parameters[piece.parameter]
             given = self._optimizer.state.get(p, {})
-            self.held[number] = {key: _part(piece, p, value) for key, value in given.items()}
+            self.held[number] = {key: part_of(piece, p, value) for key, value in given.items()}
+            if piece.last == p.numel():  # its last piece: memory for one parameter at a time
+                self._optimizer.state.pop(p, None)
         self._optimizer.state.clear()
-
-    def forget_prepared(self) -> None:
-        self._prepared = self._whole = None
 
     @property
     def has_whole(self) -> bool:
         """Whether this member has the state of all pieces as of the last commit."""
         return self._whole is not None or len(self.held) == len(self.pieces)
 
-    @torch.no_grad()
     def whole(self) -> dict[torch.Tensor, State]:
         """Returns the state by parameter, as an optimizer that is not sharded has it."""
         assert self.has_whole
-        states = self.held if self._whole is None else self._whole
-        whole: dict[torch.Tensor, State] = {}
-        for number, piece in enumerate(self.pieces):
-            p = self._parameters[piece.parameter]
-            mine = states[number]
-            if piece.whole:
-                whole[p] = mine
-                continue
-            of_parameter = whole.setdefault(p, {})
-            for key, value in mine.items():
-                if not _is_divided(value):
-                    of_parameter[key] = value
-                    continue
-                if key not in of_parameter:
-                    of_parameter[key] = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
-                piece.of(of_parameter[key]).copy_(value)
-        return {p: state for p, state in whole.items() if state}
+        whole = self._new_whole(self.held) if self._whole is None else self._whole
+        self._lent = whole.memory
+        return whole.by_parameter()
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor that `whole` has just returned will not be changed."""
+        return tensor.numel() > 0 and address_of(tensor) in self._lent
 
     @property
     def held_bytes(self) -> int:
@@ -298,11 +377,6 @@ class ShardedOptimizer:
         )
 
 
-def _is_divided(value: Any) -> bool:
-    """Returns whether a value of a piece's state has an element for each of its own."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
 def _copy(state: State) -> State:
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -310,12 +384,10 @@ def _copy(state: State) -> State:
     }
 
 
-def _part(piece: StatePiece, parameter: torch.Tensor, value: Any) -> Any:
-    """Returns what belongs to a piece of a value of its parameter's state."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if piece.whole or value.dim() == 0:
-        return value.clone()
-    if value.stride() != parameter.stride():
-        value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    return piece.of(value).clone()
+def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
+    raise LoopError(
+        "optimizer.state_dict() was called, which would have no state: with "
+        'sharding="optimizer" each worker holds a part of it. Checkpoints have all of it '
+        "(ctx.checkpoint(), Result.load_state, elastic-dp checkpoints export), or leave sharding "
+        "out"
+    )

@@ -8,11 +8,13 @@ import torch
 
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.train.state.weight_comparison import WeightComparison
 
 
 def prepare_step(
     sharding: ShardedOptimizer,
     gradients: GradientReducer,
+    weights: WeightComparison,
     step: int,
     factor: float,
     used: Sequence[int],
@@ -24,7 +26,8 @@ def prepare_step(
     """Updates this member's pieces out of place, and gathers the parameters of all members.
 
     `used`: numbers of the parameters that have a gradient. `gather_whole`: the whole state, too,
-    for a checkpoint. Returns the norm of the gradient, or None if it is not finite.
+    for a checkpoint. Returns the norm of the gradient, or None if it is not finite. Raises
+    GroupError, also where the two members that update a piece have computed other bits.
     """
     held, memory = gradients.complete_held(factor), gradients.received_memory
     norm = sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory)
@@ -32,6 +35,8 @@ def prepare_step(
         return None
     pass_point("prepared", step)
     sharding.gather()
+    if weights.compares:
+        weights.compare_updates(step, sharding.differing_ranks())
     if gather_whole:
         sharding.gather_whole()
     pass_point("gathered", step)

@@ -136,7 +136,8 @@ class TrainState:
         # share memory as before.
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
         carried, shared = split_aliases(carried, self._owners())
-        apart = {"sharded": True} if sharding is not None and not whole else {}
+        # The generation in which the step was committed; see `ShardedOptimizer.roll_forward`.
+        apart = {"sharded": sharding.committed_in} if sharding is not None and not whole else {}
         return {
             "step": {
                 **apart,
@@ -265,12 +266,12 @@ class TrainState:
 
     def _adopt_sharded(self, step: Mapping[str, Any], body: bool) -> None:
         assert self.sharding is not None
-        if not step.get("sharded"):  # a checkpoint
+        if "sharded" not in step:  # a checkpoint
             self.sharding.absorb()
         elif body:
-            self.sharding.forget()
+            self.sharding.forget(step["sharded"])
         else:
-            self.sharding.roll_forward(step["record"].number)
+            self.sharding.roll_forward(step["record"].number, step["sharded"])
 
     def _owners(self) -> dict[str, torch.Tensor]:
         buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}

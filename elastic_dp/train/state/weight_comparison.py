@@ -12,7 +12,8 @@ bits on a device; the host waits only for these sums.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import xxhash
@@ -46,6 +47,16 @@ class WeightComparison:
         """Requests a comparison after this step, which goes into a checkpoint."""
         self._wanted = step
 
+    @property
+    def compares(self) -> bool:
+        return self._every is not None
+
+    def compare_updates(self, step: int, ranks: Collection[int]) -> None:
+        """`ranks` are those that update the same part of a sharded state, and differ in the weights
+        after `step`. Raises GroupError if there are any: no member may continue from that step."""
+        if ranks:
+            self._differ(step, tuple(self.members[rank] for rank in sorted(ranks)))
+
     def digest(self, step: int) -> str | None:
         """Returns the digest of the weights after `step`, or None if they are not compared."""
         if self._every is None or step <= self.agreed:
@@ -71,6 +82,9 @@ class WeightComparison:
         usual, times = Counter(said.values()).most_common(1)[0]
         majority = times > len(said) / 2
         odd = tuple(worker for worker, d in said.items() if d != usual or not majority)
+        self._differ(step, odd)
+
+    def _differ(self, step: int, odd: tuple[WorkerId, ...]) -> NoReturn:
         self.mismatch = ReplicaMismatch(self.agreed, odd)
         raise GroupError(f"the weights of members differ after step {step}: {', '.join(odd)}")
 

@@ -225,6 +225,7 @@ class StepRunner:
             norm = prepare_step(
                 self._sharding,
                 self.gradients,
+                self.weights,
                 step,
                 factor,
                 header.used,

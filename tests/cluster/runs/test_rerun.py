@@ -33,7 +33,7 @@ def trains(width=16, lr=1e-3, **loop):
 FIRST = trains()
 
 
-def fit(path, train=FIRST, max_steps=4, seed=0, virtual=2, rows=192, size=4, exact=True):
+def fit(path, train=FIRST, max_steps=4, seed=0, virtual=2, rows=192, size=4, **options):
     """With what it warned of."""
     data = edp.MapStyleData(Points(rows), micro_batch_size=size, seed=seed)
     trainer = edp.ElasticTrainer(
@@ -44,7 +44,7 @@ def fit(path, train=FIRST, max_steps=4, seed=0, virtual=2, rows=192, size=4, exa
         scaling=edp.ScalingConfig(max_workers=2, virtual_workers=virtual),
         checkpoint=edp.CheckpointConfig(every_steps=2),
         max_steps=max_steps,
-        exact=exact,
+        **options,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -60,6 +60,16 @@ def said(path):
 def test_a_finished_one_returns_its_stored_result(tmp_path):
     first, _ = fit(tmp_path)
     assert fit(tmp_path) == (first, [])
+
+
+def test_run_goes_on_with_a_sharded_optimizer_and_says_so(tmp_path):
+    fit(tmp_path)
+    result, warned = fit(tmp_path, max_steps=6, sharding="optimizer")
+    assert warned == []
+    assert "since the last start of this run: sharding is 'optimizer' now, was None" in said(
+        tmp_path
+    )
+    assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=6)[0].weights_sha256
 
 
 def test_a_larger_max_steps_continues(tmp_path):

@@ -54,8 +54,8 @@ def test_step_sends_little_more_than_a_replicated_one(world_size, sent):
         member = Member(ADAM, SHAPES, torch.float32)
         sharding, parameters = member.sharding, list(member.parameters.values())
         if group.rank:
-            sharding.forget()
-        sharding.open(group, (), gather_whole=False)
+            sharding.forget(0)
+        sharding.open(group, 1, (), gather_whole=False)
         gradients = GradientReducer(member.parameters)
         gradients.open(group, shares, world_size, True, (), sharding.needed())
         for step in (1, 2):

@@ -3,6 +3,7 @@ holds what, and what an abort, a loss, a join or a checkpoint leaves of it."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ import torch
 from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.errors import PiecesLost
+from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
@@ -62,7 +63,7 @@ class Member:
             p.grad = gradient
         self.optimizer.step()
 
-    def attempt(self, *, commits: bool = True, whole: bool = False) -> None:
+    def attempt(self, *, commits: bool = True, whole: bool = False, memory=None) -> None:
         sharding, step = self.sharding, self.step + 1
         sharding.begin()
         gradients = self.gradients(step)
@@ -74,16 +75,13 @@ class Member:
                 for n, piece in enumerate(sharding.pieces)
                 if n in sharding.held and (p := list(given)[piece.parameter]) in used
             }
-            assert sharding.prepare(step, held, used, None, {}) is not None
+            assert sharding.prepare(step, held, used, None, memory or {}) is not None
             sharding.gather()
             if whole:
                 sharding.gather_whole()
         if commits:
             self.step = step
-            if sharding.all_hold_all:
-                sharding.step_in_place(gradients)
-            else:
-                sharding.commit()
+            sharding.step_ends(gradients)
 
     def take_over(self, source: Member, *, joins: bool) -> None:
         with torch.no_grad():
@@ -93,18 +91,22 @@ class Member:
                 mine.copy_(given)
         self.step = source.step
         if joins:
-            self.sharding.forget()
+            self.sharding.forget(source.sharding.committed_in)
         else:
-            self.sharding.roll_forward(source.step)
+            self.sharding.roll_forward(source.step, source.sharding.committed_in)
+
+
+GENERATIONS = itertools.count(1)
 
 
 def enter(members: Sequence[Member], act=None, topology=(), whole: bool = False) -> list:
     """All members enter a generation; then `act(member)` of each of them."""
+    generation = next(GENERATIONS)
 
     def entered(group: ProcessGroup) -> object:
         torch.set_num_threads(1)
         member = members[group.rank]
-        nbytes = member.sharding.open(group, topology, gather_whole=whole)
+        nbytes = member.sharding.open(group, generation, topology, gather_whole=whole)
         if act is not None:
             act(member)
         member.sharding.close()
@@ -157,8 +159,8 @@ def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
         for make, kinds, dtype in cases:
             member = Member(make, kinds, dtype)
             if group.rank:
-                member.sharding.forget()
-            member.sharding.open(group, (), gather_whole=False)
+                member.sharding.forget(0)
+            member.sharding.open(group, 1, (), gather_whole=False)
             for step in range(STEPS):
                 member.attempt(whole=step == STEPS - 1)
             plain = Member(make, kinds, dtype, shard=False)
@@ -191,6 +193,11 @@ def plain_after(steps: int) -> Member:
     for _ in range(steps):
         plain.plain_step()
     return plain
+
+
+def four() -> list[Member]:
+    first = new_member()
+    return [first, *(joined(first) for _ in range(3))]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -234,8 +241,7 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
 
 
 def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
-    members = [new_member()]
-    members += [joined(members[0]) for _ in range(3)]
+    members = four()
     enter(members, Member.attempt)
     mine = set(members[0].sharding.held)
     other = next(m for m in members[1:] if mine & set(m.sharding.held))
@@ -243,14 +249,13 @@ def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
 
     def fails(group):
         with pytest.raises(PiecesLost, match="were on lost workers alone"):
-            left[group.rank].sharding.open(group, (), gather_whole=False)
+            left[group.rank].sharding.open(group, 2, (), gather_whole=False)
 
     of_each(2, fails)
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
-    members = [new_member()]
-    members += [joined(members[0]) for _ in range(3)]
+    members = four()
 
     def train(member):
         member.attempt()
@@ -272,8 +277,7 @@ def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bit
 
 
 def test_member_behind_holds_what_it_prepared_when_another_has_committed():
-    members = [new_member()]
-    members += [joined(members[0]) for _ in range(3)]
+    members = four()
     enter(members, lambda member: member.attempt(commits=member is members[2]))
     for member in members:
         if member is not members[2]:
@@ -285,6 +289,121 @@ def test_member_behind_holds_what_it_prepared_when_another_has_committed():
     enter(members, whole=True)
     for member in members:
         check_equal(member, plain_after(1))
+
+
+def test_whole_state_of_an_aborted_step_is_that_of_no_step():
+    """A last checkpoint would have the weights of one step and the state of the next."""
+    members = four()
+    enter(members, Member.attempt)
+    enter(members, lambda member: member.attempt(commits=False, whole=True))
+    assert not any(member.sharding.has_whole for member in members)
+    enter(members, lambda member: member.attempt(commits=member is members[3], whole=True))
+    for member in members[:3]:
+        member.take_over(members[3], joins=False)
+    for member in members:  # what was prepared counts now
+        check_equal(member, plain_after(2))
+
+
+@pytest.mark.parametrize("make", [ADAM, of_kind(torch.optim.Adafactor)], ids=["pieces", "whole"])
+def test_whole_state_is_lent_to_a_snapshot_without_what_a_member_holds(make):
+    """What is held may be updated in place later."""
+    members = [Member(make, [(70, 33), (64, 65)] * 2, torch.float32) for _ in range(4)]
+    for member in members[1:]:
+        member.take_over(members[0], joins=True)
+    enter(members, lambda member: member.attempt(whole=True))
+    for member in members:
+        sharding = member.sharding
+        whole = sharding.whole()
+        of_all = [x for state in whole.values() for x in state.values() if x.dim()]
+        mine = [x for state in sharding.held.values() for x in state.values()]
+        lent = [x for x in of_all if sharding.lends(x)]
+        assert not any(map(sharding.lends, [*mine, *member.parameters.values()]))
+        copied = sum(x.numel() for x in of_all) - sum(x.numel() for x in lent)
+        assert copied <= sum(x.numel() for x in mine)
+        assert lent
+    enter(members[:2])  # each holds everything from now on, and a step updates in place
+    for member in members[:2]:
+        of_all = member.sharding.whole()  # which `lends` is about
+        mine = [x for state in member.sharding.held.values() for x in state.values()]
+        assert of_all and not any(map(member.sharding.lends, mine))
+
+
+def test_member_goes_on_alone_after_a_step_with_a_checkpoint():
+    """Those that leave say that nothing is lost with them, since all have the whole state."""
+    members = four()
+    enter(members, lambda member: member.attempt(whole=True))
+    assert all(member.sharding.has_whole for member in members)
+    assert enter(members[:1], Member.attempt) == [0]
+    check_equal(members[0], plain_after(2))
+
+
+def test_state_that_was_prepared_in_another_generation_does_not_count():
+    """Another attempt may have left out other rows."""
+    members = four()
+    enter(members, Member.attempt)
+    enter(members, lambda member: member.attempt(commits=False))
+    held = dict(members[0].sharding.held)
+    enter(members[1:], Member.attempt)
+    assert members[0].sharding.held == held  # it was not there
+    members[0].take_over(members[1], joins=False)
+    assert not members[0].sharding.held
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(2))
+
+
+def test_backup_with_other_bits_than_its_primary_is_found_before_the_commit():
+    members = four()
+    enter(members, Member.attempt)
+    holders = members[0].sharding._holders
+    pieces = members[0].sharding.pieces
+    # The parameter has a gradient in the second step.
+    piece = next(n for n, one in enumerate(pieces) if one.parameter)
+    primary, backup = holders[piece]
+    found = {}
+
+    def damages(member):
+        rank = members.index(member)
+        if rank == backup:
+            member.sharding.held[piece]["exp_avg"].view(-1)[0] += 1.0
+        member.attempt(commits=False)
+        found[rank] = member.sharding.differing_ranks()
+
+    enter(members, damages)
+    assert found == {rank: {backup, primary} if rank == backup else set() for rank in range(4)}
+
+
+def test_gradients_that_arrive_in_other_memory_are_gathered_there():
+    """The batch grows within a generation, and buckets are laid out anew."""
+    members = four()
+
+    def train(member):
+        sizes = {torch.float32: sum(p.numel() for p in member.parameters.values()) * 2}
+        for _ in range(2):
+            memory = {dtype: torch.full((n,), torch.nan) for dtype, n in sizes.items()}
+            member.attempt(memory=memory)
+            assert sharing(member.sharding._kept_gather[1]._flats[0], memory[torch.float32])
+
+    enter(members, train)
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(2))
+
+
+def sharing(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_state_that_user_code_writes_or_reads_is_an_error():
+    member = new_member()
+    (p, *_) = member.parameters.values()
+    assert member.optimizer.state[p] == {}  # a look is none
+    enter([member], Member.attempt)
+    with pytest.raises(LoopError, match=r"optimizer\.state_dict\(\) was called.*load_state"):
+        member.optimizer.state_dict()
+    member.optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+    with pytest.raises(LoopError, match=r"state was written to.*before the loop"):
+        member.sharding.begin()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

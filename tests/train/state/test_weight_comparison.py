@@ -110,6 +110,16 @@ def test_the_majority_decides_who_is_odd(digests, odd):
     assert made.mismatch == ReplicaMismatch(4, odd)
 
 
+def test_members_that_update_the_same_part_with_other_bits_are_odd():
+    made = weights()
+    made.compare(4, ["a", "a", "a"])
+    made.compare_updates(6, set())
+    assert made.mismatch is None and made.compares and not weights(every=None).compares
+    with pytest.raises(GroupError, match="differ after step 7: w1, w3"):
+        made.compare_updates(7, {2, 0})
+    assert made.mismatch == ReplicaMismatch(4, ("w1", "w3"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
 def test_any_flipped_bit_shows(dtype):
     tensor = torch.ones(4, 5).to(dtype)

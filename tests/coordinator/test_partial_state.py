@@ -1,0 +1,113 @@
+"""Workers that hold a part of a sharded state: two hold each part, so one leaves at a time; if both
+are lost, the run goes back to its newest checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import TrainingPosition
+from elastic_dp.coordinator.planning.member_selection import select_members
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
+from tests.coordinator.scenarios import Scenario
+
+FOUR = ("w1", "w2", "w3", "w4")
+
+
+def training(**config: object) -> Scenario:
+    scenario = Scenario(size=4, min_workers=1, **config)
+    scenario.running(*FOUR)
+    scenario.hear(*FOUR, step=3)
+    return scenario
+
+
+def sizes_until(scenario: Scenario, size: int, *, partial: bool) -> list[int]:
+    """The sizes of the generations that follow, as each ends after its next step."""
+    sizes, step = [], 3
+    while len(scenario.members) != size and len(sizes) < 5:
+        step += 1
+        for worker in scenario.members:
+            scenario.stopped(worker, step=step, partial=partial)
+        scenario.wait(0.2)
+        sizes.append(len(scenario.members))
+        scenario.hear(*scenario.members, step=step)
+    return sizes
+
+
+@pytest.mark.parametrize(("partial", "sizes"), [(True, [3, 2, 1]), (False, [1])])
+def test_workers_with_a_part_of_the_state_leave_one_at_a_time(
+    partial: bool, sizes: list[int]
+) -> None:
+    scenario = training()
+    scenario.tell(m.SizeRequested(1))
+    assert sizes_until(scenario, 1, partial=partial) == sizes
+    assert not scenario.ever(m.FindCheckpoint)[1:], "no state was lost"
+
+
+def test_workers_that_drain_with_a_part_of_the_state_leave_one_at_a_time() -> None:
+    scenario = training()
+    for worker in ("w2", "w3"):
+        scenario.tell(m.DrainNoticed(worker, scenario.now + 60.0))
+    scenario.ready("w5", "w6")
+    for step in (4, 5):
+        for worker in scenario.members:
+            has_state = worker in FOUR
+            scenario.stopped(worker, step=step, has_state=has_state, partial=has_state)
+        scenario.wait(0.2)
+        assert len({"w2", "w3"} & set(scenario.members)) == 5 - step
+        scenario.hear(*scenario.members, step=step)
+
+
+def test_no_more_become_members_than_there_are_virtual_workers() -> None:
+    """Others that have left are recalled where workers are short."""
+    stopped = [WorkerState(f"w{n}", n, Stage.MEMBER, 0.0) for n in range(6)]
+    for worker in stopped:
+        worker.stopped(m.WorkerStopped(worker.id, 1, TrainingPosition(3), True, "", partial=True))
+    limits = {"size": 3, "least": 1, "virtual_workers": 4, "now": 0.0, "initial_source": None}
+    selection = select_members(stopped, [], **limits)
+    assert len(selection.members) == 4 and selection.source in selection.members
+
+
+def lost_both(committed: int | None) -> Scenario:
+    scenario = training()
+    scenario.committed = committed
+    scenario.lost("w1")
+    scenario.lost("w2")
+    for worker in ("w3", "w4"):
+        scenario.stopped(worker, step=3, partial=True)
+    scenario.wait(0.2)
+    assert set(scenario.members) == {"w3", "w4"}
+    for worker in ("w3", "w4"):
+        scenario.stopped(worker, step=3, partial=True, pieces_lost=True)
+    return scenario
+
+
+def test_run_goes_back_to_its_newest_checkpoint_when_both_holders_are_lost() -> None:
+    scenario = lost_both(committed=2)
+    assert {c.worker for c in scenario.ever(m.ReleaseWorker)} >= {"w3", "w4"}
+    said = " ".join(c.text for c in scenario.ever(m.Explain))
+    assert "both workers that held some part of the optimizer's state are lost" in said
+    new = [c.worker for c in scenario.ever(m.StartWorker)][-2:]
+    scenario.ready(*new)
+    scenario.wait(0.2)
+    membership = scenario.coordinator.membership
+    assert membership is not None and membership.restore
+    assert not {"w3", "w4"} & set(scenario.members)
+
+
+def test_run_without_a_checkpoint_fails_when_both_holders_are_lost() -> None:
+    (failed,) = lost_both(committed=None).ever(m.FailRun)
+    assert "there is no checkpoint" in failed.error
+
+
+def test_worker_with_a_part_of_the_state_is_not_asked_to_write_all_of_it() -> None:
+    """All of three are needed, and one must be gone in ten seconds."""
+    config = {"min_workers": 3, "drain_margin_s": 3.0, "checkpointing": True}
+    scenario = Scenario(size=3, **config)
+    scenario.running("w1", "w2", "w3", step=4)
+    scenario.tell(m.DrainNoticed("w2", scenario.now + 10.0))
+    assert scenario.ever(m.TakeCheckpoint), "one of the next steps is to have a checkpoint"
+    scenario.wait(7.1, "w1", "w2", "w3", step=6)
+    for worker in ("w1", "w2", "w3"):
+        scenario.stopped(worker, step=6, partial=True)
+    assert not scenario.ever(m.WriteDrainCheckpoint)
