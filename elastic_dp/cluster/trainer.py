@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.storage_probe import probe
@@ -73,6 +73,9 @@ class ElasticTrainer:
     - `config`: passed to the train function as `ctx.config`.
     - `exact`: the result is the same to the last bit for any number of workers on one kind of
       machine.
+    - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, so that
+      gradients travel in half the bytes. The result is exact all the same. It is fixed at the run's
+      first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -93,6 +96,7 @@ class ElasticTrainer:
         checkpoint: CheckpointConfig | None = None,
         failure: FailureConfig | None = None,
         exact: bool = True,
+        wire: Literal["bf16"] | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
@@ -129,6 +133,7 @@ class ElasticTrainer:
             "checkpoint": checkpoint or CheckpointConfig(),
             "failure": failure or FailureConfig(),
             "exact": exact,
+            "wire": wire,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,
