@@ -10,6 +10,7 @@ the results say.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +31,9 @@ Everything here was measured on CPUs, with Gloo, on one machine of two cores. Wo
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
 `benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `work_lost`, `device_pause`,
 `join`, `planned`, `data_cache`, `step_overhead`, `telemetry_overhead`, `first_five_minutes`,
-`against_commit`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
-missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
-are 95 % intervals.
+`against_commit`, `compression`, `compression_loss`, `coordinator_scale` and `command_line` end with
+exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the
+number of workers. Square brackets are 95 % intervals.
 """
 
 
@@ -232,6 +233,49 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
             target.rpartition(": ")[2].partition(" ")[0],
             met,
         )
+
+
+def compression(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.compression import MOST_BYTES, targets
+
+    for (name, one), met in zip(r.items(), targets(r).values(), strict=True):
+        without, rounded = one["None"], one["bf16"]
+        yield Row(
+            f"Bytes of a step with `wire`, {name}",
+            f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
+            f"{MOST_BYTES}",
+            met,
+        )
+        yield Row(
+            f"Step time without and with it, {name}",
+            f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
+        )
+        yield Row(
+            f"The same of DDP and its `bf16_compress_hook`, {name}",
+            f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
+        )
+        (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
+        yield Row(
+            f"Ours beside DDP without and with it, {name}, {rounded['pairs']} pairs",
+            f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
+            f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
+        )
+
+
+def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.compression_loss import difference, ends
+
+    more, deviation = difference(r)
+    steps = max(map(int, next(iter(r.values()))["None"]))
+    means = [statistics.fmean(ends(r, wire)) for wire in ("None", "bf16")]
+    yield Row(
+        f"Loss after {steps} steps without and with `wire`, mean of {len(r)} seeds",
+        f"{means[0]:.4f} and {means[1]:.4f}: {more:+.4f}",
+        f"at most {deviation:.4f} apart, the standard deviation of the seeds",
+        abs(more) <= deviation,
+    )
+    of_each = (a - b for a, b in zip(ends(r, "bf16"), ends(r, "None"), strict=True))
+    yield Row("The difference for each seed", ", ".join(f"{x:+.4f}" for x in of_each))
 
 
 def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -736,6 +780,22 @@ SECTIONS = {
         "Our steps and DDP's are taken in turn, in the same processes, on the same rows. A "
         "target counts as missed where the whole "
         "interval is above it.",
+    ),
+    "compression": Section(
+        "Gradients in bfloat16",
+        "benchmarks.compression",
+        compression,
+        '`wire="bf16"`, two workers on one machine, whose loopback is as slow as a link that both '
+        "directions share. Bytes are those of the loopback, of both workers, with headers and "
+        "acknowledgements.",
+    ),
+    "compression_loss": Section(
+        "Loss with gradients in bfloat16",
+        "benchmarks.compression_loss",
+        compression_loss,
+        "![Training loss with and without rounded gradients](assets/compression.svg)\n\n"
+        "A GPT of a million parameters on the source of Python's standard library, four virtual "
+        "workers, with the same seeds. The bands go from the least to the largest of the seeds.",
     ),
     "telemetry_overhead": Section(
         "Steps with and without telemetry",

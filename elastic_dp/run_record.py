@@ -133,6 +133,7 @@ class RunRecord:
     seed: int
     data: str
     exact: bool
+    wire: str | None = None  # absent in runs of versions that did not have it
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.

@@ -75,6 +75,9 @@ class ElasticTrainer:
       machine.
     - `sharding`: "optimizer" divides the optimizer's state among the workers, each part on two of
       them (ZeRO-1 with a backup). It needs `exact` and CPUs. The weights are the same as without.
+    - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, so that
+      gradients travel in half the bytes. The result is exact all the same. It is fixed at the run's
+      first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -96,6 +99,7 @@ class ElasticTrainer:
         failure: FailureConfig | None = None,
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
+        wire: Literal["bf16"] | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
@@ -133,6 +137,7 @@ class ElasticTrainer:
             "failure": failure or FailureConfig(),
             "exact": exact,
             "sharding": sharding,
+            "wire": wire,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,

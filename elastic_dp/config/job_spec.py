@@ -38,6 +38,7 @@ class JobSpec:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
+    wire: Literal["bf16"] | None = None
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
@@ -61,6 +62,7 @@ class JobSpec:
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
         boolean("exact", self.exact)
+        self._check_wire()
         self._check_sharding()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
@@ -70,6 +72,22 @@ class JobSpec:
             raise SpecError(
                 "max_steps is None, and so are max_time_s and the data's epochs: the run "
                 "would never end; set one of the three"
+            )
+
+    def _check_wire(self) -> None:
+        one_of("wire", self.wire, (None, "bf16"))
+        if self.wire is None:
+            return
+        if not self.exact:
+            raise SpecError(
+                f"wire is {self.wire!r} and exact is False: it rounds the nodes of the fixed tree "
+                "that exact sums are added along, and fast mode has no tree; leave out one of the "
+                "two"
+            )
+        if self.sharding is not None:
+            raise SpecError(
+                f"wire is {self.wire!r} and sharding is {self.sharding!r}, which do not work "
+                "together yet: leave out one of the two"
             )
 
     def _check_sharding(self) -> None:

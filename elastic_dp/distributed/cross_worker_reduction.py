@@ -11,6 +11,9 @@ has one order. Fast mode is one all-reduce per bucket.
 Where only some members need each element, since they hold the optimizer's state for it, a finished
 part goes to those that need it, and not to all (`piece_routes`).
 
+With `wire=` (gradient_rounding.py) all of this is in a narrower dtype, in which sums are rounded;
+the finished sum is converted last, on each rank.
+
 In exact mode nothing is added or received in the buffers that a worker sends its own sums from. So
 when a peer is lost during the exchange, what the survivors have finished is still there.
 """
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
+from elastic_dp.distributed.gradient_rounding import converted
 from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
@@ -131,8 +135,9 @@ class GradientBufferPool:
     def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
         """Touches memory for what each bucket sends and receives, before a group needs it."""
         self._free = [
-            torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
-            for b in [*buckets, *buckets]
+            torch.zeros(b.numel + virtual_workers, dtype=dtype, device=b.device)
+            for b in buckets
+            for dtype in (b.wire_dtype, b.wire_dtype, *([b.dtype] if b.is_rounded else []))
         ]
 
     def clear(self) -> None:
@@ -145,12 +150,14 @@ class GradientBufferPool:
         """
         self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
-    def take(self, bucket: GradientBucket, numel: int, virtual_workers: int) -> torch.Tensor:
+    def take(
+        self, dtype: torch.dtype, device: torch.device, numel: int, virtual_workers: int
+    ) -> torch.Tensor:
         """Returns a flat tensor of at least `numel` elements."""
         fitting = [
             t
             for t in self._free
-            if (t.dtype, t.device) == (bucket.dtype, bucket.device)
+            if (t.dtype, t.device) == (dtype, device)
             and numel <= t.numel() <= 2 * numel + virtual_workers
         ]
         if fitting:
@@ -158,7 +165,7 @@ class GradientBufferPool:
             self._free = [t for t in self._free if t is not memory]
             return memory
         # With room for the padding of any other world size.
-        return torch.empty(numel + virtual_workers, dtype=bucket.dtype, device=bucket.device)
+        return torch.empty(numel + virtual_workers, dtype=dtype, device=device)
 
     def give_back(self, memory: Sequence[torch.Tensor]) -> None:
         self._free += memory
@@ -212,11 +219,19 @@ class BucketReduction:
             self._part, self._sending = self._total[:chunk], self._total[chunk:]
             self._sending = self._sending[: sum(self._route.sent)]
             self._total = self._buffer(pool, sum(self._route.received))
-        self.total_views = [] if self._route is not None else bucket.views(self._total)
+        # The finished sum in the dtype of the parameters.
+        self._result = (
+            self._buffer(pool, len(self._total), bucket.dtype) if bucket.is_rounded else self._total
+        )
+        self.total_views = [] if self._route is not None else bucket.views(self._result)
         self.begin()
 
-    def _buffer(self, pool: GradientBufferPool, numel: int) -> torch.Tensor:
-        memory = pool.take(self.bucket, numel, self._plan.virtual_workers)
+    def _buffer(
+        self, pool: GradientBufferPool, numel: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        memory = pool.take(
+            dtype or self.bucket.wire_dtype, self.bucket.device, numel, self._plan.virtual_workers
+        )
         self._memory.append(memory)
         return memory[:numel]
 
@@ -329,22 +344,25 @@ class BucketReduction:
         """Multiplies the finished sum by `factor`."""
         self.scale_on_device(factor)
         if factor != 1.0 or not self._element_totals:  # while the next bucket is on its way
-            self._element_totals = [_total_of_elements(self._total)]
+            self._element_totals = [_total_of_elements(self._result)]
 
     def scale_on_device(self, factor: float) -> None:
+        if self._result is not self._total:
+            self._result.copy_(self._total)
         if factor != 1.0:
-            self._overwritten |= self._total is self._flats[0]
-            self._total.mul_(factor)
+            self._overwritten |= self._result is self._flats[0]
+            self._result.mul_(factor)
 
     def held(self) -> dict[int, torch.Tensor]:
         """Returns the sums of the pieces that this rank needs, each of shape (numel,)."""
         assert self._route is not None
-        return {piece: self._total[first:last] for piece, first, last in self._route.held}
+        return {piece: self._result[first:last] for piece, first, last in self._route.held}
 
     def extremes(self) -> torch.Tensor:
         """Returns the least and the largest element of the finished sum; NaN if there is one."""
         flat = self._total
-        return torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
+        pair = torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
+        return converted(pair, self.bucket.dtype)
 
     def totals_are_finite(self) -> bool:
         """Returns whether the totals of all elements are finite.
@@ -354,7 +372,7 @@ class BucketReduction:
         return all(math.isfinite(x.item()) for x in self._element_totals)
 
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self._total).all())
+        return bool(torch.isfinite(self._result).all())
 
     # ----------------------------------------------------------------------------- end
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic_dp.distributed.gradient_rounding import wire_dtype
+
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
 LAST_BUCKET_BYTES = 8 << 20  # small, since no computing hides it; those before halve what is left
@@ -18,14 +20,24 @@ UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs
 
 
 class GradientBucket:
-    """Consecutive parameters of one dtype and device: `first` up to `last` of the layout."""
+    """Consecutive parameters of one dtype and device: `first` up to `last` of the layout.
 
-    def __init__(self, number: int, first: int, parameters: list[torch.nn.Parameter]) -> None:
+    `wire_dtype` is that in which their gradients are added and sent.
+    """
+
+    def __init__(
+        self, number: int, first: int, parameters: list[torch.nn.Parameter], wire: str | None = None
+    ) -> None:
         self.number = number
         self.first, self.last = first, first + len(parameters)
         self.parameters = parameters
         self.numel = sum(p.numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.wire_dtype = wire_dtype(wire, self.dtype)
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.wire_dtype != self.dtype
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns a view into `flat`, of shape (numel or more,), for each parameter."""
@@ -41,19 +53,19 @@ class GradientBucket:
 class GradientLayout:
     """The buckets for the parameters that require a gradient now."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """`parameters` are all parameters of the model, in order."""
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], wire: str | None = None) -> None:
+        """`parameters` are all parameters of the model, in order; `wire` is that of the job."""
         self._requires_grad = [p.requires_grad for p in parameters]
         self.parameters = [p for p in reversed(parameters) if p.requires_grad]
         self.frozen = [p for p in parameters if not p.requires_grad]
-        self.buckets = _cut(self.parameters)
+        self.buckets = _cut(self.parameters, wire)
         self.bucket_of = [bucket for bucket in self.buckets for _ in bucket.parameters]
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         return [p.requires_grad for p in parameters] == self._requires_grad
 
 
-def _cut(parameters: list[torch.nn.Parameter]) -> list[GradientBucket]:
+def _cut(parameters: list[torch.nn.Parameter], wire: str | None) -> list[GradientBucket]:
     buckets: list[GradientBucket] = []
     current: list[torch.nn.Parameter] = []
     total = sum(p.numel() * p.element_size() for p in parameters)
@@ -62,14 +74,15 @@ def _cut(parameters: list[torch.nn.Parameter]) -> list[GradientBucket]:
         p_bytes = p.numel() * p.element_size()
         same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
         if current and (not same or size + p_bytes > limit):
-            buckets.append(GradientBucket(len(buckets), i - len(current), current))
+            buckets.append(GradientBucket(len(buckets), i - len(current), current, wire))
             total -= size
             current, size = [], 0
             limit = max(LAST_BUCKET_BYTES, min(BUCKET_BYTES, total // 2))
         current.append(p)
         size += p_bytes
     if current:
-        buckets.append(GradientBucket(len(buckets), len(parameters) - len(current), current))
+        first = len(parameters) - len(current)
+        buckets.append(GradientBucket(len(buckets), first, current, wire))
     return buckets
 
 

@@ -33,6 +33,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.gradient_rounding import converted
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.piece_routes import HeldRanges
@@ -44,7 +45,11 @@ from elastic_dp.errors import GroupError, LossError, ModelError
 class GradientReducer:
     """Adds up gradients for one model, with the buffers and collectives of the open generation."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], wire: str | None = None
+    ) -> None:
+        """`wire`: of the job; see gradient_rounding.py."""
+        self._wire = wire
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
         self._layout = GradientLayout([])
@@ -54,7 +59,7 @@ class GradientReducer:
         self._pool = GradientBufferPool()
         # By dtype: memory that is free from `complete_held` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
-        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
+        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]], wire)
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
         self.sequential = self.late = False
@@ -78,6 +83,7 @@ class GradientReducer:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
         that of the membership. `needed`: which ranks need the sum of which elements; None: all need
         all."""
+        assert self._wire is None or (exact and needed is None)  # `JobSpec` refuses the others
         self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
         self._lay_out()
 
@@ -136,7 +142,7 @@ class GradientReducer:
             return
         for hook in self._hooks:
             hook.remove()
-        self._layout = GradientLayout(self._all)
+        self._layout = GradientLayout(self._all, self._wire)
         self._refuse_hooks(0)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(i))
@@ -184,8 +190,8 @@ class GradientReducer:
         self._begin(node, merges, is_last)
         for index, (p, gradient) in enumerate(zip(self._layout.parameters, gradients, strict=True)):
             self._used[index] |= gradient is not None
-            if is_last:
-                p.grad = gradient  # `send` takes it
+            if is_last:  # `send` takes it; a rounded sum stays as it is when it is rounded again
+                p.grad = None if gradient is None else converted(gradient, p.dtype)
             else:
                 self._sums.add_gradient(index, gradient)
         if not is_last:

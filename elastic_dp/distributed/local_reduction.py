@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_dp.device.graph_replay import graphs_are_replayed
+from elastic_dp.distributed.gradient_rounding import rounded
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
@@ -23,11 +24,11 @@ class LocalReduction:
     """The sums of one worker.
 
     `fired[i]` is whether parameter i has received its gradient in the present leaf. `name` returns
-    the name of a parameter by its number.
+    the name of a parameter by its number. `wire`: of the job; see gradient_rounding.py.
     """
 
-    def __init__(self, name: Callable[[int], str]) -> None:
-        self._name = name
+    def __init__(self, name: Callable[[int], str], wire: str | None = None) -> None:
+        self._name, self._wire = name, wire
         self._copies = False  # whether gradients on the stack are copied
         self._stack: list[Gradients] = []  # sums of whole subtrees
         self._nodes: list[Node] = []  # ... and which they are
@@ -86,10 +87,12 @@ class LocalReduction:
     ) -> torch.Tensor | None:
         """Returns this leaf's gradient, added to the sums on the stack that it completes.
 
-        The last addition writes to `out`. Raises ModelError.
+        What is done last, an addition or the rounding of the leaf, writes to `out`. Raises
+        ModelError.
         """
         if value is not None:
             self._refuse_reuse(index, value)
+            value = rounded(value, self._wire, None if self.merges else out)
         for depth in range(1, self.merges + 1):
             one = self._stack[-depth][index]
             if one is None or value is None:

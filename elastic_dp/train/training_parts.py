@@ -10,6 +10,7 @@ import torch
 
 from elastic_dp.config import JobSpec
 from elastic_dp.config.field_checks import whole_number
+from elastic_dp.distributed.gradient_rounding import check_wire
 from elastic_dp.errors import SpecError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -92,6 +93,7 @@ class TrainingParts:
     ) -> TrainingParts:
         """Checks the arguments and builds the parts. Nothing runs yet."""
         given.check()
+        check_wire(spec.wire, dict(given.model.named_parameters()))
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
         own = given.model, given.optimizer, given.scheduler
@@ -126,6 +128,7 @@ class TrainingParts:
             reporter.pass_point,
             speed,
             given.noise_scale_every,
+            spec.wire,
         )
         trial = TrialRun(
             state,

@@ -104,11 +104,12 @@ def steps_of(
     *,
     switches_at: int,
     topology: Sequence[Sequence[int]] = (),
+    wire: str | None = None,
 ) -> list[list[int]]:
     """The bits of the sum of each step. The device's communicator is used from step `switches_at`
     on."""
     parameter, count, bits = torch.nn.Parameter(torch.zeros(40)), shares[-1][1], []
-    gradients = GradientReducer({"weight": parameter})
+    gradients = GradientReducer({"weight": parameter}, wire)
     gradients.open(group, [[one] for one in shares], count, True, topology)
     for step in range(steps):
         if step == switches_at and group.world_size > 1:
@@ -136,6 +137,13 @@ def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
     (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))
     of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2))
     assert of_all == [alone] * len(shares)
+
+
+def test_rounded_sums_have_the_same_bits_over_either_transport_and_alone():
+    shares, how = [(0, 2), (2, 3), (3, 4)], {"wire": "bf16"}
+    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9, **how))
+    assert of_each(3, lambda group: steps_of(group, shares, 4, switches_at=2, **how)) == [alone] * 3
+    assert alone != of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))[0]
 
 
 def test_sums_by_node_have_the_same_bits_over_either_transport_and_alone():

@@ -82,6 +82,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "micro_batch_size": spec.data.micro_batch_size,
         "seed": spec.data.seed,
         "exact": spec.exact,
+        "wire": spec.wire,
     }
 
 

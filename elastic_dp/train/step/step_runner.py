@@ -82,6 +82,7 @@ class StepRunner:
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
     noise_scale_every: int | None = None
+    wire: str | None = None
     # Whether a checkpoint of this step is due, as far as all members know before it.
     checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
@@ -97,7 +98,7 @@ class StepRunner:
     _norm: torch.Tensor | None = None  # theirs before clipping, where it is still on a device
 
     def __post_init__(self) -> None:
-        self.gradients = GradientReducer(self.state.parameters)
+        self.gradients = GradientReducer(self.state.parameters, self.wire)
         self.buffers = ModuleBuffers(self.state.model)
         self._units = UnitLayout.of(self.state.parameters.values())
 

@@ -89,12 +89,36 @@ def test_a_larger_max_steps_continues(tmp_path):
         ({"rows": 96}, "data"),
         ({"size": 8}, "micro_batch_size is 8, .* 4"),
         ({"exact": False}, "exact is False, .* True"),
+        ({"wire": "bf16"}, "wire is 'bf16', .* None"),
     ],
 )
 def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, words):
     fit(tmp_path)
     with pytest.raises(RunMismatch, match=words):
         fit(tmp_path, **other)
+
+
+def test_run_with_rounded_gradients_goes_on_only_with_them(tmp_path):
+    at_once, _ = fit(tmp_path / "at once", max_steps=6, wire="bf16")
+    fit(tmp_path, wire="bf16")
+    with pytest.raises(RunMismatch, match=r"wire is None, .* 'bf16'"):
+        fit(tmp_path, max_steps=6)
+    (tmp_path / "again" / "run.json").unlink()  # then the worker compares the checkpoint
+    with pytest.raises(RunMismatch, match=r"wire is None, .* checkpoint .* 'bf16'"):
+        fit(tmp_path, max_steps=6)
+    (tmp_path / "again" / "run.json").unlink()
+    assert fit(tmp_path, max_steps=6, wire="bf16")[0].weights_sha256 == at_once.weights_sha256
+
+
+def test_run_of_a_version_without_rounded_gradients_goes_on_without_them(tmp_path):
+    fit(tmp_path)
+    record = tmp_path / "again" / "run.json"
+    stored = json.loads(record.read_text())
+    del stored["wire"]
+    record.write_text(json.dumps(stored))
+    with pytest.raises(RunMismatch, match=r"wire is 'bf16', .* None"):
+        fit(tmp_path, max_steps=6, wire="bf16")
+    assert fit(tmp_path, max_steps=6)[0].step == 6
 
 
 def no_optimizer_of_this_kind(ctx):

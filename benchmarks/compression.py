@@ -1,0 +1,196 @@
+"""What `wire="bf16"` saves and costs in a step: bytes and time, at several speeds of the link.
+
+    python -m benchmarks.compression [--pairs 60] [--quick]
+
+Needs root and Debian's iproute2: two processes share a network namespace of their own, whose
+loopback is counted and, by `tc`, as slow as a link (both directions share it). In turn, in the same
+processes and on the same rows: one of our steps, and one of DDP, with torch's `bf16_compress_hook`
+where ours has `wire`. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
+from benchmarks.report import each, exit_code, median_interval, of_pairs
+from benchmarks.step_overhead import ROWS, StaticLink, ddp_step
+from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
+from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
+from elastic_dp.distributed.process_group import open_rendezvous_store
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.train_function import train_until_released
+from elastic_dp.train.worker_session import WorkerSession
+
+Wire = Literal["bf16"] | None
+WORLD = 2
+SKIPPED = 3  # first steps allocate
+RATES = (None, "1gbit", "100mbit")  # of the link, in the words of `tc`
+MOST_BYTES = 0.52  # of those without `wire`
+
+
+class Stopwatch:
+    """Times and bytes on the loopback of what is between `begin` and `end`, on all ranks."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int]] = []
+
+    def begin(self) -> None:
+        dist.barrier()
+        self._bytes, self._time = loopback_bytes(), time.perf_counter()
+
+    def end(self) -> None:
+        took = time.perf_counter() - self._time
+        dist.barrier()
+        self.found.append((took, loopback_bytes() - self._bytes))
+
+
+def loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])  # transmitted
+    raise RuntimeError("this network namespace has no loopback")
+
+
+def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, out: Any) -> None:
+    torch.set_num_threads(1)
+    spec = JobSpec(
+        name="bench",
+        data=DataConfig("none", micro_batch_size=ROWS[size]),
+        scaling=ScalingConfig(max_workers=WORLD, virtual_workers=WORLD),
+        wire=wire,
+        max_steps=pairs + SKIPPED + 1,
+    )
+    members = tuple(
+        Member(f"w{r}", ((r, r + 1),), TrainingPosition(0), False) for r in range(WORLD)
+    )
+    control = WorkerControl()
+    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
+    data = RandomTokens(ROWS[size])
+    session = WorkerSession(
+        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
+    )
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
+    ours, theirs = Stopwatch(), Stopwatch()
+
+    def train(ctx: Any) -> None:
+        model = GPT(*SIZES[size])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
+        if wire is not None:
+            ddp.register_comm_hook(None, bf16_compress_hook)
+        ddp_optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
+        for step in ctx.steps(model, optimizer, loss_fn):
+            if step.number > 1:
+                ours.end()
+            theirs.begin()
+            ddp_step(ddp, ddp_optimizer, data, step.number, rank, 1)
+            theirs.end()
+            ours.begin()
+
+    train_until_released(train, session)
+    if rank == 0:
+        out.put((ours.found, theirs.found))
+        time.sleep(0.3)
+    os._exit(0)
+
+
+def measure(size: str, wire: Wire, pairs: int) -> dict[str, Any]:
+    """In this process's network."""
+    context = multiprocessing.get_context("spawn")
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    out = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (store.port, f"{folder}/store", size, wire, pairs, out)
+        processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
+        for process in processes:
+            process.start()
+        ours, theirs = out.get()
+        for process in processes:
+            process.join()
+    ours, theirs = ours[SKIPPED:], theirs[SKIPPED:][: len(ours) - SKIPPED]
+    ratios = [one / other for (one, _), (other, _) in zip(ours, theirs, strict=True)]
+    ratio, *interval = median_interval(ratios)
+    (ours_ms, ours_mb), (ddp_ms, ddp_mb) = (
+        (1e3 * statistics.median(t for t, _ in one), statistics.median(b for _, b in one) / 1e6)
+        for one in (ours, theirs)
+    )
+    return {
+        "ours_ms": round(ours_ms, 1),
+        "ddp_ms": round(ddp_ms, 1),
+        "ratio": round(ratio, 3),
+        "interval": [round(x, 3) for x in interval],
+        "ours_mb": round(ours_mb, 3),
+        "ddp_mb": round(ddp_mb, 3),
+        "pairs": len(ratios),
+    }
+
+
+def measure_on_link(size: str, wire: Wire, pairs: int, rate: str | None) -> dict[str, Any]:
+    """In a network of its own, whose loopback has this rate."""
+    network = "ip link set lo up"
+    if rate is not None:
+        network += f" && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 2000ms"
+    code = (
+        "import json, sys; from benchmarks import compression; "
+        "size, wire, pairs = json.loads(sys.argv[1]); "
+        "print(json.dumps(compression.measure(size, wire, pairs)))"
+    )
+    command = ["sh", "-c", f'{network} && exec "$@"', "sh", sys.executable, "-c", code]
+    ended = subprocess.run(
+        ["unshare", "--net", *command, json.dumps([size, wire, pairs])],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(ended.stdout)
+
+
+def targets(results: Mapping[str, Any]) -> dict[str, bool]:
+    return {
+        f"{name}: {MOST_BYTES} of the bytes": one["bf16"]["ours_mb"]
+        <= MOST_BYTES * one["None"]["ours_mb"]
+        for name, one in results.items()
+    }
+
+
+def cases(sizes: Sequence[str], pairs: int) -> Iterator[tuple[str, Any]]:
+    for size in sizes:
+        for rate in RATES:
+            where = "loopback" if rate is None else rate
+            yield (
+                f"{size}, {where}",
+                {str(wire): measure_on_link(size, wire, pairs, rate) for wire in (None, "bf16")},
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = of_pairs(__doc__, ["4.9M"], arguments)
+    if options.quick:
+        options.sizes, options.pairs = list(SIZES)[:1], 3
+    prepare_environment(os.environ, 1)  # as workers have it, for both
+    keep = not (options.quick or options.no_write)
+    results = each("compression", cases(options.sizes, options.pairs), keep=keep)
+    return 0 if options.quick else exit_code(targets(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

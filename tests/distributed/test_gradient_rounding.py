@@ -1,0 +1,275 @@
+"""Gradients in bfloat16 (`wire=`): each node of the tree is rounded, whichever worker adds it, and
+half of the bytes are sent. The rounding and the tree are written here once more."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.gradient_rounding import check_wire, rounded
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.reduction_tree import Node, Share, middle
+from elastic_dp.errors import ModelError
+from tests.distributed.test_gradient_reducer import (  # noqa: F401
+    BEFORE,
+    COUNT,
+    OTHER,
+    Aborted,
+    _dropped_here,
+    leaves_of,
+    named,
+    of_each,
+    of_leaf,
+    one_each,
+    run_leaves,
+    without_peers,
+)
+from tests.train.sharding.test_sharded_bytes import sent  # noqa: F401
+
+Numbers = np.ndarray[Any, Any]
+SHAPES = [(3, 67), (41,)]
+FACTOR = 0.7
+
+
+def nearest(x: Numbers) -> Numbers:
+    """The nearest bfloat16, ties to even, as fp32: the upper half of the bits."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return (upper << 16).astype(np.uint32).view(np.float32)
+
+
+def sum_of(node: Node, leaf: Callable[[int], Numbers | None]) -> Numbers | None:
+    """Return Q(leaf) or Q(l + r); None if no leaf of the node has a gradient."""
+    if node[1] - node[0] == 1:
+        one = leaf(node[0])
+        return None if one is None else nearest(one)
+    split = middle(node)
+    parts = [sum_of(part, leaf) for part in ((node[0], split), (split, node[1]))]
+    there = [part for part in parts if part is not None]
+    return nearest(there[0] + there[1]) if len(there) == 2 else (there or [None])[0]
+
+
+def gradients_of(v: int) -> list[torch.Tensor | None]:
+    """Return numbers of all sizes, denormal ones included. Odd virtual workers leave the second
+    parameter out."""
+    drawn = torch.Generator().manual_seed(v)
+    found = []
+    for shape in SHAPES:
+        numel = math.prod(shape)
+        sizes = torch.logspace(-44, 10, numel)[torch.randperm(numel, generator=drawn)]
+        found.append((torch.randn(numel, generator=drawn) * sizes).view(shape))
+    return [found[0], None if v % 2 else found[1]]
+
+
+def bits_of(gradient: torch.Tensor | None) -> list[int]:
+    assert gradient is not None and gradient.dtype == torch.float32
+    return gradient.contiguous().view(torch.int32).flatten().tolist()
+
+
+def summed(
+    group: ProcessGroup,
+    shares: Sequence[Share],
+    topology: Sequence[Sequence[int]] = (),
+    wire: str | None = "bf16",
+) -> list[list[int]]:
+    """The bits of each parameter's gradient after the second step, whose buffers are used again."""
+    count = max(last for share in shares for _, last in share)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    gradients = GradientReducer(named(parameters), wire)
+    gradients.open(group, shares, count, True, topology)
+    for _ in range(2):
+        gradients.begin()
+        leaves = leaves_of(shares[group.rank], count)
+        for leaf in leaves:
+            gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
+            pairs = zip(parameters, gradients_of(leaf.virtual_worker), strict=True)
+            sum((p * g).sum() for p, g in pairs if g is not None).backward()  # type: ignore[union-attr]
+            gradients.after_leaf(leaf, leaf is leaves[-1])
+        gradients.send()
+        gradients.reduce()
+        assert gradients.complete(FACTOR)
+        gradients.assign([1, 1])
+    return [bits_of(p.grad) for p in parameters]
+
+
+def expected(count: int) -> list[list[int]]:
+    """The root is converted first and multiplied then."""
+    found = []
+    for number, _ in enumerate(SHAPES):
+
+        def leaf(v: int, number: int = number) -> Numbers | None:
+            one = gradients_of(v)[number]
+            return None if one is None else one.numpy()
+
+        root = sum_of((0, count), leaf)
+        assert root is not None
+        found.append((root * np.float32(FACTOR)).view(np.int32).flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shares", "topology"),
+    [
+        ([[(0, 1)]], ()),
+        ([[(0, 7)]], ()),
+        ([[(0, 4)], [(4, 7)]], ()),
+        ([[(0, 3)], [(3, 7)]], ()),
+        ([[(0, 4)], [(4, 6)], [(6, 7)]], ()),
+        ([[(0, 2), (5, 7)], [(2, 5)]], ()),
+        ([[(0, 2)], [(2, 5)], [(5, 7)]], ((2, 1),)),
+        ([[(v, v + 1)] for v in range(6)], ()),
+    ],
+    ids=["one leaf", "alone", "swapped", "subtrees", "gathered", "two ranges", "by node", "leaves"],
+)
+def test_every_node_is_rounded_whoever_adds_it(shares: list[Share], topology: Any) -> None:
+    count = max(last for share in shares for _, last in share)
+    of_all = of_each(len(shares), lambda group: summed(group, shares, topology))
+    assert of_all == [expected(count)] * len(shares)
+
+
+def test_sum_without_rounding_has_other_bits() -> None:
+    (exact,) = of_each(1, lambda group: summed(group, [[(0, 7)]], wire=None))
+    assert exact != expected(7)
+
+
+@pytest.mark.parametrize("shares", [BEFORE, OTHER], ids=["same", "other"])
+@pytest.mark.parametrize(("world_size", "torn_in"), [(1, 5), (2, 9), (3, 6), (3, None)])
+def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
+    world_size: int, shares: dict[int, Any], torn_in: int | None
+) -> None:
+    def act(group: ProcessGroup) -> tuple[list[Any], set[Any], list[int]]:
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+        gradients = GradientReducer(named(parameters), "bf16")
+        before, after = BEFORE[world_size], shares[world_size]
+        gradients.open(without_peers(group), before, COUNT, exact=True)
+        with contextlib.suppress(Aborted):
+            run_leaves(gradients, parameters, before[group.rank], COUNT, {}, torn_in)
+        finished = gradients.finished()
+        kept = {g.dtype for node in finished.values() for g in node if g is not None}
+        gradients.drop()
+        gradients.close()
+        gradients.open(group, after, COUNT, exact=True)
+        ran = run_leaves(gradients, parameters, after[group.rank], COUNT, finished, None)
+        gradients.reduce()
+        assert gradients.complete(1.0)
+        gradients.assign([1, 1])
+        return [bits_of(p.grad) for p in parameters], kept, ran
+
+    def leaf(number: int) -> Callable[[int], Numbers | None]:
+        return lambda v: of_leaf(v)[number].numpy() if number < len(of_leaf(v)) else None
+
+    roots = [sum_of((0, COUNT), leaf(number)) for number in range(2)]
+    whole = [root.view(np.int32).tolist() for root in roots if root is not None]
+    of_all = of_each(world_size, act)
+    for sums, kept, _ in of_all:
+        assert sums == whole and kept == {torch.bfloat16}
+    assert sum(len(ran) for *_, ran in of_all) < COUNT
+
+
+@pytest.mark.parametrize(("world_size", "topology"), [(2, ()), (3, ()), (4, ((2, 2),))])
+def test_half_of_the_bytes_are_sent(world_size: int, topology: Any, sent: Any) -> None:  # noqa: F811
+    shares = [[(rank, rank + 1)] for rank in range(world_size)]
+
+    def counted(wire: str | None) -> int:
+        def act(group: ProcessGroup) -> int:
+            summed(group, shares, topology, wire)
+            return sent.pop(threading.get_ident())
+
+        return sum(of_each(world_size, act))  # type: ignore[arg-type]
+
+    assert 2 * counted("bf16") == counted(None) > 0
+
+
+def test_gradients_of_16_bits_are_not_rounded() -> None:
+    def of_narrow(group: ProcessGroup, wire: str | None) -> list[Any]:
+        kinds = (torch.bfloat16, torch.float16, torch.float32)
+        parameters = [torch.nn.Parameter(torch.zeros(41, dtype=kind)) for kind in kinds]
+        gradients = GradientReducer(named(parameters), wire)
+        values = [torch.randn(41, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+        one_each(
+            gradients,
+            group,
+            lambda: sum(
+                (p * (group.rank + 1) * v.to(p.dtype)).sum().float()
+                for p, v in zip(parameters, values, strict=True)
+            ),
+        )
+        assert gradients.complete(FACTOR)
+        gradients.assign([1, 1, 1])
+        return [p.grad.tolist() for p in parameters]  # type: ignore[union-attr]
+
+    (*narrow, wide), _, (*as_without, other), _ = (
+        of
+        for wire in ("bf16", None)
+        for of in of_each(2, lambda group, wire=wire: of_narrow(group, wire))
+    )
+    assert narrow == as_without and wide != other
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("value", "factor", "finite"),
+    [
+        (math.inf, 1.0, False),
+        (math.nan, 0.5, False),
+        (1e38, 9.0, False),
+        (3.4e38, 1.0, False),  # the largest fp32 numbers are rounded to infinity
+        (1e37, 9.0, True),
+    ],
+)
+def test_all_members_see_whether_the_rounded_sum_is_finite(
+    members: int, value: float, factor: float, finite: bool
+) -> None:
+    def seen(group: ProcessGroup) -> bool:
+        parameter = torch.nn.Parameter(torch.zeros(5))
+        gradients = GradientReducer(named([parameter]), "bf16")
+        one_each(gradients, group, lambda: parameter[3] * value)
+        return gradients.complete(factor)
+
+    assert of_each(members, seen) == [finite] * members
+
+
+def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
+    """Where an element lies in the memory of a kernel depends on the number of workers."""
+    drawn = np.random.default_rng(0)
+    numbers = drawn.integers(0, 1 << 32, 2 * 1024, dtype=np.uint32)
+    numbers[(numbers >> 23 & 0xFF) >= 0xFE] &= 0x3FFFFFFF  # else their sums are not finite
+    numbers[::7] &= 0x807FFFFF  # denormal
+    numbers[::5] = numbers[::5] & 0xFFFF0000 | 0x8000  # half-way between two
+    numbers[:4] = 0, 1 << 31, 1, (1 << 31) + 1
+    one, other = numbers.view(np.float32).reshape(2, -1)
+    expected_one, expected_other = nearest(one), nearest(other)
+    expected_sum = nearest(expected_one + expected_other)
+    left, right = torch.from_numpy(one), torch.from_numpy(other)
+
+    def same(found: torch.Tensor, wanted: Numbers) -> bool:
+        return bits_of(found.float()) == wanted.view(np.int32).tolist()
+
+    for first in range(65):
+        for last in (first + 1, first + 31, first + 64, 1024):
+            part = slice(first, last)
+            low, high = rounded(left[part], "bf16"), rounded(right[part], "bf16")
+            assert same(low, expected_one[part]) and same(high, expected_other[part])
+            memory = torch.empty(1100, dtype=torch.bfloat16)[3 : 3 + last - first]
+            assert same(rounded(left[part], "bf16", memory), expected_one[part])
+            assert same(torch.add(low, high, out=memory), expected_sum[part])
+            assert same(low.add_(high), expected_sum[part])
+    assert same(rounded(left.view(32, 32).t(), "bf16").t().flatten(), expected_one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameter_of_another_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
+    parameters = {"net.weight": torch.nn.Parameter(torch.zeros(2, dtype=dtype))}
+    check_wire(None, parameters)
+    with pytest.raises(ModelError, match=rf"model\.net\.weight is of {dtype}, and wire='bf16'"):
+        check_wire("bf16", parameters)
+    check_wire("bf16", {"half": torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))})
