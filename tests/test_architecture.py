@@ -510,8 +510,8 @@ def test_module_and_class_names_appear_once_in_the_package():
 # another place.
 PARAMETERS = {
     "ElasticTrainer": """
-        train *data name storage_path config scaling checkpoint failure exact sharding wire max_steps
-        max_time_s loggers labels runtime_env storage_options
+        train *data name storage_path config scaling checkpoint failure exact sharding wire
+        max_steps max_time_s loggers labels runtime_env storage_options
     """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path storage_options",

@@ -48,12 +48,7 @@ from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.finished_work import (
-    FinishedNode,
-    FinishedWork,
-    StepInputs,
-    finished_of,
-)
+from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
 from elastic_dp.train.step.gradient_clipping import clip, norm_of
 from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
