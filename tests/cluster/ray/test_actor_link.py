@@ -111,7 +111,7 @@ def test_a_joiner_is_not_recorded_before_what_others_have_logged(controller):
 
 
 def test_calls_after_the_loop_are_recorded_once_where_a_joiner_is_first(controller):
-    """It joins between two of them. It has not run the last body, and it makes both."""
+    """The joiner comes between two of them. It has not run the last body, and it makes both."""
     first = LoggingWorker("w1", controller)
     first.trains_to(30)
     first.progress.loop_left()
