@@ -1,12 +1,14 @@
-"""What a sharded optimizer costs and saves, beside torch's `ZeroRedundancyOptimizer`.
+"""What a step with a sharded optimizer costs, beside one without and beside torch's own.
 
     python -m benchmarks.sharding [--pairs 60] [--quick]
 
 In the same processes, step by step in turn: one of our steps, and one of DDP with
 `ZeroRedundancyOptimizer` (AdamW, fp32, Gloo), on the same rows, begun together. Once with
 `sharding="optimizer"` and once without. Quoted: the median of the paired ratios of rank 0, and the
-quotient of the two; the bytes of the optimizer's state of each worker, beside the formula. Ends
-with 1, and says why, if a target was missed.
+quotient of the two; the bytes that a member hands to the collectives of a step, in multiples of the
+parameters' bytes; the bytes of the optimizer's state of each worker, beside the formula. Memory is
+in `benchmarks.sharding_memory`, losses of workers in `benchmarks.sharding_changes`. Ends with 1,
+and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,103 +35,181 @@ from benchmarks.step_overhead import ROWS, StaticLink, ddp_step
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
-from elastic_dp.distributed.process_group import open_rendezvous_store
+from elastic_dp.distributed.process_group import ProcessGroup, open_rendezvous_store
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.train_function import train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
-WORLDS = (2, 4)
+WORLDS = (3, 4)  # with two, each holds everything
 SKIPPED = 3  # first steps allocate
 STATE_BYTES = 8  # of AdamW, for each parameter, in fp32
 TARGET = 1.03  # of the time of a step that is not sharded
 
+PeerStep = Callable[[RandomTokens, int, int], None]  # (rows, step, rank)
 
-def worker(
-    rank: int, world: int, port: int, path: str, size: str, sharded: bool, pairs: int, out: Any
-) -> None:
-    torch.set_num_threads(1)
+
+def zero(size: str) -> tuple[PeerStep, torch.optim.Optimizer]:
+    ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-4)
+
+    def step(data: RandomTokens, number: int, rank: int) -> None:
+        ddp_step(ddp, optimizer, data, number, rank, 1)
+
+    return step, optimizer.optim
+
+
+def fsdp2(size: str) -> tuple[PeerStep, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = GPT(*SIZES[size])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(data: RandomTokens, number: int, rank: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss_fn(model, data.batch(number, rank)).backward()
+        optimizer.step()
+
+    return step, optimizer
+
+
+PEERS = {"ZeroRedundancyOptimizer": zero}
+ALONE = PEERS | {"FSDP2": fsdp2}  # in processes of their own: it hangs beside our group
+
+
+def session_of(
+    rank: int, world: int, port: int, rows: int, sharded: bool, steps: int
+) -> WorkerSession:
+    """A worker in a group that does not change."""
     spec = JobSpec(
         name="bench",
-        data=DataConfig("none", micro_batch_size=ROWS[size]),
+        data=DataConfig("none", micro_batch_size=rows),
         scaling=ScalingConfig(max_workers=world, virtual_workers=world),
         sharding="optimizer" if sharded else None,
-        max_steps=pairs + SKIPPED,
+        max_steps=steps,
     )
     members = tuple(
         Member(f"w{r}", ((r, r + 1),), TrainingPosition(0), False) for r in range(world)
     )
     control = WorkerControl()
     link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
-    data = RandomTokens(ROWS[size])
-    session = WorkerSession(
-        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
-    )
+    data, device = RandomTokens(rows), torch.device("cpu")
+    return WorkerSession(spec, f"w{rank}", data, device, False, link, link, control, rank == 0)
+
+
+class SentBytes:
+    """Counts what this process hands to collectives for others."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watch("all_to_all", _of_all_to_all)
+        self._watch("all_gather", lambda group, _, x: (group.world_size - 1) * x.nbytes)
+        self._watch("all_reduce", lambda g, x: 2 * (g.world_size - 1) * x.nbytes // g.world_size)
+
+    def _watch(self, name: str, nbytes: Callable[..., int]) -> None:
+        method = getattr(ProcessGroup, name)
+
+        def watched(group: ProcessGroup, *given: Any) -> Any:
+            self.count += nbytes(group, *given)
+            return method(group, *given)
+
+        setattr(ProcessGroup, name, watched)
+
+
+def _of_all_to_all(group: ProcessGroup, _: Any, x: Any, __: Any, sizes: Sequence[int]) -> int:
+    return int(sum(sizes) - sizes[group.rank]) * int(x.element_size())
+
+
+def worker(
+    rank: int,
+    world: int,
+    port: int,
+    path: str,
+    size: str,
+    peer: str,
+    sharded: bool,
+    pairs: int,
+    out: Any,
+) -> None:
+    torch.set_num_threads(1)
+    session = session_of(rank, world, port, ROWS[size], sharded, pairs + SKIPPED)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    ours, theirs = [], []
-    held: list[int] = []
+    sent, data = SentBytes(), RandomTokens(ROWS[size])
+    ours: list[float] = []
+    theirs: list[float] = []
+    told: dict[str, int] = {}
 
     def train(ctx: Any) -> None:
         model = GPT(*SIZES[size])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-4)
+        peer_step, peer_optimizer = PEERS[peer](size)
         started = None
         for step in ctx.steps(model, optimizer, loss_fn):
             if started is not None:
                 ours.append(time.perf_counter() - started)
+                told["sent"], sent.count = sent.count, 0
             dist.barrier()
             started = time.perf_counter()
-            ddp_step(ddp, zero, data, step.number, rank, 1)
+            peer_step(data, step.number, rank)
             theirs.append(time.perf_counter() - started)
             sharding = session.state.sharding
-            mine = bytes_of(optimizer) if sharding is None else sharding.held_bytes
-            held[:] = [mine, bytes_of(zero.optim), sum(p.numel() for p in model.parameters())]
+            told["state"] = bytes_of(optimizer) if sharding is None else sharding.held_bytes
+            told["peer_state"] = bytes_of(peer_optimizer)
+            told["parameters"] = sum(p.nbytes for p in model.parameters())
             dist.barrier()
+            sent.count = 0
             started = time.perf_counter()
 
     train_until_released(train, session)
-    out.put((rank, ours, theirs, held))
+    out.put((rank, ours, theirs, told))
     time.sleep(0.3)
     os._exit(0)
 
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)  # of a DTensor, its part
 
 
-def measure(size: str, world: int, sharded: bool, pairs: int) -> dict[str, Any]:
+def processes(target: Any, world: int, *given: Any) -> list[Any]:
+    """What each of `world` processes puts into its queue, by rank."""
     context = multiprocessing.get_context("spawn")
     store = open_rendezvous_store("127.0.0.1", b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        args = (world, store.port, f"{folder}/store", size, sharded, pairs, out)
-        processes = [context.Process(target=worker, args=(r, *args)) for r in range(world)]
-        for process in processes:
+        args = (world, store.port, f"{folder}/store", *given, out)
+        started = [context.Process(target=target, args=(r, *args)) for r in range(world)]
+        for process in started:
             process.start()
-        told = sorted(out.get() for _ in range(world))
-        for process in processes:
+        told = sorted((out.get() for _ in range(world)), key=lambda one: one[0])
+        for process in started:
             process.join()
-    _, ours, theirs, (_, _, numel) = told[0]
-    ours, theirs = ours[SKIPPED:], theirs[SKIPPED : SKIPPED + len(ours) - SKIPPED]
+    return told
+
+
+def measure(size: str, world: int, peer: str, sharded: bool, pairs: int) -> dict[str, Any]:
+    told = processes(worker, world, size, peer, sharded, pairs)
+    _, ours, theirs, first = told[0]
+    ours, theirs = ours[SKIPPED:], theirs[SKIPPED : len(ours)]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
     copies = min(2, world) if sharded else world
+    sent = statistics.mean(of_worker["sent"] for *_, of_worker in told)
     return {
         "parameters": size,
         "workers": world,
+        "peer": peer,
         "sharded": sharded,
         "ours_ms": round(1e3 * statistics.median(ours), 2),
-        "zero_ms": round(1e3 * statistics.median(theirs), 2),
+        "peer_ms": round(1e3 * statistics.median(theirs), 2),
         "ratio": round(ratio, 3),
         "interval": [round(low, 3), round(high, 3)],
-        "state_bytes": [held[0] for *_, held in told],
-        "state_bytes_by_formula": STATE_BYTES * numel * copies // world,
-        "state_bytes_of_zero": [held[1] for *_, held in told],
+        "sent_by_parameters": round(sent / first["parameters"], 3),
+        "state_bytes": [of_worker["state"] for *_, of_worker in told],
+        "state_bytes_by_formula": STATE_BYTES * first["parameters"] // 4 * copies // world,
+        "state_bytes_of_peer": [of_worker["peer_state"] for *_, of_worker in told],
         "pairs": len(ours),
     }
 
@@ -137,9 +219,9 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
     other."""
     found = {}
     for one in results:
-        where = f"{one['parameters']}, {one['workers']} workers"
+        where = f"{one['parameters']}, {one['workers']} workers, beside {one['peer']}"
         for other in results:
-            same = (other["parameters"], other["workers"]) == (one["parameters"], one["workers"])
+            same = all(one[key] == other[key] for key in ("parameters", "workers", "peer"))
             if same and one["sharded"] and not other["sharded"]:
                 found[f"{where}: {TARGET} of the time of a step that is not sharded"] = (
                     one["interval"][0] <= TARGET * other["interval"][1]
@@ -147,6 +229,10 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
         if one["sharded"]:
             most = 1.1 * one["state_bytes_by_formula"] + (2 << 20)
             found[f"{where}: the state is that of the formula"] = max(one["state_bytes"]) <= most
+            limit = 2 + 1 / one["workers"]
+            found[f"{where}: 2 + 1/W times the parameters are sent"] = (
+                one["sent_by_parameters"] <= limit
+            )
     return found
 
 
@@ -161,8 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def cases(sizes: Iterable[str], pairs: int) -> Iterator[dict[str, Any]]:
     for size in sizes:
         for world in WORLDS:
-            for sharded in (True, False):
-                yield measure(size, world, sharded, pairs)
+            for peer in PEERS:
+                for sharded in (True, False):
+                    yield measure(size, world, peer, sharded, pairs)
 
 
 if __name__ == "__main__":

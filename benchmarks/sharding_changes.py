@@ -1,0 +1,184 @@
+"""How long a group with a sharded optimizer stands still after a loss, beside one without.
+
+    python -m benchmarks.sharding_changes [--pairs 12] [--quick]
+
+Four workers on plain processes train a small GPT; one of them gets SIGKILL, `--pairs` times, in
+runs with and without `sharding="optimizer"` in turn. A pause lasts from the signal to the first
+step that is committed behind it, less the median step of those that are left. Quoted: the medians,
+and the bytes of the optimizer's state that are sent so that each part has two holders again, beside
+the least that can be: one copy of each part that the victim held. The weights are compared with
+those of an undisturbed run. Ends with 1, and says why, if a target was missed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import GPT, SIZES, loss_fn
+from benchmarks.recovery import wait_for
+from benchmarks.recovery_gpt import Text
+from benchmarks.report import conclude, of_pairs
+from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.data import open_data
+from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.train.local_run import LocalRun
+
+WORKERS = 4
+KILLS_IN_A_RUN = 3
+MORE_MS = 20.0  # that a pause may take, beside one without sharding
+MOST_MOVED = 1.1  # of the least possible
+
+
+def train(ctx: Any) -> None:
+    model = GPT(*SIZES[ctx.config["size"]])
+    session, told = ctx._session, set[int]()
+    with open(Path(ctx.config["folder"]) / session.worker, "a", encoding="utf-8") as file:
+        for step in ctx.steps(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn):
+            line = {"generation": ctx.generation, "step": step.number, "time": time.time()}
+            if ctx.generation not in told:
+                told.add(ctx.generation)
+                line |= {"workers": ctx.world_size, "received": session.timings[-1].bytes_received}
+                sharding = session.state.sharding
+                line["held"] = 0 if sharding is None else sharding.held_bytes
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+def job(size: str, folder: str, sharded: bool, steps: int = 1_000_000) -> JobSpec:
+    return JobSpec(
+        name="changes",
+        data=MapStyleData(Text(), micro_batch_size=4),
+        config={"size": size, "folder": folder},
+        scaling=ScalingConfig(
+            min_workers=2, max_workers=WORKERS, virtual_workers=WORKERS, threads_per_worker=1
+        ),
+        failure=FailureConfig(max_losses_without_progress=1000),
+        sharding="optimizer" if sharded else None,
+        max_steps=steps,
+    )
+
+
+def measure(size: str, sharded: bool, kills: int) -> dict[str, Any]:
+    """One run, in which `kills` workers are killed one after another."""
+    with tempfile.TemporaryDirectory() as folder:
+        done: list[tuple[str, float, int]] = []  # who, when, and in which generation
+        with ProcessRun(job(size, folder, sharded), train) as run:
+            status = run.controller.status
+            for _ in range(kills):
+                wait_full(status)
+                members = [w for w, stage in status()["workers"].items() if stage == "member"]
+                victim = members[len(done) % WORKERS]
+                done.append((victim, time.time(), status()["generation"]))
+                run.worker_group.processes[victim].kill()
+            wait_full(status)
+            run.controller.post(StopRequested("enough"))
+            outcome = run.wait(120.0)
+        lines = [
+            json.loads(line) | {"worker": path.name}
+            for path in Path(folder).iterdir()
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
+        spec = job(size, folder, False, outcome.step)
+        calm = LocalRun(spec, open_data(spec.data, virtual_workers=WORKERS), torch.device("cpu"))
+        calm.run(train)
+    return {
+        "exact": outcome.error is None and outcome.digest == calm.digest,
+        "pauses_ms": [pause_ms(lines, at, generation) for _, at, generation in done],
+        "moved_by_least": [moved(lines, *one) for one in done] if sharded else [],
+    }
+
+
+def wait_full(status: Any) -> None:
+    def full() -> bool:
+        now = status()
+        return bool(now["world_size"] == WORKERS and now["phase"] == "running")
+
+    wait_for(full, 120, f"{WORKERS} workers")
+    step = status()["step"]
+    wait_for(lambda: bool(status()["step"] >= step + 5), 120, "five steps")
+
+
+def after(lines: list[dict[str, Any]], generation: int) -> int:
+    """The first generation behind this one."""
+    return min(line["generation"] for line in lines if line["generation"] > generation)
+
+
+def pause_ms(lines: list[dict[str, Any]], at: float, generation: int) -> float:
+    following = after(lines, generation)
+    times: dict[int, float] = {}  # when the first worker had committed each step
+    for line in lines:
+        if line["generation"] == following:
+            step = line["step"]
+            times[step] = min(times.get(step, line["time"]), line["time"])
+    ends = sorted(times.values())
+    steps = [b - a for a, b in itertools.pairwise(ends)] or [0.0]
+    return 1e3 * (ends[0] - at - statistics.median(steps))
+
+
+def moved(lines: list[dict[str, Any]], victim: str, _: float, generation: int) -> float | None:
+    """The bytes received as the generation behind this one began, by those that the victim held;
+    None if somebody joined that generation."""
+    following = after(lines, generation)
+    began = [x for x in lines if x["generation"] == following and "received" in x]
+    if any(line["workers"] != WORKERS - 1 for line in began):
+        return None
+    mine = [x for x in lines if (x["worker"], x["generation"]) == (victim, generation)]
+    held = next(line["held"] for line in mine if "held" in line)
+    return float(sum(line["received"] for line in began) / held)
+
+
+def cases(size: str, kills: int) -> Iterator[dict[str, Any]]:
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for number in range(0, kills, KILLS_IN_A_RUN):
+        for sharded in (True, False) if number % 2 else (False, True):
+            found[sharded].append(measure(size, sharded, min(KILLS_IN_A_RUN, kills - number)))
+    for sharded, runs in found.items():
+        pauses = sorted(pause for run in runs for pause in run["pauses_ms"])
+        parts = [part for run in runs for part in run["moved_by_least"] if part is not None]
+        yield {
+            "parameters": size,
+            "workers": WORKERS,
+            "sharded": sharded,
+            "exact": all(run["exact"] for run in runs),
+            "median_pause_ms": round(statistics.median(pauses), 1),
+            "pauses_ms": [round(pause, 1) for pause in pauses],
+            "moved_by_least": [round(part, 3) for part in parts],
+        }
+
+
+def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
+    sharded, replicated = results
+    pauses = [one["median_pause_ms"] for one in (sharded, replicated)]
+    return {
+        "the weights of an undisturbed run": sharded["exact"] and replicated["exact"],
+        f"a pause of at most {MORE_MS:.0f} ms more": pauses[0] <= pauses[1] + MORE_MS,
+        f"at most {MOST_MOVED} of the least bytes are moved": all(
+            part <= MOST_MOVED for part in sharded["moved_by_least"]
+        ),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = of_pairs(__doc__, ["4.9M"], arguments)
+    size, kills = options.sizes[0], min(options.pairs, 12)
+    if options.quick:
+        size, kills = "0.9M", 1
+    prepare_environment(os.environ, 1)
+    return conclude("sharding_changes", options, cases(size, kills), targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
