@@ -4,8 +4,9 @@
 
 Needs root and Debian's iproute2: two processes share a network namespace of their own, whose
 loopback is counted and, by `tc`, as slow as a link (both directions share it). In turn, in the same
-processes and on the same rows: one of our steps, and one of DDP, with torch's `bf16_compress_hook`
-where ours has `wire`. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
+processes and on the same rows: one of our steps, and one of DDP, with torch's `fp16_compress_hook`
+where ours has `wire` (the one for bfloat16 asks for NCCL, and sends as many bytes). Quoted: medians
+of rank 0. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
@@ -96,7 +97,7 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
         torch.manual_seed(0)
         ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
         if wire is not None:
-            ddp.register_comm_hook(None, bf16_compress_hook)
+            ddp.register_comm_hook(None, fp16_compress_hook)
         ddp_optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
         for step in ctx.steps(model, optimizer, loss_fn):
             if step.number > 1:

@@ -1,7 +1,7 @@
-"""What `wire="bf16"` costs in loss: a GPT of a million parameters learns the source of Python's
+"""What `wire="bf16"` costs in loss: a GPT of 0.2 million parameters learns the source of Python's
 standard library (`jobs/gpt.py`) with and without it, from the same seeds.
 
-    python -m benchmarks.compression_loss [--seeds 5] [--steps 60] [--draw] [--quick]
+    python -m benchmarks.compression_loss [--seeds 5] [--steps 100] [--draw] [--quick]
 
 Each seed draws its own initial weights and order of rows. Draws `docs/assets/compression.svg`;
 drawing needs matplotlib (`pip install 'elastic_dp[bench]'`). Ends with 1 if the mean loss at the
@@ -23,7 +23,7 @@ from benchmarks.report import RESULTS, add_quick, each, exit_code
 from jobs.gpt import make_trainer
 
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "compression.svg"
-WIDTH = 160  # of the model: 1.0 million parameters
+WIDTH = 64  # of the model: 0.2 million parameters
 WIRES = (None, "bf16")
 LAST = 3  # records of the loss, ten steps apart, whose mean is the loss at the end
 Curve = dict[str, float]  # the loss by the number of the step
@@ -97,7 +97,7 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
     add_quick(parser)
     asked = parser.parse_args()

@@ -251,7 +251,7 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
             f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
         )
         yield Row(
-            f"The same of DDP and its `bf16_compress_hook`, {name}",
+            f"The same of DDP and its `fp16_compress_hook`, {name}",
             f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
         )
         (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
@@ -794,7 +794,7 @@ SECTIONS = {
         "benchmarks.compression_loss",
         compression_loss,
         "![Training loss with and without rounded gradients](assets/compression.svg)\n\n"
-        "A GPT of a million parameters on the source of Python's standard library, four virtual "
+        "A GPT of 0.2 million parameters on the source of Python's standard library, four virtual "
         "workers, with the same seeds. The bands go from the least to the largest of the seeds.",
     ),
     "telemetry_overhead": Section(

@@ -142,7 +142,7 @@ def test_sum_without_rounding_has_other_bits() -> None:
 
 
 @pytest.mark.parametrize("shares", [BEFORE, OTHER], ids=["same", "other"])
-@pytest.mark.parametrize(("world_size", "torn_in"), [(1, 5), (2, 9), (3, 6), (3, None)])
+@pytest.mark.parametrize(("world_size", "torn_in"), [(1, 5), (1, None), (2, 9), (3, 6), (3, None)])
 def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
     world_size: int, shares: dict[int, Any], torn_in: int | None
 ) -> None:
