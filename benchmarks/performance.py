@@ -270,12 +270,12 @@ def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
     means = [statistics.fmean(ends(r, wire)) for wire in ("None", "bf16")]
     yield Row(
         f"Loss after {steps} steps without and with `wire`, mean of {len(r)} seeds",
-        f"{means[0]:.4f} and {means[1]:.4f}: {more:+.4f}",
+        f"{means[0]:.5f} and {means[1]:.5f}: {more:+.6f}",
         f"at most {deviation:.4f} apart, the standard deviation of the seeds",
         abs(more) <= deviation,
     )
     of_each = (a - b for a, b in zip(ends(r, "bf16"), ends(r, "None"), strict=True))
-    yield Row("The difference for each seed", ", ".join(f"{x:+.4f}" for x in of_each))
+    yield Row("The difference for each seed", ", ".join(f"{x:+.6f}" for x in of_each))
 
 
 def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
