@@ -25,6 +25,7 @@ from tests.train.jobs import (
     loop,
     plain,
 )
+from tests.train.test_exact import evaluation
 from tests.train.test_finished_work import STEP, VIRTUAL, counted, passes
 from tests.train.test_finished_work import job as job_of_three
 from tests.train.test_kills import IN_A_STEP
@@ -93,7 +94,7 @@ def test_zoo_model_through_changing_sizes_has_the_local_digest(name):
     """1 → 3 → 2 workers while it trains."""
     sizes = {2: 3, 9: 2}
     shape = (3, 8, 8) if name == "channels_last" else ()
-    config = {"hold": sizes, "body_s": 0.02}
+    config = {"eval": evaluation(), "hold": sizes, "body_s": 0.02}
     spec = with_wire(spec_of(steps=18, workers=1, virtual=6, shape=shape, config=config))
     script = [resize(step, size) for step, size in sizes.items()]
     outcome, _ = group(spec, ZOO[name], script=script)
