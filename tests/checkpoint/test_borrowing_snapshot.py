@@ -19,7 +19,7 @@ def contents(snapshot):
     return manifest.digest, [bytes(snapshot.part(part)) for part in manifest.layout.parts]
 
 
-@pytest.mark.parametrize("lent", [set(), {"double"}, {"whole", "double", "last"}], ids=str)
+@pytest.mark.parametrize("lent", [set(), {"double"}, {"whole", "double", "last"}], ids=len)
 @pytest.mark.parametrize("nbytes", [0, 1000, (3 << 20) + 48])
 def test_parts_and_digests_are_those_of_a_copy(nbytes, lent):
     tree = big_tree(nbytes)
