@@ -191,7 +191,7 @@ def check(config: DataConfig) -> None:
 
 def some(kind: str, *more: str) -> Any:
     """Others of the same reader take the long run."""
-    every = kind in ("parquet", "arrow_by_polars", "csv_by_python", "jsonl", "tar")
+    every = kind in ("parquet", "csv_by_python", "tar")
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
 
 

@@ -95,7 +95,8 @@ def test_gpt_is_the_same_for_any_number_of_workers(gpt, text, tmp_path):
     same_everywhere(gpt.make_trainer(steps=6, config=SMALL, **options))
 
 
-@pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 5, 8])
 def test_gpt_with_a_sharded_optimizer_has_the_same_weights(gpt, text, tmp_path, workers):
     options = {"storage_path": str(tmp_path), "data": str(text), "virtual_workers": 8}
     options |= {"workers": workers, "min_workers": workers, "steps": 6, "config": SMALL}

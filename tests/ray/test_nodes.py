@@ -110,6 +110,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
     cluster.remove_node(node)
 
 
+@pytest.mark.slow
 def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
     from ray._private.state import actors
 

@@ -27,6 +27,7 @@ from tests.train.jobs import (
     seventeen,
 )
 
+SLOW = pytest.mark.slow
 # Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come
 # twice.
 IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
@@ -65,7 +66,10 @@ def test_fixed_size_has_the_local_digest(train, cut):
     ("name", "cut"),
     [
         *((name, lambda train: train) for name in ZOO),
-        *((name, in_small_buckets) for name in IN_BUCKETS),
+        *(
+            pytest.param(name, in_small_buckets, marks=() if name == "branching" else SLOW)
+            for name in IN_BUCKETS
+        ),
     ],
     ids=[*ZOO, *(f"{name} in small buckets" for name in IN_BUCKETS)],
 )
@@ -100,7 +104,14 @@ def test_a_compiled_model():
     assert outcome.digest == calm.digest
 
 
-@pytest.mark.parametrize(("rows", "train"), [(70, batch_norm), (50, batch_norm), (33, plain)])
+@pytest.mark.parametrize(
+    ("rows", "train"),
+    [
+        (70, batch_norm),
+        pytest.param(50, batch_norm, marks=SLOW),
+        pytest.param(33, plain, marks=SLOW),
+    ],
+)
 def test_a_short_tail(rows, train):
     """The last batch of each epoch has fewer rows; some virtual workers get none. 3 → 2 workers
     after some epochs."""
@@ -120,8 +131,8 @@ def test_a_short_tail(rows, train):
         ("none", {}),
         ("rows", {}),
         ("rows", {"transform": as_a_user_would}),
-        ("rows", {"transform": as_a_user_would, "workers": 1}),
-        pytest.param("rows", {"collate_fn": tensors_of_arrays}, marks=pytest.mark.slow),
+        pytest.param("rows", {"transform": as_a_user_would, "workers": 1}, marks=SLOW),
+        pytest.param("rows", {"collate_fn": tensors_of_arrays}, marks=SLOW),
     ],
     ids=["none", "rows", "transform", "process", "collate_fn"],
 )
@@ -167,9 +178,7 @@ def holders(run, now):
     return {member.worker for member in membership.members if member.has_state or all_do}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 20))]
-)
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=SLOW) for n in range(3, 20))])
 def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
 

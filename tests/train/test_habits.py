@@ -60,8 +60,25 @@ def disturbed(habit, folder):
     return outcome, run
 
 
+# The others take the long run.
+IN_CI = frozenset(
+    """zero_grad reads_gradients backward_and_zero_grad gradient_penalty manual_seed buffers
+    batch_norm autocast_around_the_loop scheduler_as_state average experts aliasing_buffers
+    backward_in_the_loss clock hidden_state late_buffer writes_in_the_body scheduler_not_passed
+    evaluates_in_the_loss teacher_not_passed determinism_off""".split()  # noqa: SIM905
+)
+
+
 def of(outcome):
-    return [name for name, habit in HABITS.items() if habit.outcome == outcome]
+    return [
+        pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow)
+        for name, habit in HABITS.items()
+        if habit.outcome == outcome
+    ]
+
+
+def test_habits_in_ci_are_habits():
+    assert set(HABITS) >= IN_CI
 
 
 @pytest.mark.parametrize("name", of("exact"))
