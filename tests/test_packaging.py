@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG, START_RAY, OneRayAtATime
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"elastic_dp", "tests", "jobs", "benchmarks"}
@@ -85,8 +87,14 @@ def test_pages_of_the_repository_name_files_and_commands_that_exist(page):
         )
 
 
-def test_makefile_starts_with_long_test_files_that_exist():
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    (names,) = re.findall(r"^LONG = (.+)$", makefile, re.M)
-    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    assert len(names.split()) > 5 and set(names.split()) <= files
+def test_files_that_begin_first_exist():
+    assert len(LONG) > 5
+    for path in LONG:
+        assert (ROOT / path).exists(), path
+
+
+def test_tests_of_a_ray_run_in_one_process_and_begin_first():
+    scheduler = object.__new__(OneRayAtATime)
+    scopes = [scheduler._split_scope(f"{path}/test_x.py::test_y") for path in START_RAY]
+    assert set(scopes) == {"ray"} and LONG[: len(START_RAY)] == START_RAY
+    assert scheduler._split_scope("tests/train/test_x.py::test_y") == "tests/train/test_x.py"

@@ -166,7 +166,7 @@ def test_types_are_those_that_hold_for_all_shards(tmp_path, monkeypatch):
     rows, _ = rows_of(tmp_path)
     assert rows == [{"x": 1.0, "y": [], "s": None}] * 9 + [{"x": 1.5, "y": [1], "s": "t"}] * 9
     (tmp_path / "c.jsonl").write_text('{"x": "word", "y": [1], "s": "t"}\n')
-    with pytest.raises(DataError, match=r"'x' is double in a\.jsonl and string in c\.jsonl"):
+    with pytest.raises(DataError, match=r"'x' is double in b\.jsonl and string in c\.jsonl"):
         read_index(config(tmp_path))
 
 
