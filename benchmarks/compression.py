@@ -12,12 +12,10 @@ of rank 0. Ends with 1, and says why, if a target was missed.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,17 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import each, exit_code, median_interval, of_pairs
-from benchmarks.step_overhead import ROWS, StaticLink, ddp_step
+from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
-from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
-from elastic_dp.distributed.process_group import open_rendezvous_store
-from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.train_function import train_until_released
-from elastic_dp.train.worker_session import WorkerSession
 
 Wire = Literal["bf16"] | None
-WORLD = 2
 SKIPPED = 3  # first steps allocate
 RATES = (None, "1gbit", "100mbit")  # of the link, in the words of `tc`
 MOST_BYTES = 0.52  # of those without `wire`
@@ -79,15 +72,8 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
         wire=wire,
         max_steps=pairs + SKIPPED + 1,
     )
-    members = tuple(
-        Member(f"w{r}", ((r, r + 1),), TrainingPosition(0), False) for r in range(WORLD)
-    )
-    control = WorkerControl()
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
-    session = WorkerSession(
-        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
-    )
+    session = session_of(rank, port, spec, data, 1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = Stopwatch(), Stopwatch()
 
@@ -116,17 +102,7 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
 
 def measure(size: str, wire: Wire, pairs: int) -> dict[str, Any]:
     """In this process's network."""
-    context = multiprocessing.get_context("spawn")
-    store = open_rendezvous_store("127.0.0.1", b"secret")
-    out = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (store.port, f"{folder}/store", size, wire, pairs, out)
-        processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
-        for process in processes:
-            process.start()
-        ours, theirs = out.get()
-        for process in processes:
-            process.join()
+    ours, theirs = timed_on_workers(worker, size, wire, pairs)
     ours, theirs = ours[SKIPPED:], theirs[SKIPPED:][: len(ours) - SKIPPED]
     ratios = [one / other for (one, _), (other, _) in zip(ours, theirs, strict=True)]
     ratio, *interval = median_interval(ratios)

@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,16 +98,8 @@ def worker(
         exact=exact,
         max_steps=pairs + 5,
     )
-    members = tuple(
-        Member(f"w{r}", ((r * per_worker, (r + 1) * per_worker),), TrainingPosition(0), False)
-        for r in range(WORLD)
-    )
-    control = WorkerControl()
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
-    session = WorkerSession(
-        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
-    )
+    session = session_of(rank, port, spec, data, per_worker)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = [], []
 
@@ -135,6 +127,38 @@ def worker(
     os._exit(0)
 
 
+def session_of(
+    rank: int, port: int, spec: JobSpec, data: RandomTokens, per_worker: int
+) -> WorkerSession:
+    """One of WORLD workers that stay, without a controller."""
+    members = tuple(
+        Member(f"w{r}", ((r * per_worker, (r + 1) * per_worker),), TrainingPosition(0), False)
+        for r in range(WORLD)
+    )
+    control = WorkerControl()
+    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
+    return WorkerSession(
+        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
+    )
+
+
+def timed_on_workers(target: Callable[..., None], *args: Any) -> Any:
+    """Runs `target(rank, port, path, *args, out)` in WORLD processes. Returns what is put in
+    `out`."""
+    context = multiprocessing.get_context("spawn")
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    out = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = (store.port, f"{folder}/store", *args, out)
+        processes = [context.Process(target=target, args=(r, *given)) for r in range(WORLD)]
+        for process in processes:
+            process.start()
+        found = out.get()
+        for process in processes:
+            process.join()
+    return found
+
+
 def ddp_step(
     ddp: Any, optimizer: Any, data: RandomTokens, step: int, rank: int, per_worker: int
 ) -> None:
@@ -150,17 +174,7 @@ def ddp_step(
 
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    store = open_rendezvous_store("127.0.0.1", b"secret")
-    out = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (store.port, f"{folder}/store", size, exact, per_worker, pairs, out)
-        processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
-        for process in processes:
-            process.start()
-        ours, theirs = out.get()
-        for process in processes:
-            process.join()
+    ours, theirs = timed_on_workers(worker, size, exact, per_worker, pairs)
     skip = 5  # first steps allocate
     ours, theirs = ours[skip:], theirs[skip : skip + len(ours) - skip]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])

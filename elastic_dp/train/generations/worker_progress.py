@@ -39,8 +39,7 @@ class WorkerProgress:
     def logs(self) -> tuple[LogCall, LogCall | None]:
         """Counts a call of ctx.log. Returns it, and the call before it."""
         step, previous = self.position.step, self.logged
-        same = previous is not None and previous[0] == step
-        self.logged = step, (previous[1] + 1 if previous is not None and same else 1)
+        self.logged = step, _calls_in(step, previous) + 1
         return self.logged, previous
 
     def evaluation_begins(self) -> int:
@@ -70,7 +69,7 @@ class WorkerProgress:
     def log_calls_of_body(self) -> int:
         """Returns how often the body of the present step, which has ended, called ctx.log."""
         _, logged = self.of_finished_bodies()
-        return logged[1] if logged is not None and logged[0] == self.position.step else 0
+        return _calls_in(self.position.step, logged)
 
     def restored(
         self, step: int, evaluations: list[dict[str, float]], log_calls: int, *, is_last: bool
@@ -100,3 +99,8 @@ class WorkerProgress:
     ) -> None:
         self.evaluations, self.ended = evaluations, ended
         self.position, self.has_state, self.lineage_id = position, True, lineage_id
+
+
+def _calls_in(step: int, last: LogCall | None) -> int:
+    """Returns how often ctx.log was called in `step`, if `last` is the last call."""
+    return last[1] if last is not None and last[0] == step else 0
