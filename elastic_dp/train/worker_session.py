@@ -35,7 +35,7 @@ from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
+from elastic_dp.train.checkpointing.requested_checkpoints import RequestedCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
@@ -98,7 +98,7 @@ class WorkerSession:
             self.worker, self.device, self.connects_devices, self.control
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._checkpoints_at_head: StepBoundaryCheckpoints | None = None
+        self._requested_checkpoints: RequestedCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -297,8 +297,8 @@ class WorkerSession:
             self.report("wait")
             call = self.control.wait()
             if isinstance(call, Orphaned):
-                if self._checkpoints_at_head is not None:
-                    self._checkpoints_at_head.take_without_controller()
+                if self._requested_checkpoints is not None:
+                    self._requested_checkpoints.take_without_controller()
                 raise Released(ORPHANED)
             if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
@@ -481,7 +481,7 @@ class WorkerSession:
         checkpoints.open(self.state, self._signature, job, told)
         total = self.total_steps
         self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
-        self._checkpoints_at_head = StepBoundaryCheckpoints(
+        self._requested_checkpoints = RequestedCheckpoints(
             checkpoints,
             self.state,
             self.weights,
@@ -492,5 +492,5 @@ class WorkerSession:
         )
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        if self._checkpoints_at_head is not None:
-            self._checkpoints_at_head.take_if_requested(writers)
+        if self._requested_checkpoints is not None:
+            self._requested_checkpoints.take_if_requested(writers)

@@ -419,10 +419,10 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "memory for snapshots is made ready at the first one",
-        "StepBoundaryCheckpoints.take_if_requested",
+        "RequestedCheckpoints.take_if_requested",
         "self._checkpointer.prepare(self._state)",
         "pass",
-        module="elastic_dp.train.checkpointing.step_boundary_checkpoints",
+        module="elastic_dp.train.checkpointing.requested_checkpoints",
         caught_by="tests/device/test_host_copies.py::"
         "test_snapshots_are_prepared_for_after_the_first_step",
     ),

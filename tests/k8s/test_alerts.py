@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from elastic_dp.cluster.controller.run_metrics import METRICS
+from elastic_dp.cluster.controller.prometheus_metrics import METRICS
 from tests.k8s.manifests import K8S, build, of_kind
 
 NAMES = {
