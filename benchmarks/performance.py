@@ -546,15 +546,14 @@ def recovery_gpt(r: dict[str, Any]) -> Iterator[Row]:
         )
         again, sooner = us["full_size_again"], them["full_size_again"]
         yield Row(
-            "The same kills, until all three workers have committed a step together, with "
-            "`warm_processes=1`",
+            "The same kills, until all three workers have committed a step together",
             f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
             f"torchft's median of {sooner['median_ms'] / 1e3:.1f} s",
             again["median_ms"] <= sooner["median_ms"],
         )
         again = cold["full_size_again"]
         yield Row(
-            f"The same without `warm_processes`, {again['count']} kills",
+            f"The same with `warm_processes=0`, {again['count']} kills",
             f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
         )
 
@@ -921,7 +920,7 @@ def highlights(results: Path) -> str:
             "benchmarks.recovery_gpt",
         ),
         (
-            "until a new worker trains in place of the killed one, `warm_processes=1`",
+            "the same, until a new worker trains in place of the killed one",
             "median {:.1f} or {:.1f} s (tuned torchft {:.1f} or {:.1f} s)".format(*full_size),
             "benchmarks.recovery_gpt",
         ),
