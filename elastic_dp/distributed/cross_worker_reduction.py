@@ -343,13 +343,13 @@ class BucketReduction:
         arrived: dict[Node, torch.Tensor] = {}
         for nodes, received in zip(current.nodes, self._received[number], strict=True):
             arrived |= zip(nodes, received.view(len(nodes), size), strict=True)
-        rounding = self.bucket.rounding
+        rounded_sum = self.bucket.rounding.add
         first = self.bucket.first_block + current.first * self._plan.chunk_blocks(self.bucket)
 
         def add(
             one: torch.Tensor, other: torch.Tensor, node: Node, out: torch.Tensor
         ) -> torch.Tensor:
-            return rounding.add(one, other, node, first, out)
+            return rounded_sum(one, other, node, first, out)
 
         return [sum_gradients(arrived, root, add, out) for root in current.sums]
 

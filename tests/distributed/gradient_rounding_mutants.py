@@ -135,7 +135,7 @@ GRADIENT_ROUNDING_MUTANTS = [
         "2.0**-16",
         "2.0**-15",
         module=INT8,
-        caught_by=f"{OF_INT8}::test_what_is_rounded_stays_as_it_is",
+        caught_by=f"{OF_INT8}::test_rounded_sum_stays_as_it_is",
     ),
     ModuleMutant(
         "a block that is not finite becomes finite",

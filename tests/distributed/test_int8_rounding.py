@@ -75,7 +75,7 @@ def test_part_of_a_sum_is_rounded_as_the_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_rounded_stays_as_it_is(seed: int) -> None:
+def test_rounded_sum_stays_as_it_is(seed: int) -> None:
     """So the zeros that travel for an absent gradient change nothing, and a finished node may be
     rounded again."""
     once = rounded(numbers(64 * BLOCK, seed))
@@ -116,7 +116,7 @@ def test_rounding_is_right_on_average_for_each_element() -> None:
         assert together.abs().max() < 6 / draws**0.5
 
 
-def test_what_is_drawn_differs_between_nodes_steps_and_blocks() -> None:
+def test_noise_differs_between_nodes_steps_and_blocks() -> None:
     draws = [
         drawn(seed, node, block)
         for seed in (0, 1)
