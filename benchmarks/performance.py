@@ -237,46 +237,54 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 
 def compression(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression import MOST_BYTES, targets
+    from benchmarks.compression import MOST_BYTES, measured, targets
 
-    for (name, one), met in zip(r.items(), targets(r).values(), strict=True):
-        without, rounded = one["None"], one["bf16"]
-        yield Row(
-            f"Bytes of a step with `wire`, {name}",
-            f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
-            f"{MOST_BYTES}",
-            met,
-        )
-        yield Row(
-            f"Step time without and with it, {name}",
-            f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
-        )
-        yield Row(
-            f"The same of DDP and its `fp16_compress_hook`, {name}",
-            f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
-        )
-        (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
-        yield Row(
-            f"Ours beside DDP without and with it, {name}, {rounded['pairs']} pairs",
-            f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
-            f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
-        )
+    beside = {"bf16": "its `fp16_compress_hook`", "int8": "its `powerSGD_hook`"}
+    met = iter(targets(r).values())
+    for name, one in r.items():
+        for wire in measured(one):
+            without, rounded = one["None"], one[wire]
+            what = f'`wire="{wire}"`, {name}'
+            yield Row(
+                f"Bytes of a step with {what}",
+                f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
+                f"{MOST_BYTES[wire]}",
+                next(met),
+            )
+            yield Row(
+                f"Step time without and with {what}",
+                f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
+            )
+            yield Row(
+                f"The same of DDP and {beside[wire]}, {name}",
+                f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
+            )
+            (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
+            yield Row(
+                f"Ours beside DDP without and with {what}, {rounded['pairs']} pairs",
+                f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
+                f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
+            )
 
 
 def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression_loss import difference, ends
+    from benchmarks.compression_loss import difference, ends, measured
 
-    more, deviation = difference(r)
     steps = max(map(int, next(iter(r.values()))["None"]))
-    means = [statistics.fmean(ends(r, wire)) for wire in ("None", "bf16")]
-    yield Row(
-        f"Loss after {steps} steps without and with `wire`, mean of {len(r)} seeds",
-        f"{means[0]:.5f} and {means[1]:.5f}: {more:+.6f}",
-        f"at most {deviation:.4f} apart, the standard deviation of the seeds",
-        abs(more) <= deviation,
-    )
-    of_each = (a - b for a, b in zip(ends(r, "bf16"), ends(r, "None"), strict=True))
-    yield Row("The difference for each seed", ", ".join(f"{x:+.6f}" for x in of_each))
+    without = ends(r, "None")
+    for wire in measured(r):
+        rounded, (more, deviation) = ends(r, wire), difference(r, wire)
+        yield Row(
+            f'Loss after {steps} steps without and with `wire="{wire}"`, mean of {len(r)} seeds',
+            f"{statistics.fmean(without):.5f} and {statistics.fmean(rounded):.5f}: {more:+.6f}",
+            f"at most {deviation:.4f} apart, the standard deviation of the seeds",
+            abs(more) <= deviation,
+        )
+        of_each = (a - b for a, b in zip(rounded, without, strict=True))
+        yield Row(
+            f'The difference for each seed, `wire="{wire}"`',
+            ", ".join(f"{x:+.6f}" for x in of_each),
+        )
 
 
 def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -788,15 +796,15 @@ SECTIONS = {
         "interval is above it.",
     ),
     "compression": Section(
-        "Gradients in bfloat16",
+        "Rounded gradients",
         "benchmarks.compression",
         compression,
-        '`wire="bf16"`, two workers on one machine, whose loopback is as slow as a link that both '
-        "directions share. Bytes are those of the loopback, of both workers, with headers and "
+        "Two workers on one machine, whose loopback is as slow as a link that both directions "
+        "share. Bytes are those of the loopback, of both workers, with headers and "
         "acknowledgements.",
     ),
     "compression_loss": Section(
-        "Loss with gradients in bfloat16",
+        "Loss with rounded gradients",
         "benchmarks.compression_loss",
         compression_loss,
         "![Training loss with and without rounded gradients](assets/compression.svg)\n\n"

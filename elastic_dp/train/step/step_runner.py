@@ -37,7 +37,7 @@ from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
-from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
@@ -170,7 +170,7 @@ class StepRunner:
         if self.schedule.at(step) != self._virtual_workers:
             self._grow(step, group.rank)
         expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-        self.gradients.begin(measures=self._measures_noise(step))
+        self.gradients.begin(rounding_seed(self.seed, step), measures=self._measures_noise(step))
         self.buffers.begin()
         if self.state.sharding is not None:
             self.state.sharding.begin()
