@@ -594,13 +594,9 @@ DEVICE_MUTANTS = [
 # The others take a minute together.
 IN_CI = frozenset(
     {
-        "an output is read before its event",
         "an aborted collective is read",
-        "a failure of the communicator is not noticed",
-        "an abort blocks who asks for it",
         "members switch when one of them is connected",
         "a generation is left while the device is busy",
-        "a generation is left without an abort",
         "staging memory is used again while a peer reads it",
         "the next generation is formed with a broken device",
         "a process goes on after a fault of its device",

@@ -70,7 +70,13 @@ def fit(folder, make, max_steps):
     ).fit(local=True)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name == "LAMB" else ())
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_path):
     at_once = fit(tmp_path / "at once", make, 12)
     fit(tmp_path / "parts", make, 3)

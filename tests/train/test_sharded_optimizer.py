@@ -64,7 +64,7 @@ def not_sharded(spec, train):
 
 
 @pytest.mark.parametrize(
-    "workers", [2, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 6, 7, 8))]
+    "workers", [3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 6, 7, 8))]
 )
 def test_weights_equal_those_of_a_run_that_is_not_sharded(workers):
     spec = sharded(spec_of(steps=6, workers=workers, min_workers=workers))
@@ -167,7 +167,10 @@ def kill_two_members(run):
         run.worker_group.processes[worker].kill()
 
 
-@pytest.mark.parametrize(("point", "rank"), [("prepared", 1), ("gathered", 2), ("after_commit", 0)])
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [("prepared", 1), ("gathered", 2), pytest.param("after_commit", 0, marks=pytest.mark.slow)],
+)
 def test_loss_of_a_worker_costs_no_state(point, rank, tmp_path):
     """Before the parameters are sent, after they have arrived, and when one alone may have
     committed. There is no checkpoint."""

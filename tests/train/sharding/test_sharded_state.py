@@ -200,7 +200,9 @@ def four() -> list[Member]:
     return [first, *(joined(first) for _ in range(3))]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))]
+)
 def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     """Members are lost one at a time, so some member has each piece. What is aborted on some
     members is committed on the others, or on nobody."""
