@@ -15,7 +15,6 @@ from shlex import quote
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
@@ -330,15 +329,30 @@ class _TooDeep(pa.ArrowInvalid):
 
 
 def _refuse_deep_rows(content: bytes) -> None:
-    """Raises _TooDeep. Checks pieces of many rows with NumPy, and single rows only in a piece with
-    many brackets."""
+    """Raises _TooDeep. Counts the brackets of many rows together, and looks at single rows only
+    where there are too many for one row."""
     at = 0
     while len(content) - at > _OPEN_BRACKETS:
         end = _row_end_before(content, at, at + _AT_ONCE)
-        is_long = end - at > 2 * _AT_ONCE  # one long row: arrays would take much memory
-        if is_long or _may_be_deep(np.frombuffer(content, np.uint8, end - at, at)):
+        if end - at > 2 * _AT_ONCE:  # one long row: an array would take much memory
             _refuse_deep_rows_of(content, at, end)
+        else:
+            _refuse_deep_rows_in_parts(content, at, end)
         at = end + 1
+
+
+def _refuse_deep_rows_in_parts(content: bytes, at: int, upto: int) -> None:
+    """Like `_refuse_deep_rows`. The parts have half of the allowed brackets on average. `at` and
+    `upto` lie between rows."""
+    # "{" and "[" differ in the bit that _CASE clears
+    opened = np.frombuffer(content, np.uint8, upto - at, at) & _CASE == ord("[")
+    part_bytes = (upto - at) // (1 + 2 * int(np.count_nonzero(opened)) // _OPEN_BRACKETS)
+    begin = at
+    while begin < upto:
+        end = _row_end_before(content, begin, min(begin + part_bytes, upto))
+        if np.count_nonzero(opened[begin - at : end - at]) > _OPEN_BRACKETS:
+            _refuse_deep_rows_of(content, begin, end)
+        begin = end + 1
 
 
 def _has_row_of_nulls(table: pa.Table) -> bool:
@@ -347,24 +361,6 @@ def _has_row_of_nulls(table: pa.Table) -> bool:
         return False
     is_empty = [column.is_null() for column in table.columns]
     return not is_empty or bool(pc.any(reduce(pc.and_, is_empty)).as_py())
-
-
-def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
-    """Whether a row of `piece` has more than `_OPEN_BRACKETS` brackets that open. Only "}\\n{" and
-    "}\\r\\n{" count as ends of rows here, so several rows may count as one."""
-    breaks = np.flatnonzero(piece[2:-1] == ord("\n")) + 2
-    before = piece[breaks - 1]
-    if (before == ord("\r")).any():
-        before = np.where(before == ord("\r"), piece[breaks - 2], before)
-    breaks = breaks[(before == ord("}")) & (piece[breaks + 1] == ord("{"))]
-    bounds = np.concatenate([[0], breaks, [len(piece)]])
-    if (bounds[1:] - bounds[:-1]).max() <= _OPEN_BRACKETS:
-        return False
-    # "{" and "[" differ in the bit that _CASE clears
-    opened = np.flatnonzero(piece & _CASE == ord("["))
-    if len(opened) <= _OPEN_BRACKETS:
-        return False
-    return bool(np.diff(np.searchsorted(opened, bounds)).max() > _OPEN_BRACKETS)
 
 
 def _refuse_deep_rows_of(content: bytes, at: int, upto: int) -> None:
