@@ -14,6 +14,7 @@ from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.train.sharding import parameter_gather
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
@@ -252,6 +253,35 @@ def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
             left[group.rank].sharding.open(group, 2, (), gather_whole=False)
 
     of_each(2, fails)
+
+
+def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkeypatch):
+    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 16384)
+    members = [Member(ADAM, [(256, 300), (4096,)], torch.float32) for _ in range(4)]
+    for member in members[1:]:
+        member.take_over(members[0], joins=True)
+    enter(members, Member.attempt)
+    lost = members.pop().sharding.held_bytes
+    assert sum(enter(members)) <= 1.1 * lost
+
+
+def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
+    """Gloo receives each part in memory of its own."""
+    monkeypatch.setattr(parameter_gather, "GATHERED_BYTES", 1000)
+    gathered, gather = [], ProcessGroup.all_gather
+
+    def counts(group, output, input):
+        if output.dtype == torch.float32:
+            gathered.append(output.nbytes)
+        return gather(group, output, input)
+
+    monkeypatch.setattr(ProcessGroup, "all_gather", counts)
+    members = four()
+    enter(members, Member.attempt)
+    assert len(gathered) > 20 and max(gathered) <= 1000
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(1))
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
