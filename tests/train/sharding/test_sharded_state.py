@@ -15,10 +15,12 @@ from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.sharding import parameter_gather
-from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE
+from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 STEPS = 3
 
@@ -83,6 +85,7 @@ class Member:
         if commits:
             self.step = step
             sharding.step_ends(gradients)
+            self.optimizer.step()  # it has no gradients, and counts steps in its groups
 
     def take_over(self, source: Member, *, joins: bool) -> None:
         with torch.no_grad():
@@ -143,16 +146,27 @@ def kinds_and_options():
     return [(kind, options) for kind in VARIANTS for options in VARIANTS[kind]]
 
 
+def of_others():
+    """Optimizers of another package, each with options that it keeps in different places."""
+    lars, lamb = pytorch_optimizer.LARS, pytorch_optimizer.Lamb
+    of_lars = {}, {"nesterov": True, "maximize": True, "weight_decay": 0.01}, {"foreach": False}
+    coupled = {"weight_decay": 0.01, "weight_decouple": False, "maximize": True}
+    of_lamb = {}, coupled, {"rectify": True, "degenerated_to_sgd": True}, {"foreach": False}
+    return [(lars, options) for options in of_lars] + [(lamb, options) for options in of_lamb]
+
+
 def test_all_optimizers_that_can_be_sharded_are_tried():
     assert set(VARIANTS) == SHARDABLE
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind, _ in of_others()}
+    assert names == SHARDABLE_BY_NAME
 
 
 def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
-    """One group for all optimizers of torch.optim."""
+    """One group for all optimizers."""
     cases = [
         (of_kind(kind, **options), shapes(kind), dtype)
         for dtype in (torch.float32, torch.bfloat16)
-        for kind, options in kinds_and_options()
+        for kind, options in [*kinds_and_options(), *of_others()]
     ]
 
     def train(group):
