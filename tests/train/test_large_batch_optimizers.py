@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import elastic_dp as edp
-from tests.runs import Points, local
+from tests.runs import Points, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 from tests.train.optimizers import Both
 from tests.train.test_habits import disturbed
@@ -86,3 +86,17 @@ def test_optimizers_have_one_digest_for_one_and_three_workers_with_a_join_a_kill
     habit = SimpleNamespace(train=training(make), rows=None)
     outcome, _ = disturbed(habit, tmp_path)
     assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
+
+
+def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():
+    norms = []
+
+    def train(ctx):
+        model = classifier()
+        make = lars if norms else lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in ctx.steps(model, make(model), cross_entropy):
+            norms.append(step.grad_norm)
+
+    local(spec_of(steps=1), train)
+    local(spec_of(steps=1), train)
+    assert norms[0] == norms[1] > 0.1
