@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import each, exit_code, median_interval, of_pairs
-from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, timed_on_workers
+from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.train.train_function import train_until_released
@@ -76,7 +76,7 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
         max_steps=pairs + SKIPPED + 1,
     )
     data = RandomTokens(ROWS[size])
-    session = session_of(rank, port, spec, data, 1)
+    session = session_of(rank, port, spec, data)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = Stopwatch(), Stopwatch()
 
@@ -101,15 +101,12 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
             ours.begin()
 
     train_until_released(train, session)
-    if rank == 0:
-        out.put((ours.found, theirs.found))
-        time.sleep(0.3)
-    os._exit(0)
+    tell(out, rank, (ours.found, theirs.found))
 
 
 def measure(size: str, wire: Wire, pairs: int) -> dict[str, Any]:
     """In this process's network."""
-    ours, theirs = timed_on_workers(worker, size, wire, pairs)
+    (ours, theirs), *_ = timed_on_workers(worker, size, wire, pairs)
     ours, theirs = ours[SKIPPED:], theirs[SKIPPED:][: len(ours) - SKIPPED]
     ratios = [one / other for (one, _), (other, _) in zip(ours, theirs, strict=True)]
     ratio, *interval = median_interval(ratios)

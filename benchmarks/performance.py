@@ -32,9 +32,10 @@ Everything here was measured on CPUs, with Gloo, on one machine of two cores. Wo
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
 `benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `work_lost`, `device_pause`,
 `join`, `planned`, `data_cache`, `step_overhead`, `telemetry_overhead`, `first_five_minutes`,
-`against_commit`, `compression`, `compression_loss`, `coordinator_scale` and `command_line` end with
-exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the
-number of workers. Square brackets are 95 % intervals.
+`against_commit`, `compression`, `compression_loss`, `sharding`, `sharding_memory`,
+`sharding_changes`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
+missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
+are 95 % intervals.
 """
 
 
@@ -285,6 +286,74 @@ def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
             f'The difference for each seed, `wire="{wire}"`',
             ", ".join(f"{x:+.6f}" for x in of_each),
         )
+
+
+def sharding(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding import TARGET, targets
+
+    met = targets(list(r))
+    alike = ("parameters", "workers", "peer")
+    for one in r:
+        if not one["sharded"]:
+            continue
+        parameters, workers, peer = (one[key] for key in alike)
+        (other,) = (x for x in r if not x["sharded"] and all(x[k] == one[k] for k in alike))
+        where = f"{parameters}, {workers} workers, beside {peer}"
+        what = f"{parameters} parameters, {workers} workers"
+        yield Row(
+            f"Step time beside {peer}, with and without it, {what}, {one['pairs']} pairs",
+            " and ".join(
+                f"{x['ratio']:.3f} [{x['interval'][0]:.2f}, {x['interval'][1]:.2f}]"
+                for x in (one, other)
+            ),
+            f"{TARGET} of a step without",
+            met[f"{where}: {TARGET} of the time of a step that is not sharded"],
+        )
+        yield Row(
+            f"Bytes that a worker sends in a step, beside the parameters, {what}",
+            f"{one['sent_by_parameters']:.2f}",
+            f"{2 + 1 / workers:.2f}",
+            met[f"{where}: 2 + 1/W times the parameters are sent"],
+        )
+
+
+def sharding_memory(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding_memory import BEYOND, targets
+
+    met = targets(list(r))
+    for one in r:
+        where = f"{one['parameters']}, {one['workers']} workers, {one['system']}"
+        if "dtype" in one:
+            yield Row(f"{where}, {one['dtype']}", f"{one['gigabytes_without_activations']:.0f} GB")
+            continue
+        target = f"{one['by_formula']:.1f} + {BEYOND:g}" if "by_formula" in one else ""
+        yield Row(
+            f"Bytes of memory for each parameter, {where}",
+            f"{one['bytes_by_parameter']:.1f}",
+            target,
+            met.get(f"{where}: the formula"),
+        )
+
+
+def sharding_changes(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding_changes import MORE_MS, MOST_MOVED, targets
+
+    sharded, replicated = r
+    same, pause, moved = targets(list(r)).values()
+    where = f"{sharded['parameters']} parameters, {sharded['workers']} workers"
+    yield Row(
+        f"Pause after SIGKILL with and without it, {where}, {len(sharded['pauses_ms'])} kills each",
+        f"{sharded['median_pause_ms']:.0f} and {replicated['median_pause_ms']:.0f} ms",
+        f"{MORE_MS:.0f} ms more",
+        pause,
+    )
+    yield Row(
+        f"Bytes moved after a kill, beside the least possible, {where}",
+        f"at most {max(sharded['moved_by_least']):.3f}",
+        f"{MOST_MOVED:g}",
+        moved,
+    )
+    yield Row("Weights after these kills", "equal" if same else "different", "equal", same)
 
 
 def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -810,6 +879,20 @@ SECTIONS = {
         "![Training loss with and without rounded gradients](assets/compression.svg)\n\n"
         "A GPT of 0.2 million parameters on the source of Python's standard library, four virtual "
         "workers, with the same seeds. The bands go from the least to the largest of the seeds.",
+    ),
+    "sharding": Section("Steps with a sharded optimizer", "benchmarks.sharding", sharding),
+    "sharding_memory": Section(
+        "Memory with a sharded optimizer",
+        "benchmarks.sharding_memory",
+        sharding_memory,
+        "AdamW, fp32, each worker with one row. What the peak of a worker's memory has beyond that "
+        "before its model is made, the largest of all workers; activations and libraries' code "
+        "that is first used in training are in it. [The formula](sharding.md#memory).",
+    ),
+    "sharding_changes": Section(
+        "Losses of workers with a sharded optimizer",
+        "benchmarks.sharding_changes",
+        sharding_changes,
     ),
     "telemetry_overhead": Section(
         "Steps with and without telemetry",

@@ -226,7 +226,10 @@ class BucketReduction:
             # What is received is added up at the beginning of its memory, and sent from behind it.
             self._part, self._sending = self._total[:chunk], self._total[chunk:]
             self._sending = self._sending[: sum(self._route.sent)]
-            self._total = self._buffer(pool, sum(self._route.received))
+            # The pool would give it the memory of a whole bucket.
+            self._total = torch.empty(
+                sum(self._route.received), dtype=bucket.wire_dtype, device=bucket.device
+            )
         # The finished sum in the dtype of the parameters.
         self._result = self._total
         if bucket.is_rounded:

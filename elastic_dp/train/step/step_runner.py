@@ -90,7 +90,7 @@ class StepRunner:
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
-    _norm: torch.Tensor | None = None  # theirs before clipping, where it is still on a device
+    _norm: torch.Tensor | None = None  # theirs before clipping and before the optimizer's step
 
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters, self.wire)
@@ -453,6 +453,9 @@ class StepRunner:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
                     grad_norm = float(norm)
+            elif norm is None and not type(state.optimizer).__module__.startswith("torch.optim"):
+                assert self._gradients is not None  # the optimizer may write to them
+                self._norm = norm_of(state, self._units, self._gradients)
             self.pass_point("optimizer", step)
             self._update_parameters()
             if state.scheduler is not None:
