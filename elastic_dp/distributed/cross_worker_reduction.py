@@ -228,7 +228,7 @@ class BucketReduction:
             self._sending = self._sending[: sum(self._route.sent)]
             # The pool would give it the memory of a whole bucket.
             self._total = torch.empty(
-                sum(self._route.received), dtype=bucket.wire_dtype, device=bucket.device
+                sum(self._route.received), dtype=bucket.rounding.dtype, device=bucket.device
             )
         # The finished sum in the dtype of the parameters.
         self._result = self._total
