@@ -10,7 +10,6 @@ The sums are added in fp64, since their number grows with the model.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -53,11 +52,6 @@ def squares_of_units(
 
 def fold_squares(squares: torch.Tensor) -> torch.Tensor:
     """Returns the sum over all units, of shape () in fp64, added along the tree."""
-    if squares.device.type == "cpu":  # Python adds them sooner than torch starts its kernels
-        sums = squares.tolist()
-        while len(sums) > 1:
-            sums = [a + b for a, b in itertools.zip_longest(sums[0::2], sums[1::2], fillvalue=0.0)]
-        return squares.new_tensor(sums[0] if sums else 0.0)
     count = squares.numel()
     if count == 0:
         return squares.new_zeros(())
