@@ -237,13 +237,13 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
     if gpus <= 0:
         return torch.device("cpu")
     gpu = first_gpu()
-    if gpu is not None and sees_other_gpus():
-        raise ClusterError(
-            "CUDA shows this process other GPUs than its own, because a module asked for them "
-            "before Ray gave the process to this worker. See that no module asks when it is "
-            "imported, or set scaling.warm_processes=0"
-        )
     if gpu is not None:
+        if sees_other_gpus():
+            raise ClusterError(
+                "CUDA shows this process other GPUs than its own, because a module asked for them "
+                "before Ray gave the process to this worker. See that no module asks when it is "
+                "imported, or set scaling.warm_processes=0"
+            )
         return gpu
     raise ClusterError(
         f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "

@@ -436,6 +436,15 @@ DEVICE_MUTANTS = [
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
     ),
     ModuleMutant(
+        "a worker trains on the GPU of another one",
+        "pick_device",
+        "sees_other_gpus()",
+        "False",
+        module="elastic_dp.cluster.worker",
+        caught_by="tests/cluster/test_device.py::"
+        "test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu",
+    ),
+    ModuleMutant(
         "members switch when one of them is connected",
         "StepHeader.of",
         'all(text.get("connected") for text in texts)',
