@@ -113,9 +113,9 @@ def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lars, lamb], ids=["LARS", "LAMB"])
 def test_sharded_optimizer_has_the_digest_of_one_that_is_not(make, tmp_path):
-    config = {"hold": dict.fromkeys(range(1, 5), 4)}  # step 5 has four workers
+    config = {"hold": dict.fromkeys(range(1, 7), 4)}  # there are four workers before step 7
     spec = spec_of(steps=10, workers=4, min_workers=1, config=config)
-    dies = WorkerFault("gathered", 5, rank=2, world_size=4, once=str(tmp_path / "killed"))
+    dies = WorkerFault("gathered", 8, rank=2, world_size=4, once=str(tmp_path / "killed"))
     sharded = dataclasses.replace(spec, sharding="optimizer")
     outcome, _ = group(sharded, training(make), faults=(dies,))
     assert outcome.error is None, outcome.traceback

@@ -178,9 +178,9 @@ def kill_two_members(run):
 def test_loss_of_a_worker_costs_no_state(point, rank, tmp_path):
     """Before the parameters are sent, after they have arrived, and when one alone may have
     committed. There is no checkpoint."""
-    config = {"hold": dict.fromkeys(range(1, 5), 4)}  # step 5 has four workers
+    config = {"hold": dict.fromkeys(range(1, 7), 4)}  # there are four workers before step 7
     spec = sharded(spec_of(steps=10, workers=4, min_workers=1, config=config))
-    fault = WorkerFault(point, 5, rank, world_size=4, once=str(tmp_path / "dead"))
+    fault = WorkerFault(point, 8, rank, world_size=4, once=str(tmp_path / "dead"))
     outcome, run = group(spec, in_small_units(plain), faults=(fault,))
     assert outcome.workers_lost == 1, losses_of(run)
     check(outcome, plain, spec)
