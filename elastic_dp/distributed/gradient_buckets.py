@@ -2,7 +2,7 @@
 
 Parameters that require a gradient are taken in reverse order of registration, about the order in
 which backward computes their gradients, and cut into buckets by dtype and device. A view into a
-bucket has the strides of its parameter.
+bucket has the strides of its parameter. Of a sharded parameter all of this is its local part.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic_dp.distributed.gradient_rounding import wire_dtype
+from elastic_dp.distributed.local_shards import local_of
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
@@ -31,7 +32,7 @@ class GradientBucket:
         self.number = number
         self.first, self.last = first, first + len(parameters)
         self.parameters = parameters
-        self.numel = sum(p.numel() for p in parameters)
+        self.numel = sum(local_of(p).numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.wire_dtype = wire_dtype(wire, self.dtype)
 
@@ -42,7 +43,7 @@ class GradientBucket:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns a view into `flat`, of shape (numel or more,), for each parameter."""
         views, offset = [], 0
-        for p in self.parameters:
+        for p in map(local_of, self.parameters):
             dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
             stride = p.stride() if dense else torch.empty(p.shape, device="meta").stride()
             views.append(flat.as_strided(p.shape, stride, offset))
@@ -68,10 +69,10 @@ class GradientLayout:
 def _cut(parameters: list[torch.nn.Parameter], wire: str | None) -> list[GradientBucket]:
     buckets: list[GradientBucket] = []
     current: list[torch.nn.Parameter] = []
-    total = sum(p.numel() * p.element_size() for p in parameters)
+    total = sum(local_of(p).nbytes for p in parameters)
     size, limit = 0, FIRST_BUCKET_BYTES if total > UNCUT_BYTES else UNCUT_BYTES
     for i, p in enumerate(parameters):
-        p_bytes = p.numel() * p.element_size()
+        p_bytes = local_of(p).nbytes
         same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
         if current and (not same or size + p_bytes > limit):
             buckets.append(GradientBucket(len(buckets), i - len(current), current, wire))
