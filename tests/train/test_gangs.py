@@ -153,7 +153,7 @@ def test_run_that_was_stopped_goes_on_with_another_number_of_gangs(
         ({"sharding": "optimizer"}, "sharding is 'optimizer'"),
     ],
 )
-def test_what_gangs_do_not_do_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_gangs_with_other_strategies_are_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(SpecError, match=f"processes_per_worker is 2 and {named}"):
         dataclasses.replace(gangs(2), **given)
 
