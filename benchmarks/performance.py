@@ -32,9 +32,10 @@ Everything here was measured on CPUs, with Gloo, on one machine of two cores. Wo
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
 `benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `work_lost`, `device_pause`,
 `join`, `planned`, `data_cache`, `step_overhead`, `telemetry_overhead`, `first_five_minutes`,
-`against_commit`, `compression`, `compression_loss`, `coordinator_scale` and `command_line` end with
-exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the
-number of workers. Square brackets are 95 % intervals.
+`against_commit`, `compression`, `compression_loss`, `sharding`, `sharding_memory`,
+`sharding_changes`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
+missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
+are 95 % intervals.
 """
 
 
@@ -237,46 +238,122 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 
 def compression(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression import MOST_BYTES, targets
+    from benchmarks.compression import MOST_BYTES, measured, targets
 
-    for (name, one), met in zip(r.items(), targets(r).values(), strict=True):
-        without, rounded = one["None"], one["bf16"]
-        yield Row(
-            f"Bytes of a step with `wire`, {name}",
-            f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
-            f"{MOST_BYTES}",
-            met,
-        )
-        yield Row(
-            f"Step time without and with it, {name}",
-            f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
-        )
-        yield Row(
-            f"The same of DDP and its `fp16_compress_hook`, {name}",
-            f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
-        )
-        (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
-        yield Row(
-            f"Ours beside DDP without and with it, {name}, {rounded['pairs']} pairs",
-            f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
-            f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
-        )
+    beside = {"bf16": "its `fp16_compress_hook`", "int8": "its `powerSGD_hook`"}
+    met = iter(targets(r).values())
+    for name, one in r.items():
+        for wire in measured(one):
+            without, rounded = one["None"], one[wire]
+            what = f'`wire="{wire}"`, {name}'
+            yield Row(
+                f"Bytes of a step with {what}",
+                f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
+                f"{MOST_BYTES[wire]}",
+                next(met),
+            )
+            yield Row(
+                f"Step time without and with {what}",
+                f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
+            )
+            yield Row(
+                f"The same of DDP and {beside[wire]}, {name}",
+                f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
+            )
+            (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
+            yield Row(
+                f"Ours beside DDP without and with {what}, {rounded['pairs']} pairs",
+                f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
+                f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
+            )
 
 
 def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression_loss import difference, ends
+    from benchmarks.compression_loss import difference, ends, measured
 
-    more, deviation = difference(r)
     steps = max(map(int, next(iter(r.values()))["None"]))
-    means = [statistics.fmean(ends(r, wire)) for wire in ("None", "bf16")]
+    without = ends(r, "None")
+    for wire in measured(r):
+        rounded, (more, deviation) = ends(r, wire), difference(r, wire)
+        yield Row(
+            f'Loss after {steps} steps without and with `wire="{wire}"`, mean of {len(r)} seeds',
+            f"{statistics.fmean(without):.5f} and {statistics.fmean(rounded):.5f}: {more:+.6f}",
+            f"at most {deviation:.4f} apart, the standard deviation of the seeds",
+            abs(more) <= deviation,
+        )
+        of_each = (a - b for a, b in zip(rounded, without, strict=True))
+        yield Row(
+            f'The difference for each seed, `wire="{wire}"`',
+            ", ".join(f"{x:+.6f}" for x in of_each),
+        )
+
+
+def sharding(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding import TARGET, targets
+
+    met = targets(list(r))
+    alike = ("parameters", "workers", "peer")
+    for one in r:
+        if not one["sharded"]:
+            continue
+        parameters, workers, peer = (one[key] for key in alike)
+        (other,) = (x for x in r if not x["sharded"] and all(x[k] == one[k] for k in alike))
+        where = f"{parameters}, {workers} workers, beside {peer}"
+        what = f"{parameters} parameters, {workers} workers"
+        yield Row(
+            f"Step time beside {peer}, with and without it, {what}, {one['pairs']} pairs",
+            " and ".join(
+                f"{x['ratio']:.3f} [{x['interval'][0]:.2f}, {x['interval'][1]:.2f}]"
+                for x in (one, other)
+            ),
+            f"{TARGET} of a step without",
+            met[f"{where}: {TARGET} of the time of a step that is not sharded"],
+        )
+        yield Row(
+            f"Bytes that a worker sends in a step, beside the parameters, {what}",
+            f"{one['sent_by_parameters']:.2f}",
+            f"{2 + 1 / workers:.2f}",
+            met[f"{where}: 2 + 1/W times the parameters are sent"],
+        )
+
+
+def sharding_memory(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding_memory import BEYOND, targets
+
+    met = targets(list(r))
+    for one in r:
+        where = f"{one['parameters']}, {one['workers']} workers, {one['system']}"
+        if "dtype" in one:
+            yield Row(f"{where}, {one['dtype']}", f"{one['gigabytes_without_activations']:.0f} GB")
+            continue
+        target = f"{one['by_formula']:.1f} + {BEYOND:g}" if "by_formula" in one else ""
+        yield Row(
+            f"Bytes of memory for each parameter, {where}",
+            f"{one['bytes_by_parameter']:.1f}",
+            target,
+            met.get(f"{where}: the formula"),
+        )
+
+
+def sharding_changes(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.sharding_changes import MORE_MS, MOST_MOVED, targets
+
+    sharded, replicated = r
+    same, pause, moved = targets(list(r)).values()
+    where = f"{sharded['parameters']} parameters, {sharded['workers']} workers"
     yield Row(
-        f"Loss after {steps} steps without and with `wire`, mean of {len(r)} seeds",
-        f"{means[0]:.5f} and {means[1]:.5f}: {more:+.6f}",
-        f"at most {deviation:.4f} apart, the standard deviation of the seeds",
-        abs(more) <= deviation,
+        f"Pause after SIGKILL with and without it, {where}, {len(sharded['pauses_ms'])} kills each",
+        f"{sharded['median_pause_ms']:.0f} and {replicated['median_pause_ms']:.0f} ms",
+        f"{MORE_MS:.0f} ms more",
+        pause,
     )
-    of_each = (a - b for a, b in zip(ends(r, "bf16"), ends(r, "None"), strict=True))
-    yield Row("The difference for each seed", ", ".join(f"{x:+.6f}" for x in of_each))
+    yield Row(
+        f"Bytes moved after a kill, beside the least possible, {where}",
+        f"at most {max(sharded['moved_by_least']):.3f}",
+        f"{MOST_MOVED:g}",
+        moved,
+    )
+    yield Row("Weights after these kills", "equal" if same else "different", "equal", same)
 
 
 def telemetry_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -546,15 +623,14 @@ def recovery_gpt(r: dict[str, Any]) -> Iterator[Row]:
         )
         again, sooner = us["full_size_again"], them["full_size_again"]
         yield Row(
-            "The same kills, until all three workers have committed a step together, with "
-            "`warm_processes=1`",
+            "The same kills, until all three workers have committed a step together",
             f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
             f"torchft's median of {sooner['median_ms'] / 1e3:.1f} s",
             again["median_ms"] <= sooner["median_ms"],
         )
         again = cold["full_size_again"]
         yield Row(
-            f"The same without `warm_processes`, {again['count']} kills",
+            f"The same with `warm_processes=0`, {again['count']} kills",
             f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
         )
 
@@ -789,20 +865,34 @@ SECTIONS = {
         "interval is above it.",
     ),
     "compression": Section(
-        "Gradients in bfloat16",
+        "Rounded gradients",
         "benchmarks.compression",
         compression,
-        '`wire="bf16"`, two workers on one machine, whose loopback is as slow as a link that both '
-        "directions share. Bytes are those of the loopback, of both workers, with headers and "
+        "Two workers on one machine, whose loopback is as slow as a link that both directions "
+        "share. Bytes are those of the loopback, of both workers, with headers and "
         "acknowledgements.",
     ),
     "compression_loss": Section(
-        "Loss with gradients in bfloat16",
+        "Loss with rounded gradients",
         "benchmarks.compression_loss",
         compression_loss,
         "![Training loss with and without rounded gradients](assets/compression.svg)\n\n"
         "A GPT of 0.2 million parameters on the source of Python's standard library, four virtual "
         "workers, with the same seeds. The bands go from the least to the largest of the seeds.",
+    ),
+    "sharding": Section("Steps with a sharded optimizer", "benchmarks.sharding", sharding),
+    "sharding_memory": Section(
+        "Memory with a sharded optimizer",
+        "benchmarks.sharding_memory",
+        sharding_memory,
+        "AdamW, fp32, each worker with one row. What the peak of a worker's memory has beyond that "
+        "before its model is made, the largest of all workers; activations and libraries' code "
+        "that is first used in training are in it. [The formula](sharding.md#memory).",
+    ),
+    "sharding_changes": Section(
+        "Losses of workers with a sharded optimizer",
+        "benchmarks.sharding_changes",
+        sharding_changes,
     ),
     "telemetry_overhead": Section(
         "Steps with and without telemetry",
@@ -921,7 +1011,7 @@ def highlights(results: Path) -> str:
             "benchmarks.recovery_gpt",
         ),
         (
-            "until a new worker trains in place of the killed one, `warm_processes=1`",
+            "the same, until a new worker trains in place of the killed one",
             "median {:.1f} or {:.1f} s (tuned torchft {:.1f} or {:.1f} s)".format(*full_size),
             "benchmarks.recovery_gpt",
         ),

@@ -13,11 +13,9 @@ and says why, if a target was missed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,14 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import conclude, median_interval, of_pairs
-from benchmarks.step_overhead import ROWS, StaticLink, ddp_step
+from benchmarks.step_overhead import ROWS, ddp_step, session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
-from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
-from elastic_dp.distributed.process_group import ProcessGroup, open_rendezvous_store
-from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.train_function import train_until_released
-from elastic_dp.train.worker_session import WorkerSession
 
 WORLDS = (3, 4)  # with two, each holds everything
 SKIPPED = 3  # first steps allocate
@@ -78,24 +73,14 @@ PEERS = {"ZeroRedundancyOptimizer": zero}
 ALONE = PEERS | {"FSDP2": fsdp2}  # in processes of their own: it hangs beside our group
 
 
-def session_of(
-    rank: int, world: int, port: int, rows: int, sharded: bool, steps: int
-) -> WorkerSession:
-    """A worker in a group that does not change."""
-    spec = JobSpec(
+def spec_of(world: int, rows: int, sharded: bool, steps: int) -> JobSpec:
+    return JobSpec(
         name="bench",
         data=DataConfig("none", micro_batch_size=rows),
         scaling=ScalingConfig(max_workers=world, virtual_workers=world),
         sharding="optimizer" if sharded else None,
         max_steps=steps,
     )
-    members = tuple(
-        Member(f"w{r}", ((r, r + 1),), TrainingPosition(0), False) for r in range(world)
-    )
-    control = WorkerControl()
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
-    data, device = RandomTokens(rows), torch.device("cpu")
-    return WorkerSession(spec, f"w{rank}", data, device, False, link, link, control, rank == 0)
 
 
 class SentBytes:
@@ -123,9 +108,9 @@ def _of_all_to_all(group: ProcessGroup, _: Any, x: Any, __: Any, sizes: Sequence
 
 def worker(
     rank: int,
-    world: int,
     port: int,
     path: str,
+    world: int,
     size: str,
     peer: str,
     sharded: bool,
@@ -133,9 +118,11 @@ def worker(
     out: Any,
 ) -> None:
     torch.set_num_threads(1)
-    session = session_of(rank, world, port, ROWS[size], sharded, pairs + SKIPPED)
+    data = RandomTokens(ROWS[size])
+    spec = spec_of(world, ROWS[size], sharded, pairs + SKIPPED)
+    session = session_of(rank, port, spec, data)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
-    sent, data = SentBytes(), RandomTokens(ROWS[size])
+    sent = SentBytes()
     ours: list[float] = []
     theirs: list[float] = []
     told: dict[str, int] = {}
@@ -163,9 +150,7 @@ def worker(
             started = time.perf_counter()
 
     train_until_released(train, session)
-    out.put((rank, ours, theirs, told))
-    time.sleep(0.3)
-    os._exit(0)
+    tell(out, rank, (ours, theirs, told))
 
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
@@ -174,25 +159,9 @@ def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)  # of a DTensor, its part
 
 
-def processes(target: Any, world: int, *given: Any) -> list[Any]:
-    """What each of `world` processes puts into its queue, by rank."""
-    context = multiprocessing.get_context("spawn")
-    store = open_rendezvous_store("127.0.0.1", b"secret")
-    out = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (world, store.port, f"{folder}/store", *given, out)
-        started = [context.Process(target=target, args=(r, *args)) for r in range(world)]
-        for process in started:
-            process.start()
-        told = sorted((out.get() for _ in range(world)), key=lambda one: one[0])
-        for process in started:
-            process.join()
-    return told
-
-
 def measure(size: str, world: int, peer: str, sharded: bool, pairs: int) -> dict[str, Any]:
-    told = processes(worker, world, size, peer, sharded, pairs)
-    _, ours, theirs, first = told[0]
+    told = timed_on_workers(worker, world, size, peer, sharded, pairs, workers=world)
+    ours, theirs, first = told[0]
     ours, theirs = ours[SKIPPED:], theirs[SKIPPED : len(ours)]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
     copies = min(2, world) if sharded else world

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ import torch.distributed as dist
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import conclude, of_pairs
-from benchmarks.sharding import ALONE, processes, session_of
+from benchmarks.sharding import ALONE, spec_of
+from benchmarks.step_overhead import session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.train.train_function import train_until_released
 
@@ -49,7 +49,7 @@ def memory(field: str) -> int:
 
 
 def worker(
-    rank: int, world: int, port: int, path: str, size: str, system: str, steps: int, out: Any
+    rank: int, port: int, path: str, world: int, size: str, system: str, steps: int, out: Any
 ) -> None:
     torch.set_num_threads(1)
     before = 0
@@ -65,7 +65,6 @@ def worker(
         step, _ = ALONE[system](size)
         for number in range(1, steps + 1):
             step(RandomTokens(ROWS), number, rank)
-        out.put((rank, memory("VmHWM") - before))
         dist.barrier()
     else:
 
@@ -75,16 +74,14 @@ def worker(
             for _ in ctx.steps(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn):
                 pass
 
-        session = session_of(rank, world, port, ROWS, system == "sharded", steps)
-        train_until_released(train, session)
-        out.put((rank, memory("VmHWM") - before))
-    time.sleep(0.3)
-    os._exit(0)
+        spec = spec_of(world, ROWS, system == "sharded", steps)
+        train_until_released(train, session_of(rank, port, spec, RandomTokens(ROWS)))
+    tell(out, rank, memory("VmHWM") - before)
 
 
 def measure(size: str, world: int, system: str, steps: int) -> dict[str, Any]:
     numel = sum(p.numel() for p in GPT(*SIZES[size]).parameters())
-    most = max(nbytes for _, nbytes in processes(worker, world, size, system, steps))
+    most = max(timed_on_workers(worker, world, size, system, steps, workers=world))
     found: dict[str, Any] = {
         "parameters": size,
         "workers": world,

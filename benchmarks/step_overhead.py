@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ def worker(
         max_steps=pairs + 5,
     )
     data = RandomTokens(ROWS[size])
-    session = session_of(rank, port, spec, data, per_worker)
+    session = session_of(rank, port, spec, data)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = [], []
 
@@ -121,19 +121,23 @@ def worker(
             started = time.perf_counter()
 
     train_until_released(train, session)
-    if rank == 0:
-        out.put((ours, theirs))
-        time.sleep(0.3)
+    tell(out, rank, (ours, theirs))
+
+
+def tell(out: Any, rank: int, found: Any) -> NoReturn:
+    """Hands over what a worker has found, and ends its process."""
+    out.put((rank, found))
+    time.sleep(0.3)
     os._exit(0)
 
 
-def session_of(
-    rank: int, port: int, spec: JobSpec, data: RandomTokens, per_worker: int
-) -> WorkerSession:
-    """One of WORLD workers that stay, without a controller."""
+def session_of(rank: int, port: int, spec: JobSpec, data: RandomTokens) -> WorkerSession:
+    """One of `spec.scaling.max_workers` workers that stay, without a controller."""
+    workers = spec.scaling.max_workers
+    each = spec.scaling.num_virtual_workers // workers
     members = tuple(
-        Member(f"w{r}", ((r * per_worker, (r + 1) * per_worker),), TrainingPosition(0), False)
-        for r in range(WORLD)
+        Member(f"w{r}", ((r * each, (r + 1) * each),), TrainingPosition(0), False)
+        for r in range(workers)
     )
     control = WorkerControl()
     link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
@@ -142,21 +146,21 @@ def session_of(
     )
 
 
-def timed_on_workers(target: Callable[..., None], *args: Any) -> Any:
-    """Runs `target(rank, port, path, *args, out)` in WORLD processes. Returns what is put in
-    `out`."""
+def timed_on_workers(target: Callable[..., None], *args: Any, workers: int = WORLD) -> list[Any]:
+    """Runs `target(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
+    rank."""
     context = multiprocessing.get_context("spawn")
     store = open_rendezvous_store("127.0.0.1", b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         given = (store.port, f"{folder}/store", *args, out)
-        processes = [context.Process(target=target, args=(r, *given)) for r in range(WORLD)]
+        processes = [context.Process(target=target, args=(r, *given)) for r in range(workers)]
         for process in processes:
             process.start()
-        found = out.get()
+        found = dict(out.get() for _ in processes)
         for process in processes:
             process.join()
-    return found
+    return [found[rank] for rank in range(workers)]
 
 
 def ddp_step(
@@ -174,7 +178,7 @@ def ddp_step(
 
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
-    ours, theirs = timed_on_workers(worker, size, exact, per_worker, pairs)
+    (ours, theirs), *_ = timed_on_workers(worker, size, exact, per_worker, pairs)
     skip = 5  # first steps allocate
     ours, theirs = ours[skip:], theirs[skip : skip + len(ours) - skip]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])

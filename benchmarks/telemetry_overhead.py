@@ -34,7 +34,7 @@ import torch
 from benchmarks import models
 from benchmarks.recovery_gpt import Text
 from benchmarks.report import conclude, median_interval, of_pairs
-from elastic_dp.cluster.controller.run_metrics import MetricKind, RunMetrics
+from elastic_dp.cluster.controller.prometheus_metrics import MetricKind, PrometheusMetrics
 from elastic_dp.cluster.logger_threads import LoggerThreads
 from elastic_dp.cluster.metrics_exporter import INTERVAL_S
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
@@ -142,7 +142,7 @@ def spent(clocks: CpuClocks) -> Iterable[tuple[str, float]]:
 
 
 class Kept:
-    """Keeps the newest value of each metric. A `run_metrics.Sink`."""
+    """Keeps the newest value of each metric. A `prometheus_metrics.Sink`."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, str], float] = {}
@@ -155,7 +155,7 @@ def sample_metrics(run: ProcessRun, spec: JobSpec, switch: Switch) -> Callable[[
     """Sample the metrics of the run as its exporter does, until the function that is returned is
     called."""
     controller, sink, over = run.controller, Kept(), threading.Event()
-    metrics = RunMetrics(spec, run.journal, time.time(), stored=True)
+    metrics = PrometheusMetrics(spec, run.journal, time.time(), stored=True)
 
     def work() -> None:
         while not over.wait(INTERVAL_S):

@@ -2,8 +2,11 @@
 loaded; and Ctrl-C, which a shell has those ignore that it starts in the background, and all whom
 they start; and one Ray at a time, each of which fills the machine while it starts."""
 
+import functools
+import gc
 import os
 import signal
+import sys
 from collections import Counter
 
 import hypothesis
@@ -23,7 +26,19 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 # Ray gives its own processes 30 s to start. Several at once need longer on two cores.
-START_RAY = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/cluster/ray/")
+ON_ONE_RAY = (
+    *("tests/ray/test_run.py", "tests/ray/test_commands.py"),
+    *("tests/ray/test_controller_restart.py", "tests/ray/test_gpu.py"),
+)
+START_RAY = (
+    *ON_ONE_RAY,
+    "tests/ray/",
+    "tests/chaos/",
+    "tests/k8s/test_emulated.py",
+    "tests/cluster/ray/",
+)
+# These parse the package, which takes seconds.
+READ_THE_SOURCE = ("tests/test_architecture.py", "tests/test_docs.py", "tests/test_largest.py")
 # Files that take longest, which begin first, so that the processes end together.
 LONG = (
     *START_RAY,
@@ -38,15 +53,43 @@ LONG = (
 
 
 class OneRayAtATime(LoadFileScheduling):
-    """The tests of a file run in one process, and those that start a Ray all in the same."""
+    """The tests of a file run in one process, those that start a Ray all in the same, and those
+    that read the source, too."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith(START_RAY) else super()._split_scope(nodeid)
+        if nodeid.startswith(START_RAY):
+            return "ray"
+        return "source" if nodeid.startswith(READ_THE_SOURCE) else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return OneRayAtATime(config, log)
+
+
+@functools.cache
+def stand_behind():
+    """This process, and those that it starts, leave the processor to a Ray beside them: its tests
+    take longest, one after the other, and Ray gives its own processes a time to start in."""
+    os.nice(5)
+
+
+def pytest_runtest_setup(item):
+    if not item.nodeid.startswith("tests/ray/") and "tests.ray.clusters" in sys.modules:
+        sys.modules["tests.ray.clusters"].close_shared()
+    if hasattr(item.config, "workerinput") and not item.nodeid.startswith(START_RAY):
+        stand_behind()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported here is never garbage, and no search among all objects need visit it: there
+    are millions."""
+    gc.disable()
+    collected = yield
+    gc.enable()
+    gc.freeze()
+    return collected
 
 
 def pytest_collection_modifyitems(items):

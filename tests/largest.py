@@ -3,8 +3,10 @@
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tests.source_trees import tree_of
 
 ROOT = Path(__file__).parent.parent / "elastic_dp"
 
@@ -29,7 +31,7 @@ def attributes(cls: ast.ClassDef) -> set[str]:
 
 def nodes(kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, kind):
                 yield str(path.relative_to(ROOT)), node
 
@@ -52,10 +54,10 @@ def files() -> list[tuple[int, str]]:
     return sorted(lines, reverse=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--top", type=int, default=10)
-    top = parser.parse_args().top
+    top = parser.parse_args(arguments).top
     for title, found in (
         ("attributes of a class", classes()),
         ("lines of a function", functions()),

@@ -20,9 +20,11 @@ from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
+from tests.short_plans import short_plans
 
 # A worker imports the module of a test that its train function comes from, and so these.
-preload("pytest", "hypothesis", "pandas", "elastic_dp.cluster.run_handle", __name__)
+preload("pytest", "hypothesis", "pandas", "elastic_dp.cluster.run_handle")
+preload("tests.short_plans_of_workers", __name__)
 
 ENDLESS = 1_000_000  # steps: until it is stopped
 # A worker that gets no processor for a while is not dead. Who is killed is known to be at once.
@@ -72,10 +74,11 @@ def spec_of(
 
 def local(spec: JobSpec, train: Callable[..., None], url: str | None = None) -> LocalRun:
     """The undisturbed run, in this process."""
-    data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
-    run = LocalRun(spec, data, torch.device("cpu"), url=url)
-    run.run(train)
-    return run
+    with short_plans():
+        data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
+        run = LocalRun(spec, data, torch.device("cpu"), url=url)
+        run.run(train)
+        return run
 
 
 def group(

@@ -4,6 +4,7 @@ code and of the results."""
 import ast
 import builtins
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import elastic_dp
 import elastic_dp.data
 from benchmarks import performance
 from elastic_dp import cli, errors
+from tests.source_trees import tree_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,7 +29,21 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 }
-every_page = pytest.mark.parametrize("page", PAGES)
+
+
+def every_page(check):
+    """One test for all pages, which says the page that it fails on."""
+
+    def test():
+        for page in PAGES:
+            try:
+                check(page)
+            except Exception as error:
+                error.add_note(f"on {page}")
+                raise
+
+    test.__doc__ = check.__doc__
+    return test
 
 
 GPU_RESULT = ROOT / "benchmarks/results/gpu_check.json"
@@ -231,9 +247,14 @@ def test_names_defined_in_finds_each_kind_and_no_other():
     assert names_defined_in(source) == {"f", "A", "A.m", "B", "C"}
 
 
+@functools.cache
+def command_line():
+    return typer.main.get_command(cli.app)
+
+
 @every_page
 def test_commands_exist_with_their_options(page):
-    app = typer.main.get_command(cli.app)
+    app = command_line()
     makefile = (ROOT / "Makefile").read_text()
     for command in commands(PAGES[page]):
         words = shlex.split(command.replace("…", "X"))
@@ -308,7 +329,7 @@ def texts_of_the_source() -> set[str]:
             return text(node.left) + text(node.right)
         return ""
 
-    trees = [ast.parse(path.read_text()) for path in ROOT.glob("elastic_dp/**/*.py")]
+    trees = [tree_of(path) for path in ROOT.glob("elastic_dp/**/*.py")]
     kinds = ast.Constant | ast.JoinedStr | ast.BinOp
     return {text(n) for tree in trees for n in ast.walk(tree) if isinstance(n, kinds)}
 

@@ -13,14 +13,14 @@ import traceback
 from ray.util import metrics as ray_metrics
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.controller.run_metrics import METRICS, MetricKind, RunMetrics
+from elastic_dp.cluster.controller.prometheus_metrics import METRICS, MetricKind, PrometheusMetrics
 from elastic_dp.threads import background
 
 INTERVAL_S = 2.0
 
 
 class RaySink:
-    """Implements `run_metrics.Sink`."""
+    """Implements `prometheus_metrics.Sink`."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -43,7 +43,9 @@ class MetricsExporter:
         self._sink = RaySink(run)
         state = controller.state_store.state
         stored = controller.url is not None
-        self._metrics = RunMetrics(controller.spec, controller.journal, state.started_at, stored)
+        self._metrics = PrometheusMetrics(
+            controller.spec, controller.journal, state.started_at, stored
+        )
 
     def start(self) -> None:
         background("metrics", self._export).start()

@@ -75,9 +75,9 @@ class ElasticTrainer:
       machine.
     - `sharding`: "optimizer" divides the optimizer's state among the workers, each part on two of
       them (ZeRO-1 with a backup). It needs `exact` and CPUs. The weights are the same as without.
-    - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, so that
-      gradients travel in half the bytes. The result is exact all the same. It is fixed at the run's
-      first start.
+    - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
+      bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
+      the same. It is fixed at the run's first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -99,7 +99,7 @@ class ElasticTrainer:
         failure: FailureConfig | None = None,
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
-        wire: Literal["bf16"] | None = None,
+        wire: Literal["bf16", "int8"] | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),

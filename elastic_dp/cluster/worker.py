@@ -40,7 +40,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
-from elastic_dp.device.gpu import first_gpu, is_gpu, why_no_gpu
+from elastic_dp.device.gpu import first_gpu, is_gpu, sees_other_gpus, why_no_gpu
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
@@ -259,13 +259,20 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
     """Return the GPU if the worker was given one, else the CPU.
 
     Raises ClusterError if torch does not see the GPU: training on the CPU instead would be a
-    hundred times slower, with a backend that only moves CUDA tensors.
+    hundred times slower, with a backend that only moves CUDA tensors. And if the first GPU that it
+    sees may be another worker's.
     """
     gpus = resources.get("GPU", 0)
     if gpus <= 0:
         return torch.device("cpu")
     gpu = first_gpu()
     if gpu is not None:
+        if sees_other_gpus():
+            raise ClusterError(
+                "CUDA shows this process other GPUs than its own, because a module asked for them "
+                "before Ray gave the process to this worker. See that no module asks when it is "
+                "imported, or set scaling.warm_processes=0"
+            )
         return gpu
     raise ClusterError(
         f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "

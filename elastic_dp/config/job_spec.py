@@ -38,7 +38,7 @@ class JobSpec:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
-    wire: Literal["bf16"] | None = None
+    wire: Literal["bf16", "int8"] | None = None
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
@@ -76,7 +76,7 @@ class JobSpec:
             )
 
     def _check_wire(self) -> None:
-        one_of("wire", self.wire, (None, "bf16"))
+        one_of("wire", self.wire, (None, "bf16", "int8"))
         if self.wire is None:
             return
         if not self.exact:

@@ -37,8 +37,8 @@ class ScalingConfig:
       first one says.
     - `standby`: workers that are kept warm without a rank.
     - `warm_processes`: on each node with a worker, so many processes wait that have imported torch
-      and this package, for replacements of workers. Each takes some 0.3 GB of memory, and no CPU,
-      GPU or rank while it waits. Never tried with GPUs.
+      and this package, for replacements of workers. They start when the group is whole. Each takes
+      some 0.3 GB of memory, and no CPU, GPU or rank while it waits. Never tried with GPUs.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
     - `processes_per_worker`: a worker is so many processes of one node, over which its model is
@@ -72,7 +72,7 @@ class ScalingConfig:
     max_workers: int = 1
     virtual_workers: int | Mapping[int, int] | None = None
     standby: int = 0
-    warm_processes: int = 0
+    warm_processes: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
     threads_per_worker: int | None = None

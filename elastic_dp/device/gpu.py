@@ -31,6 +31,13 @@ def first_gpu() -> torch.device | None:
     return torch.device("cuda", 0) if torch.cuda.is_available() else None
 
 
+def sees_other_gpus() -> bool:
+    """Returns whether CUDA shows this process more GPUs than CUDA_VISIBLE_DEVICES lists: it was
+    first asked for them before the variable was set, and does not look again."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed is not None and torch._C._cuda_getDeviceCount() > len(listed.split(","))
+
+
 def why_no_gpu() -> str:
     if not torch.version.cuda:
         return f"torch {torch.__version__} was built without CUDA; install a build with it"

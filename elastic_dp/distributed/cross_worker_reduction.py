@@ -11,8 +11,8 @@ has one order. Fast mode is one all-reduce per bucket.
 Where only some members need each element, since they hold the optimizer's state for it, a finished
 part goes to those that need it, and not to all (`piece_routes`).
 
-With `wire=` (gradient_rounding.py) all of this is in a narrower dtype, in which sums are rounded;
-the finished sum is converted last, on each rank.
+With `wire=` (gradient_rounding.py) all of this is with rounded sums, in fewer bytes; the finished
+sum is converted last, on each rank.
 
 In exact mode nothing is added or received in the buffers that a worker sends its own sums from. So
 when a peer is lost during the exchange, what the survivors have finished is still there.
@@ -21,37 +21,40 @@ when a peer is lost during the exchange, what the survivors have finished is sti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
-from elastic_dp.distributed.gradient_rounding import converted
 from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share, middle
+from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
 
 def sum_gradients(
-    subtrees: Mapping[Node, torch.Tensor], root: Node, out: torch.Tensor | None = None
+    subtrees: Mapping[Node, torch.Tensor],
+    root: Node,
+    add: Callable[[torch.Tensor, torch.Tensor, Node, torch.Tensor], torch.Tensor],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the sum of `root`, added along the tree from the sums of its subtrees, whose memory
     it takes. The last addition writes to `out`, which may be the memory of a subtree.
 
-    `LocalReduction.sum_gradient` is the same within a worker.
+    `add(one, other, node, out)` writes the sum of `node` to `out`. `LocalReduction.sum_gradient` is
+    the same within a worker.
     """
-    if out is None:
-        return add_up(subtrees, root, lambda one, other: one.add_(other))
-    if root in subtrees:
+    if out is not None and root in subtrees:
         return out.copy_(subtrees[root])
-    split = middle(root)
-    one = sum_gradients(subtrees, (root[0], split))
-    return torch.add(one, sum_gradients(subtrees, (split, root[1])), out=out)
+
+    def added(one: torch.Tensor, other: torch.Tensor, node: Node) -> torch.Tensor:
+        return add(one, other, node, out if out is not None and node == root else one)
+
+    return add_up(subtrees, root, added)
 
 
 class ReductionPlan:
@@ -122,8 +125,12 @@ class ReductionPlan:
         return piece_route(group.rank, group.world_size, self.chunk(bucket), ranges, bucket.numel)
 
     def chunk(self, bucket: GradientBucket) -> int:
-        """Returns the number of elements in the part of one rank."""
-        return math.ceil(bucket.numel / self.group.world_size)
+        """Returns the number of elements in the part of one rank, as they are sent."""
+        return self.chunk_blocks(bucket) * bucket.rounding.record
+
+    def chunk_blocks(self, bucket: GradientBucket) -> int:
+        """Returns the number of blocks in the part of one rank."""
+        return math.ceil(bucket.blocks / self.group.world_size)
 
 
 class GradientBufferPool:
@@ -134,11 +141,13 @@ class GradientBufferPool:
 
     def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
         """Touches memory for what each bucket sends and receives, before a group needs it."""
-        self._free = [
-            torch.zeros(b.numel + virtual_workers, dtype=dtype, device=b.device)
-            for b in buckets
-            for dtype in (b.wire_dtype, b.wire_dtype, *([b.dtype] if b.is_rounded else []))
-        ]
+        self._free = []
+        for b in buckets:
+            rounding = b.rounding
+            sent = b.wire_numel + virtual_workers * rounding.record, rounding.dtype
+            result = b.numel + virtual_workers * rounding.block, b.dtype
+            for numel, dtype in (sent, sent, *([result] if b.is_rounded else [])):
+                self._free.append(torch.zeros(numel, dtype=dtype, device=b.device))
 
     def clear(self) -> None:
         self._free = []
@@ -151,21 +160,20 @@ class GradientBufferPool:
         self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
     def take(
-        self, dtype: torch.dtype, device: torch.device, numel: int, virtual_workers: int
+        self, dtype: torch.dtype, device: torch.device, numel: int, padding: int
     ) -> torch.Tensor:
-        """Returns a flat tensor of at least `numel` elements."""
+        """Returns a flat tensor of at least `numel` elements. `padding`: the most elements by which
+        those of other world sizes are longer."""
         fitting = [
             t
             for t in self._free
-            if (t.dtype, t.device) == (dtype, device)
-            and numel <= t.numel() <= 2 * numel + virtual_workers
+            if (t.dtype, t.device) == (dtype, device) and numel <= t.numel() <= 2 * numel + padding
         ]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [t for t in self._free if t is not memory]
             return memory
-        # With room for the padding of any other world size.
-        return torch.empty(numel + virtual_workers, dtype=dtype, device=device)
+        return torch.empty(numel + padding, dtype=dtype, device=device)
 
     def give_back(self, memory: Sequence[torch.Tensor]) -> None:
         self._free += memory
@@ -193,8 +201,8 @@ class BucketReduction:
         # One per subtree of this worker: (world_size * chunk,).
         self._flats = [self._buffer(pool, world_size * chunk) for _ in range(plan.subtrees)]
         for flat in self._flats:
-            flat[bucket.numel :] = 0.0
-        self.views = [bucket.views(flat) for flat in self._flats]
+            flat[bucket.wire_numel :] = 0.0
+        self.views = [bucket.sum_views(flat) for flat in self._flats]
         # [round][j]: this rank's chunks of the j-th sum of every part.
         self._received: list[list[torch.Tensor]] = []
         self._total = self._flats[0]  # where the finished sum is in the end: (world_size * chunk,)
@@ -218,20 +226,24 @@ class BucketReduction:
             # What is received is added up at the beginning of its memory, and sent from behind it.
             self._part, self._sending = self._total[:chunk], self._total[chunk:]
             self._sending = self._sending[: sum(self._route.sent)]
-            self._total = self._buffer(pool, sum(self._route.received))
+            # The pool would give it the memory of a whole bucket.
+            self._total = torch.empty(
+                sum(self._route.received), dtype=bucket.rounding.dtype, device=bucket.device
+            )
         # The finished sum in the dtype of the parameters.
-        self._result = (
-            self._buffer(pool, len(self._total), bucket.dtype) if bucket.is_rounded else self._total
-        )
+        self._result = self._total
+        if bucket.is_rounded:
+            blocks = len(self._total) // bucket.rounding.record
+            self._result = self._buffer(pool, blocks * bucket.rounding.block, bucket.dtype)
         self.total_views = [] if self._route is not None else bucket.views(self._result)
         self.begin()
 
     def _buffer(
         self, pool: GradientBufferPool, numel: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        memory = pool.take(
-            dtype or self.bucket.wire_dtype, self.bucket.device, numel, self._plan.virtual_workers
-        )
+        rounding = self.bucket.rounding
+        padding = self._plan.virtual_workers * (rounding.block if dtype else rounding.record)
+        memory = pool.take(dtype or rounding.dtype, self.bucket.device, numel, padding)
         self._memory.append(memory)
         return memory[:numel]
 
@@ -307,10 +319,11 @@ class BucketReduction:
 
     def sum_part(self) -> torch.Tensor:
         """Returns this rank's part of the sum, or the whole sum if the bucket is not divided."""
-        plan = self._plan
+        plan, bucket = self._plan, self.bucket
         if plan.swaps:
-            if plan.on_device:
-                return torch.add(self._flats[0], self._total, out=self._total)
+            if plan.on_device or bucket.is_rounded:
+                root, add = (0, plan.virtual_workers), bucket.rounding.add
+                return add(self._flats[0], self._total, root, bucket.first_block, self._total)
             received = self._total.split(_PIECE_NUMEL)
             for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
                 both = torch.add(mine, theirs, out=theirs)
@@ -321,8 +334,8 @@ class BucketReduction:
             (part,) = self._received_sums(self._part)
             return part
         # Where the all-gather would copy it to, so that it may lie in the output.
-        first = plan.group.rank * plan.chunk(self.bucket)
-        (part,) = self._received_sums(self._total[first : first + plan.chunk(self.bucket)])
+        first = plan.group.rank * plan.chunk(bucket)
+        (part,) = self._received_sums(self._total[first : first + plan.chunk(bucket)])
         return part
 
     def _received_sums(self, out: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -333,12 +346,25 @@ class BucketReduction:
         arrived: dict[Node, torch.Tensor] = {}
         for nodes, received in zip(current.nodes, self._received[number], strict=True):
             arrived |= zip(nodes, received.view(len(nodes), size), strict=True)
-        return [sum_gradients(arrived, root, out) for root in current.sums]
+        rounded_sum = self.bucket.rounding.add
+        first = self.bucket.first_block + current.first * self._plan.chunk_blocks(self.bucket)
+
+        def add(
+            one: torch.Tensor, other: torch.Tensor, node: Node, out: torch.Tensor
+        ) -> torch.Tensor:
+            return rounded_sum(one, other, node, first, out)
+
+        return [sum_gradients(arrived, root, add, out) for root in current.sums]
 
     def settle(self) -> None:
         """Waits until the finished parts of all ranks have arrived. Raises GroupError."""
         if self._gathering is not None:
             self._plan.group.wait(self._gathering)
+
+    def restore(self) -> None:
+        """Converts the finished sum to the dtype of the parameters, once it has settled."""
+        if self.bucket.is_rounded:
+            self.bucket.rounding.restore(self._total, self._result)
 
     def scale(self, factor: float) -> None:
         """Multiplies the finished sum by `factor`."""
@@ -347,8 +373,6 @@ class BucketReduction:
             self._element_totals = [_total_of_elements(self._result)]
 
     def scale_on_device(self, factor: float) -> None:
-        if self._result is not self._total:
-            self._result.copy_(self._total)
         if factor != 1.0:
             self._overwritten |= self._result is self._flats[0]
             self._result.mul_(factor)
@@ -360,9 +384,8 @@ class BucketReduction:
 
     def extremes(self) -> torch.Tensor:
         """Returns the least and the largest element of the finished sum; NaN if there is one."""
-        flat = self._total
-        pair = torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
-        return converted(pair, self.bucket.dtype)
+        flat = self._result
+        return torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
 
     def totals_are_finite(self) -> bool:
         """Returns whether the totals of all elements are finite.

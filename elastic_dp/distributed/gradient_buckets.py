@@ -7,11 +7,15 @@ bucket has the strides of its parameter. Of a sharded parameter all of this is i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
-from elastic_dp.distributed.gradient_rounding import wire_dtype
+from elastic_dp.distributed.gradient_rounding import GradientRounding, rounding_of
+from elastic_dp.distributed.gradient_units import memory_stride
 from elastic_dp.distributed.local_shards import local_of
 
 BUCKET_BYTES = 25 << 20
@@ -23,32 +27,63 @@ UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs
 class GradientBucket:
     """Consecutive parameters of one dtype and device: `first` up to `last` of the layout.
 
-    `wire_dtype` is that in which their gradients are added and sent.
+    `rounding` is how their gradients are added and sent: each parameter's as whole blocks, of which
+    there are `blocks`. `first_block` is the number of the first one in the layout.
     """
 
     def __init__(
-        self, number: int, first: int, parameters: list[torch.nn.Parameter], wire: str | None = None
+        self,
+        number: int,
+        first: int,
+        parameters: list[torch.nn.Parameter],
+        rounding: GradientRounding,
+        first_block: int,
     ) -> None:
         self.number = number
         self.first, self.last = first, first + len(parameters)
         self.parameters = parameters
-        self.numel = sum(local_of(p).numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
-        self.wire_dtype = wire_dtype(wire, self.dtype)
+        self.rounding, self.first_block = rounding, first_block
+        blocks = (math.ceil(local_of(p).numel() / rounding.block) for p in parameters)
+        # Where the blocks of each parameter begin and end in the bucket.
+        self.cuts = list(accumulate(blocks, initial=0))
+        self.blocks = self.cuts[-1]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, with those that fill up blocks."""
+        return self.blocks * self.rounding.block
+
+    @property
+    def wire_numel(self) -> int:
+        """The number of elements in which they are added and sent."""
+        return self.blocks * self.rounding.record
 
     @property
     def is_rounded(self) -> bool:
-        return self.wire_dtype != self.dtype
+        return self.rounding.dtype != self.dtype
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns a view into `flat`, of shape (numel or more,), for each parameter."""
-        views, offset = [], 0
-        for p in map(local_of, self.parameters):
-            dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
-            stride = p.stride() if dense else torch.empty(p.shape, device="meta").stride()
-            views.append(flat.as_strided(p.shape, stride, offset))
-            offset += p.numel()
-        return views
+        return [
+            flat.as_strided(p.shape, memory_stride(p), cut * self.rounding.block)
+            for p, cut in zip(map(local_of, self.parameters), self.cuts, strict=False)
+        ]
+
+    def sum_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a view into `flat`, of shape (wire_numel or more,), for each parameter, as
+        `rounding` keeps sums."""
+        record = self.rounding.record
+        if record == 1:
+            return self.views(flat)
+        return [flat[a * record : b * record] for a, b in pairwise(self.cuts)]
+
+
+class PlacedRounding(NamedTuple):
+    """How the gradients of one parameter are added, and the number of its first block."""
+
+    rounding: GradientRounding
+    first: int
 
 
 class GradientLayout:
@@ -59,37 +94,44 @@ class GradientLayout:
         self._requires_grad = [p.requires_grad for p in parameters]
         self.parameters = [p for p in reversed(parameters) if p.requires_grad]
         self.frozen = [p for p in parameters if not p.requires_grad]
-        self.buckets = _cut(self.parameters, wire)
+        self._by_dtype = {p.dtype: rounding_of(wire, p.dtype) for p in self.parameters}
+        self.buckets: list[GradientBucket] = []
+        first = first_block = 0
+        for cut in _cut(self.parameters):
+            rounding = self._by_dtype[cut[0].dtype]
+            bucket = GradientBucket(len(self.buckets), first, cut, rounding, first_block)
+            self.buckets.append(bucket)
+            first, first_block = bucket.last, first_block + bucket.blocks
         self.bucket_of = [bucket for bucket in self.buckets for _ in bucket.parameters]
+        self.roundings = [
+            PlacedRounding(bucket.rounding, bucket.first_block + cut)
+            for bucket in self.buckets
+            for cut in bucket.cuts[:-1]
+        ]
+
+    def begin(self, seed: int) -> None:
+        """Starts a step. `seed`: for what is drawn in it to round gradients."""
+        for rounding in self._by_dtype.values():
+            rounding.begin(seed)
 
     def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         return [p.requires_grad for p in parameters] == self._requires_grad
 
 
-def _cut(parameters: list[torch.nn.Parameter], wire: str | None) -> list[GradientBucket]:
-    buckets: list[GradientBucket] = []
+def _cut(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Returns the parameters of each bucket, in order."""
+    cuts: list[list[torch.nn.Parameter]] = []
     current: list[torch.nn.Parameter] = []
     total = sum(local_of(p).nbytes for p in parameters)
     size, limit = 0, FIRST_BUCKET_BYTES if total > UNCUT_BYTES else UNCUT_BYTES
-    for i, p in enumerate(parameters):
+    for p in parameters:
         p_bytes = local_of(p).nbytes
         same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
         if current and (not same or size + p_bytes > limit):
-            buckets.append(GradientBucket(len(buckets), i - len(current), current, wire))
+            cuts.append(current)
             total -= size
             current, size = [], 0
             limit = max(LAST_BUCKET_BYTES, min(BUCKET_BYTES, total // 2))
         current.append(p)
         size += p_bytes
-    if current:
-        first = len(parameters) - len(current)
-        buckets.append(GradientBucket(len(buckets), first, current, wire))
-    return buckets
-
-
-def _is_dense(p: torch.Tensor) -> bool:
-    """Returns whether the elements fill p.numel() positions without gaps, in any order."""
-    if p.numel() == 0:
-        return True
-    reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
-    return reach == p.numel()
+    return [*cuts, current] if current else cuts

@@ -33,7 +33,6 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
-from elastic_dp.distributed.gradient_rounding import converted
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.local_shards import local_of, sharded_like
@@ -60,7 +59,7 @@ class GradientReducer:
         self._pool = GradientBufferPool()
         # By dtype: memory that is free from `complete_held` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
-        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]], wire)
+        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
         self.sequential = self.late = False
@@ -155,12 +154,16 @@ class GradientReducer:
 
     # ----------------------------------------------------------------------------- step
 
-    def begin(self, *, measures: bool = False) -> None:
-        """Starts a step. Follows changes of `requires_grad`. `measures`: for `leaf_square`."""
+    def begin(self, seed: int = 0, *, measures: bool = False) -> None:
+        """Starts a step. Follows changes of `requires_grad`.
+
+        `seed`: for what is drawn in this step to round gradients. `measures`: for `leaf_square`.
+        """
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
         self.drop()
+        self._layout.begin(seed)
         self.late = self._is_last = False
         self._error = None
         self._used[:] = bytes(len(self._used))
@@ -192,14 +195,15 @@ class GradientReducer:
         for index, (p, gradient) in enumerate(zip(self._layout.parameters, gradients, strict=True)):
             self._used[index] |= gradient is not None
             if is_last:  # `send` takes it; a rounded sum stays as it is when it is rounded again
-                p.grad = None if gradient is None else converted(gradient, p.dtype)
+                rounding = self._layout.bucket_of[index].rounding
+                p.grad = None if gradient is None else rounding.gradient(gradient, p)
             else:
                 self._sums.add_gradient(index, gradient)
         if not is_last:
             self._sums.end_leaf()
 
     def _begin(self, node: Node, merges: int, is_last: bool) -> None:
-        self._sums.begin_leaf(len(self._layout.parameters), merges, node)
+        self._sums.begin_leaf(self._layout.roundings, merges, node)
         self._is_last = is_last
         if self._square is not None:
             self._square.begin()
@@ -296,6 +300,7 @@ class GradientReducer:
         """
         for exchange in self._exchanges:
             exchange.settle()
+            exchange.restore()
             exchange.scale(factor)
         if all(exchange.totals_are_finite() for exchange in self._exchanges):
             return True
@@ -321,6 +326,7 @@ class GradientReducer:
         of it."""
         for exchange in self._exchanges:
             exchange.settle()
+            exchange.restore()
         return [exchange.extremes() for exchange in self._exchanges]
 
     def finish(self, factor: float, extremes: Sequence[torch.Tensor]) -> bool:

@@ -3,11 +3,17 @@ same bits for any number of workers.
 
 Each node of the reduction tree is rounded: a leaf, Q(leaf), and each sum, Q(l + r). Which nodes
 travel depends on the workers, so rounding only what is sent would give other bits for each number
-of them. Rounded sums are kept in the narrow dtype, so to send one rounds nothing.
+of them. Sums are kept as they travel, so to send one rounds nothing, and to round one again changes
+nothing.
 
-Q rounds to the nearest bfloat16, ties to even. The tree has log2(V) levels, so no sum swamps small
-gradients one after another: neither random rounding nor error feedback is needed. The exponent is
-that of fp32, so no scale is needed either.
+A `GradientRounding` says how the sums of one dtype of parameters are kept, rounded and added:
+
+- `DtypeRounding`: in one dtype. Without `wire` it is that of the parameters. With "bf16" Q rounds
+  to the nearest bfloat16, ties to even. The exponent is that of fp32, so no scale is needed.
+- `Int8Rounding` (int8_rounding.py): in whole numbers of 8 bits, with a scale for each block.
+
+The tree has log2(V) levels, so no sum swamps small gradients one after another, and no error
+feedback is needed.
 
 Gradients of 16 bits stay as they are. What else travels is not rounded: losses, weights, metrics,
 buffers, and the state of a joiner.
@@ -16,33 +22,89 @@ buffers, and the state of a joiner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
+from elastic_dp.distributed.int8_rounding import Int8Rounding
+from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
-_WIRE_DTYPES = {"bf16": torch.bfloat16}
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def wire_dtype(wire: str | None, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which gradients of parameters of `dtype` are added and sent."""
-    return dtype if wire is None or dtype in _NARROW else _WIRE_DTYPES[wire]
+class GradientRounding(Protocol):
+    """How sums of gradients are kept, rounded and added.
+
+    A block of gradients is kept as a record. `node` is the subtree whose sum is rounded, `first`
+    the number of its first block among all blocks of the model: with the seed of the step they
+    determine what Q draws at random.
+    """
+
+    dtype: torch.dtype  # of the tensors that sums are kept in
+    block: int  # elements of a gradient
+    record: int  # elements of `dtype`
+
+    def begin(self, seed: int) -> None:
+        """Starts a step."""
+
+    def round(
+        self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns Q(gradient), in `out` if that is given, or a sum that is rounded already."""
+
+    def add(
+        self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns Q(one + other) in `out`, which may be the memory of either."""
+
+    def restore(self, sums: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes sums to `out` in the dtype of the parameters."""
+
+    def gradient(self, sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of one parameter's gradients as a gradient."""
 
 
-def rounded(
-    gradient: torch.Tensor, wire: str | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns Q(gradient), in `out` if that is given; the gradient itself if nothing rounds it."""
-    dtype = wire_dtype(wire, gradient.dtype)
-    if out is None or dtype == gradient.dtype:
-        return converted(gradient, dtype)
-    return out.copy_(gradient)
+class DtypeRounding:
+    """Sums in one dtype, whose addition rounds them. They have the shape of the parameters."""
+
+    block = record = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def begin(self, seed: int) -> None:
+        pass
+
+    def round(
+        self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None or gradient.dtype == self.dtype:
+            return _converted(gradient, self.dtype)
+        return out.copy_(gradient)
+
+    def add(
+        self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.add(one, other, out=out)
+
+    def restore(self, sums: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(sums)
+
+    def gradient(self, sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return _converted(sums, parameter.dtype)
 
 
-def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the tensor in this dtype, where it is, and itself if that is its own."""
     return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype).copy_(tensor)
+
+
+def rounding_of(wire: str | None, dtype: torch.dtype) -> GradientRounding:
+    """Returns how sums of the gradients of parameters of `dtype` are kept, rounded and added."""
+    if wire is None or dtype in _NARROW:
+        return DtypeRounding(dtype)
+    return Int8Rounding() if wire == "int8" else DtypeRounding(torch.bfloat16)
 
 
 def check_wire(wire: str | None, parameters: Mapping[str, torch.nn.Parameter]) -> None:

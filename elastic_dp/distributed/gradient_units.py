@@ -86,6 +86,21 @@ def elements_per_unit(dtype: torch.dtype) -> int:
     return UNIT_BYTES // dtype.itemsize // CUT_ELEMENTS * CUT_ELEMENTS
 
 
+def memory_stride(p: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides of the gradients of `p`: its own, unless elements overlap or have gaps
+    between them."""
+    dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
+    return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Returns whether the elements fill p.numel() positions without gaps, in any order."""
+    if p.numel() == 0:
+        return True
+    reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
+    return reach == p.numel()
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of shape (numel,) of a dense tensor, whatever its strides."""
     if tensor.is_contiguous():

@@ -8,12 +8,12 @@ a gradient is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from elastic_dp.device.graph_replay import graphs_are_replayed
-from elastic_dp.distributed.gradient_rounding import rounded
+from elastic_dp.distributed.gradient_buckets import PlacedRounding
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
@@ -24,11 +24,12 @@ class LocalReduction:
     """The sums of one worker.
 
     `fired[i]` is whether parameter i has received its gradient in the present leaf. `name` returns
-    the name of a parameter by its number. `wire`: of the job; see gradient_rounding.py.
+    the name of a parameter by its number.
     """
 
-    def __init__(self, name: Callable[[int], str], wire: str | None = None) -> None:
-        self._name, self._wire = name, wire
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self._name = name
+        self._roundings: Sequence[PlacedRounding] = ()  # of the parameters
         self._copies = False  # whether gradients on the stack are copied
         self._stack: list[Gradients] = []  # sums of whole subtrees
         self._nodes: list[Node] = []  # ... and which they are
@@ -45,10 +46,12 @@ class LocalReduction:
         self._stack.clear()
         self._nodes.clear()
 
-    def begin_leaf(self, parameters: int, merges: int, node: Node) -> None:
-        """Starts a leaf, or a finished node in place of its leaves."""
-        self.fired = bytearray(parameters)
-        self._current = [None] * parameters
+    def begin_leaf(self, roundings: Sequence[PlacedRounding], merges: int, node: Node) -> None:
+        """Starts a leaf, or a finished node in place of its leaves. `roundings`: of the
+        parameters."""
+        self._roundings = roundings
+        self.fired = bytearray(len(roundings))
+        self._current = [None] * len(roundings)
         self._copies = graphs_are_replayed()
         self.merges, self._node = merges, node
 
@@ -90,17 +93,18 @@ class LocalReduction:
         What is done last, an addition or the rounding of the leaf, writes to `out`. Raises
         ModelError.
         """
+        rounding, first = self._roundings[index]
+        node = self._node
         if value is not None:
             self._refuse_reuse(index, value)
-            value = rounded(value, self._wire, None if self.merges else out)
+            value = rounding.round(value, node, first, None if self.merges else out)
         for depth in range(1, self.merges + 1):
-            one = self._stack[-depth][index]
+            one, node = self._stack[-depth][index], (self._nodes[-depth][0], node[1])
             if one is None or value is None:
                 value = value if one is None else one
-            elif out is not None and depth == self.merges:
-                value = torch.add(one, value, out=out)
             else:
-                value = one.add_(value)
+                into = one if out is None or depth < self.merges else out
+                value = rounding.add(one, value, node, first, into)
         return value
 
     def _refuse_reuse(self, index: int, value: torch.Tensor) -> None:

@@ -155,10 +155,14 @@ class ProcessGroup:
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
-        """Gathers the equally long flat `input` of all ranks, one after another, in `output`."""
+        """Gathers the flat `input` of all ranks in `output`: one after another, or in its rows."""
         return self._launch(
             (output, input),
-            lambda: self._backend._allgather_base(output, input, c10d.AllgatherOptions()),
+            lambda: (
+                self._backend.allgather([list(output)], [input], c10d.AllgatherOptions())
+                if output.dim() == 2
+                else self._backend._allgather_base(output, input, c10d.AllgatherOptions())
+            ),
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
@@ -200,16 +204,12 @@ class ProcessGroup:
         """Returns the payload of every rank, of any length, in rank order. Waits for all ranks."""
         if self.world_size == 1:
             return [payload]
-        size = torch.tensor([len(payload)], dtype=torch.int64)
         sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self.wait(self.all_gather(sizes, size))
+        self.wait(self.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64)))
         longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = (
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
-        )
         everyone = torch.empty(self.world_size * longest, dtype=torch.uint8)
         if longest:
+            mine = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
             self.wait(self.all_gather(everyone, mine))
         rows = everyone.view(self.world_size, longest)
         return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.world_size)]

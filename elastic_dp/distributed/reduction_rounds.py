@@ -28,7 +28,8 @@ class ReductionRound:
     # [j][rank]: what it sends of its j-th sum, and what it receives of the rank's part's j-th sum
     sent: list[list[int]]
     received: list[list[int]]
-    owned: int  # chunks of each sum that are its own from now on
+    first: int  # of the chunks of each sum that are its own from now on
+    owned: int  # ... and their number
     nodes: list[list[Node]]  # [j]: whose sums arrive, in order, each of `owned` chunks
     sums: list[Node]  # what it adds up from them, in order
 
@@ -66,7 +67,7 @@ def reduction_rounds(
                 received[j][member] = _overlap(owned(part_of[member], member), own)
         within = [covers[part] for part in parts if part[0] in group]
         nodes = [[nodes[j] for nodes in within if len(nodes) > j] for j in range(len(sent))]
-        rounds.append(ReductionRound(sent, received, len(own), nodes, covered(group)))
+        rounds.append(ReductionRound(sent, received, own.start, len(own), nodes, covered(group)))
         parts = groups
     return rounds
 

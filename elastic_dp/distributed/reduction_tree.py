@@ -88,13 +88,16 @@ def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     return leaves
 
 
-def add_up(sums: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T:
-    """Returns the sum of `root`, from the sums of nodes that together are exactly it."""
+def add_up(sums: Mapping[Node, T], root: Node, add: Callable[[T, T, Node], T]) -> T:
+    """Returns the sum of `root`, from the sums of nodes that together are exactly it.
+
+    `add(one, other, node)` returns the sum of `node`.
+    """
 
     def walk(node: Node) -> T:
         if node in sums:
             return sums[node]
         split = middle(node)
-        return add(walk((node[0], split)), walk((split, node[1])))
+        return add(walk((node[0], split)), walk((split, node[1])), node)
 
     return walk(root)

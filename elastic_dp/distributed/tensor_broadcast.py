@@ -72,19 +72,23 @@ def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayl
     )
 
 
-def to_flat(text: bytes, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a text and tensors as one byte vector."""
+def to_flats(text: bytes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns a text and tensors as byte vectors, which follow each other where they are sent.
+
+    Those of dense tensors are their memory.
+    """
     payload = pack_payload(text, tensors)
-    return torch.cat([payload.head, *payload.flats])
+    _, end = _text_ends(payload.head[: 2 * _LENGTH_BYTES].numpy().tobytes())
+    return [payload.head[:end], *payload.flats]  # without the room of a broadcast
 
 
 def from_flat(flat: torch.Tensor, device: torch.device) -> tuple[bytes, list[torch.Tensor]]:
-    """Returns the text and the tensors, in new memory, of what `to_flat` returned."""
+    """Returns the text and the tensors, in new memory, of what `to_flats` returned, in one."""
     specs_end, end = _text_ends(flat[: 2 * _LENGTH_BYTES].numpy().tobytes())
     content = flat[2 * _LENGTH_BYTES : end].numpy().tobytes()
     middle = specs_end - 2 * _LENGTH_BYTES
     tensors = [spec.empty(device) for spec in _specs_from_json(content[:middle])]
-    at = max(end, _HEAD_BYTES)
+    at = end
     for tensor in tensors:
         mine = _flat_bytes(tensor)
         mine.copy_(flat[at : at + mine.numel()])

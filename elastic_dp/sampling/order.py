@@ -171,10 +171,10 @@ class Order:
     def positions(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
         """Return positions on the line, and the stream of each position as `low`…`high` - 1."""
         first, behind = self._team(virtual_worker)
-        turn, inside = np.divmod(index, self.micro_batch_size)
+        turn, inside = _divided(index, self.micro_batch_size)
         turn = turn * (behind - first) + virtual_worker - first
         number = turn * self.micro_batch_size + inside
-        depth, stream = np.divmod(number, self._streams_per_team)
+        depth, stream = _divided(number, self._streams_per_team)
 
         start = self._start(first)
         short, longer = divmod(self._start(behind) - start, self._streams_per_team)
@@ -226,6 +226,12 @@ class Order:
                 f"{self.micro_batch_size}); "
                 f"add rows, lower micro_batch_size or virtual_workers{way_out}"
             )
+
+
+def _divided(numbers: Ints, by: int) -> tuple[Ints, Ints]:
+    """Like `np.divmod`, in a fraction of its time."""
+    quotients = numbers // by
+    return quotients, numbers - quotients * by
 
 
 def _count_streams(virtual_workers: int, group_bytes: npt.ArrayLike | None, open_bytes: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic_dp.sampling.keyed_permutation import derive
 
-_FORWARD, _BODY, _TRANSFORM, _BATCH = 1, 2, 3, 4
+_FORWARD, _BODY, _TRANSFORM, _BATCH, _ROUNDING = 1, 2, 3, 4, 5
 
 
 def seed_for(job_seed: int, step: int, virtual_worker: int) -> int:
@@ -31,6 +31,11 @@ def batch_seed(job_seed: int, step: int, virtual_worker: int) -> int:
     It differs from `seed_for`, so that dropout does not draw the same numbers again.
     """
     return derive(_BATCH, job_seed, step, virtual_worker)
+
+
+def rounding_seed(job_seed: int, step: int) -> int:
+    """Return the seed for the random rounding of the gradients of `step` (from 1)."""
+    return derive(_ROUNDING, job_seed, step)
 
 
 def generator_for(

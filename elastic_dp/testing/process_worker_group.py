@@ -56,7 +56,8 @@ _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes a second.
 _preloaded = ["elastic_dp.cluster.worker", __name__, "torch._dynamo"]
-_context.set_forkserver_preload(_preloaded)
+_LAST = "elastic_dp.testing.frozen_heap"
+_context.set_forkserver_preload([*_preloaded, _LAST])
 
 
 def preload(*modules: str, first: bool = False) -> None:
@@ -67,7 +68,7 @@ def preload(*modules: str, first: bool = False) -> None:
     """
     place = 0 if first else len(_preloaded)
     _preloaded[place:place] = [module for module in modules if module not in _preloaded]
-    _context.set_forkserver_preload(_preloaded)
+    _context.set_forkserver_preload([*_preloaded, _LAST])
 
 
 class ProcessWorkerGroup:

@@ -36,7 +36,7 @@ from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.gathering_help import GatheringHelp
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
+from elastic_dp.train.checkpointing.requested_checkpoints import RequestedCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
@@ -101,7 +101,7 @@ class WorkerSession:
             self.worker, self.device, self.connects_devices, self.control
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._checkpoints_at_head: StepBoundaryCheckpoints | GatheringHelp | None = None
+        self._requested_checkpoints: RequestedCheckpoints | GatheringHelp | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -213,7 +213,7 @@ class WorkerSession:
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints)
         elif self.gang is not None and self.gang.helps_to_gather:
-            self._checkpoints_at_head = GatheringHelp(self.state, self.control)
+            self._requested_checkpoints = GatheringHelp(self.state, self.control)
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
@@ -296,8 +296,8 @@ class WorkerSession:
             self.report("wait")
             call = self.control.wait()
             if isinstance(call, Orphaned):
-                if self._checkpoints_at_head is not None:
-                    self._checkpoints_at_head.take_without_controller()
+                if self._requested_checkpoints is not None:
+                    self._requested_checkpoints.take_without_controller()
                 raise Released(ORPHANED)
             if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
@@ -478,7 +478,7 @@ class WorkerSession:
         checkpoints.open(self.state, self._signature, job, told, self.control)
         total = self.total_steps
         self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
-        self._checkpoints_at_head = StepBoundaryCheckpoints(
+        self._requested_checkpoints = RequestedCheckpoints(
             checkpoints,
             self.state,
             self.weights,
@@ -489,5 +489,5 @@ class WorkerSession:
         )
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        if self._checkpoints_at_head is not None:
-            self._checkpoints_at_head.take_if_requested(writers)
+        if self._requested_checkpoints is not None:
+            self._requested_checkpoints.take_if_requested(writers)

@@ -105,16 +105,21 @@ def test_rerun_with_another_seed_data_or_virtual_workers_is_refused(tmp_path, ot
 @pytest.mark.parametrize(
     ("first", "again", "steps"),
     [
-        ({"epochs": 1}, {"epochs": 1}, 24),
         ({"epochs": 1}, {"epochs": 2}, 48),
-        ({"epochs": 2}, {"epochs": 1}, 48),
         ({"epochs": 1}, {"epochs": 2, "max_steps": 24}, 24),
         ({"max_steps": 4}, {"max_steps": 6}, 6),
-        ({"max_steps": 4}, {"max_steps": None, "epochs": 1}, 24),
         ({"max_steps": 30, "stop_at": 3}, {"max_steps": 30}, 3),
-        ({"max_steps": 30, "stop_at": 3}, {"max_steps": 31}, 31),
-        ({"max_steps": 4, "max_time_s": 50}, {"max_steps": 4, "max_time_s": 60}, 4),
         ({"max_steps": 40, "max_time_s": 0.001}, {"max_steps": 40, "max_time_s": 60}, 40),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"epochs": 1}, {"epochs": 1}, 24),
+                ({"epochs": 2}, {"epochs": 1}, 48),
+                ({"max_steps": 4}, {"max_steps": None, "epochs": 1}, 24),
+                ({"max_steps": 30, "stop_at": 3}, {"max_steps": 31}, 31),
+                ({"max_steps": 4, "max_time_s": 50}, {"max_steps": 4, "max_time_s": 60}, 4),
+            )
+        ),
     ],
 )
 def test_rerun_with_a_raised_limit_goes_on(tmp_path, first, again, steps):

@@ -414,7 +414,17 @@ WITHOUT_RAY = {
 }
 
 
-@pytest.mark.parametrize("command", WITHOUT_RAY)
+# A page of help, and a command of each group; the others go the same ways.
+IN_CI = (
+    *("--help", "data inspect data", "data convert data converted", "checkpoints verify mine"),
+    *("status mine --storage-path .", "list --storage-path ."),
+)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=() if c in IN_CI else pytest.mark.slow) for c in WITHOUT_RAY],
+)
 def test_commands_that_need_no_cluster_import_neither_ray_nor_torch(command, ended_run):
     """Each takes seconds to import. The seconds are measured by `python -m
     benchmarks.command_line`."""

@@ -2,6 +2,8 @@
 instead."""
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import types
 
@@ -23,6 +25,7 @@ from tests.train.jobs import adamw, classifier, cross_entropy
 def cuda(monkeypatch):
     def found(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: count, raising=False)
 
     return found
 
@@ -52,6 +55,37 @@ def test_pick_device_with_a_gpu_that_is_not_there_raises(build, said, cuda, monk
     with pytest.raises(ClusterError, match="resources_per_worker asks for 1 GPU") as caught:
         pick_device({"GPU": 1})
     assert said in str(caught.value) and "scaling.resources_per_worker.GPU=0" in str(caught.value)
+
+
+@pytest.mark.parametrize(("seen", "listed"), [(2, "0,3"), (1, "GPU-8932f937"), (8, None)])
+def test_pick_device_is_the_first_of_those_that_ray_gave(seen, listed, cuda, monkeypatch):
+    cuda(seen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert pick_device({"GPU": 1}) == torch.device("cuda", 0)
+
+
+def test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu(cuda, monkeypatch):
+    cuda(8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ClusterError, match=r"other GPUs than its own.*warm_processes=0"):
+        pick_device({"GPU": 1})
+
+
+def test_imports_of_a_warm_process_do_not_ask_for_gpus():
+    code = """
+import torch
+
+def asked(*_):
+    raise AssertionError("an import asks for GPUs")
+
+for name in ("is_available", "device_count", "init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, asked)
+import torch._dynamo
+import elastic_dp.cluster.ray.worker_actor
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def train(ctx):

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_dp.coordinator.messages import START, Member, Membership, whole_blocks
-from elastic_dp.coordinator.planning.balance import assign_ranges
 from elastic_dp.coordinator.planning.grown_shares import grown_shares
+from elastic_dp.coordinator.planning.load_balancer import assign_ranges
 from elastic_dp.coordinator.planning.retained_ranges import retain_ranges
 
 

@@ -186,12 +186,25 @@ def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
-@pytest.mark.parametrize("at_once", range(1, 9))
-def test_json_line_that_is_null_is_found_wherever_it_lies(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "_AT_ONCE", at_once)
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 3 + "null")
-    with pytest.raises(DataError, match=r"a\.jsonl: row 4 is not a JSON object"):
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("rows", [['{"a": 1, "b": null}', "{}", '{"b": [2]}'], ["{}"] * 3], ids=len)
+def test_json_line_that_is_null_is_found_wherever_it_lies(rows, place, tmp_path):
+    """Also where other rows have no values either, or there are no columns at all."""
+    lines = [*rows[:place], "null", *rows[place:]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=rf"a\.jsonl: row {place + 1} is not a JSON object"):
         read_index(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "before", ["", "\n \t\r\n", "\ufeff", "\ufeff\ufeff", "\ufeff\n"], ids=repr
+)
+def test_json_of_which_the_first_row_is_null_ends_no_process(before, tmp_path):
+    (tmp_path / "a.jsonl").write_text(before + 'null\n{"a": 1}\n', encoding="utf-8")
+    tried = [sys.executable, "-c", TRIED, str(tmp_path / "a.jsonl")]
+    asked = subprocess.run(tried, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    assert all("not a JSON object" in said for said in json.loads(asked.stdout)), asked.stdout
 
 
 def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):

@@ -226,7 +226,11 @@ def with_draws(batch):
 
 @pytest.mark.parametrize(
     ("workers", "options"),
-    [(0, {}), (0, {"transform": with_draws}), (1, {"transform": with_draws})],
+    [
+        (0, {}),
+        (0, {"transform": with_draws}),
+        pytest.param(1, {"transform": with_draws}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "transform", "process"],
 )
 def test_objects_are_the_same_for_any_number_of_workers(workers, options, tmp_path):

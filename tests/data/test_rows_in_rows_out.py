@@ -26,6 +26,7 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.dataprep import convert
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
+from tests.short_plans import short_plans
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
 Row = dict[str, Any]
@@ -152,7 +153,8 @@ def rows_of(batch: Row) -> list[Row]:
 def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
     """The rows of each step of an epoch, from data sets of as many workers, each asked for its own
     virtual workers."""
-    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
+    with short_plans():
+        data = [open_data(config, virtual_workers=V) for _ in range(workers)]
     for number, one in enumerate(data):
         one.read_ahead(1, range(number, V, workers))
     steps = []
@@ -191,7 +193,7 @@ def check(config: DataConfig) -> None:
 
 def some(kind: str, *more: str) -> Any:
     """Others of the same reader take the long run."""
-    every = kind in ("parquet", "csv_by_python", "tar")
+    every = kind in ("parquet", "arrow_by_polars", "csv_by_python", "jsonl", "tar")
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
 
 

@@ -419,10 +419,10 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "memory for snapshots is made ready at the first one",
-        "StepBoundaryCheckpoints.take_if_requested",
+        "RequestedCheckpoints.take_if_requested",
         "self._checkpointer.prepare(self._state)",
         "pass",
-        module="elastic_dp.train.checkpointing.step_boundary_checkpoints",
+        module="elastic_dp.train.checkpointing.requested_checkpoints",
         caught_by="tests/device/test_host_copies.py::"
         "test_snapshots_are_prepared_for_after_the_first_step",
     ),
@@ -434,6 +434,15 @@ DEVICE_MUTANTS = [
         module="elastic_dp.cluster.worker",
         caught_by="tests/cluster/test_device.py::"
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
+    ),
+    ModuleMutant(
+        "a worker trains on the GPU of another one",
+        "pick_device",
+        "sees_other_gpus()",
+        "False",
+        module="elastic_dp.cluster.worker",
+        caught_by="tests/cluster/test_device.py::"
+        "test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu",
     ),
     ModuleMutant(
         "members switch when one of them is connected",
@@ -594,13 +603,9 @@ DEVICE_MUTANTS = [
 # The others take a minute together.
 IN_CI = frozenset(
     {
-        "an output is read before its event",
         "an aborted collective is read",
-        "a failure of the communicator is not noticed",
-        "an abort blocks who asks for it",
         "members switch when one of them is connected",
         "a generation is left while the device is busy",
-        "a generation is left without an abort",
         "staging memory is used again while a peer reads it",
         "the next generation is formed with a broken device",
         "a process goes on after a fault of its device",

@@ -68,7 +68,7 @@ def digests(folder, device, model, precision):
     ("model", "precision"),
     [
         ("conv", None),
-        ("gpt-fused", "bf16"),
+        pytest.param("gpt-fused", "bf16", marks=pytest.mark.slow),
         pytest.param("gpt-fused", None, marks=pytest.mark.slow),
         pytest.param("conv", "fp16", marks=pytest.mark.slow),
     ],

@@ -139,8 +139,9 @@ def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
     assert of_all == [alone] * len(shares)
 
 
-def test_rounded_sums_have_the_same_bits_over_either_transport_and_alone():
-    shares, how = [(0, 2), (2, 3), (3, 4)], {"wire": "bf16"}
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_rounded_sums_have_the_same_bits_over_either_transport_and_alone(wire):
+    shares, how = [(0, 2), (2, 3), (3, 4)], {"wire": wire}
     (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9, **how))
     assert of_each(3, lambda group: steps_of(group, shares, 4, switches_at=2, **how)) == [alone] * 3
     assert alone != of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))[0]

@@ -1,5 +1,5 @@
-"""Gradients in bfloat16 (`wire=`): each node of the tree is rounded, whichever worker adds it, and
-half of the bytes are sent. The rounding and the tree are written here once more."""
+"""Rounded gradients (`wire=`): each node of the tree is rounded, whichever worker adds it, and
+fewer bytes are sent. rounding_models.py has the roundings and the tree once more."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_rounding import check_wire, rounded
+from elastic_dp.distributed.gradient_rounding import check_wire, rounding_of
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Node, Share, middle
+from elastic_dp.distributed.reduction_tree import Share
 from elastic_dp.errors import ModelError
+from tests.distributed.rounding_models import Numbers, nearest_bf16, rounded_sum
 from tests.distributed.test_gradient_reducer import (  # noqa: F401
     BEFORE,
     COUNT,
@@ -34,39 +36,23 @@ from tests.distributed.test_gradient_reducer import (  # noqa: F401
 )
 from tests.train.sharding.test_sharded_bytes import sent  # noqa: F401
 
-Numbers = np.ndarray[Any, Any]
-SHAPES = [(3, 67), (41,)]
+WIRES = ("bf16", "int8")
+SHAPES = [(3, 167), (41,)]  # 1 + 2 blocks: the second parameter is the first in a bucket
+FIRST_BLOCKS = [1, 0]
+SEED = 5
 FACTOR = 0.7
 
 
-def nearest(x: Numbers) -> Numbers:
-    """The nearest bfloat16, ties to even, as fp32: the upper half of the bits."""
-    bits = x.view(np.uint32).astype(np.uint64)
-    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return (upper << 16).astype(np.uint32).view(np.float32)
-
-
-def sum_of(node: Node, leaf: Callable[[int], Numbers | None]) -> Numbers | None:
-    """Return Q(leaf) or Q(l + r); None if no leaf of the node has a gradient."""
-    if node[1] - node[0] == 1:
-        one = leaf(node[0])
-        return None if one is None else nearest(one)
-    split = middle(node)
-    parts = [sum_of(part, leaf) for part in ((node[0], split), (split, node[1]))]
-    there = [part for part in parts if part is not None]
-    return nearest(there[0] + there[1]) if len(there) == 2 else (there or [None])[0]
-
-
-def gradients_of(v: int) -> list[torch.Tensor | None]:
+def gradients_of(v: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.Tensor | None]:
     """Return numbers of all sizes, denormal ones included. Odd virtual workers leave the second
     parameter out."""
     drawn = torch.Generator().manual_seed(v)
     found = []
-    for shape in SHAPES:
+    for shape in shapes:
         numel = math.prod(shape)
         sizes = torch.logspace(-44, 10, numel)[torch.randperm(numel, generator=drawn)]
         found.append((torch.randn(numel, generator=drawn) * sizes).view(shape))
-    return [found[0], None if v % 2 else found[1]]
+    return [None if v % 2 and number == 1 else one for number, one in enumerate(found)]
 
 
 def bits_of(gradient: torch.Tensor | None) -> list[int]:
@@ -79,29 +65,30 @@ def summed(
     shares: Sequence[Share],
     topology: Sequence[Sequence[int]] = (),
     wire: str | None = "bf16",
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> list[list[int]]:
     """The bits of each parameter's gradient after the second step, whose buffers are used again."""
     count = max(last for share in shares for _, last in share)
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     gradients = GradientReducer(named(parameters), wire)
     gradients.open(group, shares, count, True, topology)
-    for _ in range(2):
-        gradients.begin()
+    for step in (1, 2):
+        gradients.begin(SEED + step)
         leaves = leaves_of(shares[group.rank], count)
         for leaf in leaves:
             gradients.before_leaf(leaf, leaf is leaves[-1])
             gradients.before_backward()
-            pairs = zip(parameters, gradients_of(leaf.virtual_worker), strict=True)
+            pairs = zip(parameters, gradients_of(leaf.virtual_worker, shapes), strict=True)
             sum((p * g).sum() for p, g in pairs if g is not None).backward()  # type: ignore[union-attr]
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
         gradients.reduce()
         assert gradients.complete(FACTOR)
-        gradients.assign([1, 1])
+        gradients.assign([1] * len(parameters))
     return [bits_of(p.grad) for p in parameters]
 
 
-def expected(count: int) -> list[list[int]]:
+def expected(count: int, wire: str) -> list[list[int]]:
     """The root is converted first and multiplied then."""
     found = []
     for number, _ in enumerate(SHAPES):
@@ -110,7 +97,7 @@ def expected(count: int) -> list[list[int]]:
             one = gradients_of(v)[number]
             return None if one is None else one.numpy()
 
-        root = sum_of((0, count), leaf)
+        root = rounded_sum((0, count), leaf, wire, FIRST_BLOCKS[number], SEED + 2)
         assert root is not None
         found.append((root * np.float32(FACTOR)).view(np.int32).flatten().tolist())
     return found
@@ -130,25 +117,43 @@ def expected(count: int) -> list[list[int]]:
     ],
     ids=["one leaf", "alone", "swapped", "subtrees", "gathered", "two ranges", "by node", "leaves"],
 )
-def test_every_node_is_rounded_whoever_adds_it(shares: list[Share], topology: Any) -> None:
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_node_is_rounded_whoever_adds_it(
+    wire: str, shares: list[Share], topology: Any
+) -> None:
     count = max(last for share in shares for _, last in share)
-    of_all = of_each(len(shares), lambda group: summed(group, shares, topology))
-    assert of_all == [expected(count)] * len(shares)
+    of_all = of_each(len(shares), lambda group: summed(group, shares, topology, wire))
+    assert of_all == [expected(count, wire)] * len(shares)
+
+
+@pytest.mark.parametrize("limit", [100, 700], ids=["each parameter", "two and one"])
+def test_cut_into_buckets_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    for name in ("FIRST_BUCKET_BYTES", "LAST_BUCKET_BYTES", "UNCUT_BYTES"):
+        monkeypatch.setattr(gradient_buckets, name, limit)
+    shapes, shares = [(300,), (41,), (100,)], [[(0, 4)], [(4, 6)], [(6, 7)]]
+
+    def cut(group: ProcessGroup) -> Any:
+        return summed(group, shares, wire="int8", shapes=shapes)
+
+    of_all = of_each(3, cut)
+    monkeypatch.undo()
+    assert of_all == of_each(3, cut)
 
 
 def test_sum_without_rounding_has_other_bits() -> None:
     (exact,) = of_each(1, lambda group: summed(group, [[(0, 7)]], wire=None))
-    assert exact != expected(7)
+    assert exact not in (expected(7, "bf16"), expected(7, "int8"))
 
 
 @pytest.mark.parametrize("shares", [BEFORE, OTHER], ids=["same", "other"])
 @pytest.mark.parametrize(("world_size", "torn_in"), [(1, 5), (1, None), (2, 9), (3, 6), (3, None)])
+@pytest.mark.parametrize("wire", WIRES)
 def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
-    world_size: int, shares: dict[int, Any], torn_in: int | None
+    wire: str, world_size: int, shares: dict[int, Any], torn_in: int | None
 ) -> None:
     def act(group: ProcessGroup) -> tuple[list[Any], set[Any], list[int]]:
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
-        gradients = GradientReducer(named(parameters), "bf16")
+        gradients = GradientReducer(named(parameters), wire)
         before, after = BEFORE[world_size], shares[world_size]
         gradients.open(without_peers(group), before, COUNT, exact=True)
         with contextlib.suppress(Aborted):
@@ -167,29 +172,37 @@ def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
     def leaf(number: int) -> Callable[[int], Numbers | None]:
         return lambda v: of_leaf(v)[number].numpy() if number < len(of_leaf(v)) else None
 
-    roots = [sum_of((0, COUNT), leaf(number)) for number in range(2)]
+    roots = [rounded_sum((0, COUNT), leaf(n), wire, FIRST_BLOCKS[n]) for n in range(2)]
     whole = [root.view(np.int32).tolist() for root in roots if root is not None]
     of_all = of_each(world_size, act)
     for sums, kept, _ in of_all:
-        assert sums == whole and kept == {torch.bfloat16}
+        assert sums == whole and kept == {rounding_of(wire, torch.float32).dtype}
     assert sum(len(ran) for *_, ran in of_all) < COUNT
 
 
 @pytest.mark.parametrize(("world_size", "topology"), [(2, ()), (3, ()), (4, ((2, 2),))])
-def test_half_of_the_bytes_are_sent(world_size: int, topology: Any, sent: Any) -> None:  # noqa: F811
-    shares = [[(rank, rank + 1)] for rank in range(world_size)]
+def test_half_or_a_quarter_of_the_bytes_are_sent(
+    world_size: int,
+    topology: Any,
+    sent: Any,  # noqa: F811
+) -> None:
+    """257 bytes for a block of 256 elements with int8. Blocks of no parameter are filled up."""
+    shares, shapes = [[(rank, rank + 1)] for rank in range(world_size)], [(8, 256), (4, 2, 128)]
 
     def counted(wire: str | None) -> int:
         def act(group: ProcessGroup) -> int:
-            summed(group, shares, topology, wire)
+            summed(group, shares, topology, wire, shapes)
             return sent.pop(threading.get_ident())
 
         return sum(of_each(world_size, act))  # type: ignore[arg-type]
 
-    assert 2 * counted("bf16") == counted(None) > 0
+    without = counted(None)
+    assert 2 * counted("bf16") == without > 0
+    assert 1024 * counted("int8") == 257 * without
 
 
-def test_gradients_of_16_bits_are_not_rounded() -> None:
+@pytest.mark.parametrize("rounded", WIRES)
+def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
     def of_narrow(group: ProcessGroup, wire: str | None) -> list[Any]:
         kinds = (torch.bfloat16, torch.float16, torch.float32)
         parameters = [torch.nn.Parameter(torch.zeros(41, dtype=kind)) for kind in kinds]
@@ -209,7 +222,7 @@ def test_gradients_of_16_bits_are_not_rounded() -> None:
 
     (*narrow, wide), _, (*as_without, other), _ = (
         of
-        for wire in ("bf16", None)
+        for wire in (rounded, None)
         for of in of_each(2, lambda group, wire=wire: of_narrow(group, wire))
     )
     assert narrow == as_without and wide != other
@@ -222,16 +235,17 @@ def test_gradients_of_16_bits_are_not_rounded() -> None:
         (math.inf, 1.0, False),
         (math.nan, 0.5, False),
         (1e38, 9.0, False),
-        (3.4e38, 1.0, False),  # the largest fp32 numbers are rounded to infinity
+        (3.4e38, 1.0, False),  # the largest fp32 numbers are rounded to what is not finite
         (1e37, 9.0, True),
     ],
 )
+@pytest.mark.parametrize("wire", WIRES)
 def test_all_members_see_whether_the_rounded_sum_is_finite(
-    members: int, value: float, factor: float, finite: bool
+    wire: str, members: int, value: float, factor: float, finite: bool
 ) -> None:
     def seen(group: ProcessGroup) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(5))
-        gradients = GradientReducer(named([parameter]), "bf16")
+        gradients = GradientReducer(named([parameter]), wire)
         one_each(gradients, group, lambda: parameter[3] * value)
         return gradients.complete(factor)
 
@@ -247,9 +261,16 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
     numbers[::5] = numbers[::5] & 0xFFFF0000 | 0x8000  # half-way between two
     numbers[:4] = 0, 1 << 31, 1, (1 << 31) + 1
     one, other = numbers.view(np.float32).reshape(2, -1)
-    expected_one, expected_other = nearest(one), nearest(other)
-    expected_sum = nearest(expected_one + expected_other)
+    node, rounding = (0, 1), rounding_of("bf16", torch.float32)
+    expected_one, expected_other = (nearest_bf16(x, node, 0) for x in (one, other))
+    expected_sum = nearest_bf16(expected_one + expected_other, node, 0)
     left, right = torch.from_numpy(one), torch.from_numpy(other)
+
+    def rounded(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return rounding.round(gradient, node, 0, out)
+
+    def added(out: torch.Tensor) -> torch.Tensor:
+        return rounding.add(low, high, node, 0, out)
 
     def same(found: torch.Tensor, wanted: Numbers) -> bool:
         return bits_of(found.float()) == wanted.view(np.int32).tolist()
@@ -257,19 +278,20 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
     for first in range(65):
         for last in (first + 1, first + 31, first + 64, 1024):
             part = slice(first, last)
-            low, high = rounded(left[part], "bf16"), rounded(right[part], "bf16")
+            low, high = rounded(left[part]), rounded(right[part])
             assert same(low, expected_one[part]) and same(high, expected_other[part])
             memory = torch.empty(1100, dtype=torch.bfloat16)[3 : 3 + last - first]
-            assert same(rounded(left[part], "bf16", memory), expected_one[part])
-            assert same(torch.add(low, high, out=memory), expected_sum[part])
-            assert same(low.add_(high), expected_sum[part])
-    assert same(rounded(left.view(32, 32).t(), "bf16").t().flatten(), expected_one)
+            assert same(rounded(left[part], memory), expected_one[part])
+            assert same(added(memory), expected_sum[part])
+            assert same(added(low), expected_sum[part])
+    assert same(rounded(left.view(32, 32).t()).t().flatten(), expected_one)
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_parameter_of_another_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
+def test_parameter_of_another_dtype_is_refused_by_name(dtype: torch.dtype, wire: str) -> None:
     parameters = {"net.weight": torch.nn.Parameter(torch.zeros(2, dtype=dtype))}
     check_wire(None, parameters)
-    with pytest.raises(ModelError, match=rf"model\.net\.weight is of {dtype}, and wire='bf16'"):
-        check_wire("bf16", parameters)
-    check_wire("bf16", {"half": torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))})
+    with pytest.raises(ModelError, match=rf"model\.net\.weight is of {dtype}, and wire='{wire}'"):
+        check_wire(wire, parameters)
+    check_wire(wire, {"half": torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))})

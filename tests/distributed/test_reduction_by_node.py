@@ -63,7 +63,15 @@ def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2
     return parameter.grad.view(torch.int32).tolist()
 
 
-@pytest.mark.parametrize(("world_size", "topology"), EVERY, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "topology"),
+    [
+        # The rounds of each are followed in test_reduction_rounds.py.
+        pytest.param(*one, marks=pytest.mark.slow if number % 2 else ())
+        for number, one in enumerate(EVERY)
+    ],
+    ids=str,
+)
 def test_sum_has_the_same_bits_on_any_nodes(world_size: int, topology: Topology) -> None:
     for virtual_workers in (8, 11):
         (alone,) = of_each(1, lambda group, v=virtual_workers: bits(group, [[(0, v)]], ()))

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
 from elastic_dp.distributed.reduction_rounds import ReductionRound, reduction_rounds
-from elastic_dp.distributed.reduction_tree import add_up, cover
+from elastic_dp.distributed.reduction_tree import Node, add_up, cover
 from tests.distributed.test_reduction_tree import whole
 
 Topology = tuple[tuple[int, ...], ...]
@@ -92,7 +92,7 @@ def exchanged(
     return held
 
 
-def added(one: list[Any], other: list[Any]) -> list[Any]:
+def added(one: list[Any], other: list[Any], _: Node) -> list[Any]:
     assert [chunk for chunk, _ in one] == [chunk for chunk, _ in other]
     return [(chunk, (a, b)) for (chunk, a), (_, b) in zip(one, other, strict=True)]
 

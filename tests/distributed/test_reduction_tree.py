@@ -27,7 +27,7 @@ def test_a_split_range_adds_up_to_the_same_tree(v):
         for first, last in ((0, cut), (cut, v)):
             if first < last:
                 sums |= run(first, last, v)
-        assert add_up(sums, (0, v), lambda a, b: (a, b)) == whole((0, v))
+        assert add_up(sums, (0, v), lambda a, b, _: (a, b)) == whole((0, v))
 
 
 def run(first, last, v):

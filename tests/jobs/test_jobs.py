@@ -13,6 +13,7 @@ import pytest
 
 from tests.runs import group, lines_of, local
 
+OTHERS = pytest.param((1, 2, 3, 4, 5, 8), marks=pytest.mark.slow)
 SMALL = {"width": 32, "heads": 2, "layers": 1, "lr": 2e-2}
 
 
@@ -75,12 +76,12 @@ def entropy_of_bytes(folder: Path) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def same_everywhere(trainer):
-    """One digest and one log in this process and on any number of workers."""
+def same_everywhere(trainer, sizes):
+    """One digest and one log in this process and on these numbers of workers."""
     scaling = dataclasses.replace(trainer.spec.scaling, virtual_workers=8)
     trainer.spec = dataclasses.replace(trainer.spec, scaling=scaling)
     calm = local(trainer.spec, trainer.train)
-    for workers in (1, 2, 3, 4, 5, 8):
+    for workers in sizes:
         scaling = dataclasses.replace(scaling, min_workers=workers, max_workers=workers)
         outcome, run = group(dataclasses.replace(trainer.spec, scaling=scaling), trainer.train)
         assert outcome.error is None, outcome.traceback
@@ -90,9 +91,10 @@ def same_everywhere(trainer):
         assert [{k: v for k, v in x.items() if k != "time"} for x in logged] == calm.logged
 
 
-def test_gpt_is_the_same_for_any_number_of_workers(gpt, text, tmp_path):
+@pytest.mark.parametrize("sizes", [(3,), OTHERS], ids=str)
+def test_gpt_is_the_same_for_any_number_of_workers(gpt, text, tmp_path, sizes):
     options = {"storage_path": str(tmp_path), "data": str(text)}
-    same_everywhere(gpt.make_trainer(steps=6, config=SMALL, **options))
+    same_everywhere(gpt.make_trainer(steps=6, config=SMALL, **options), sizes)
 
 
 @pytest.mark.slow
@@ -127,12 +129,13 @@ def test_gpt_in_gangs_has_the_same_weights_for_any_number_of_them(gpt, text, tmp
     assert len(set(digests)) == 1
 
 
-def test_digits_are_the_same_for_any_number_of_workers(tmp_path):
+@pytest.mark.parametrize("sizes", [(5,), OTHERS], ids=str)
+def test_digits_are_the_same_for_any_number_of_workers(tmp_path, sizes):
     """With BatchNorm and dropout, over the short tail of an epoch and its evaluation."""
     digits = importlib.import_module("jobs.digits")
     trainer = digits.make_trainer(storage_path=str(tmp_path), data=str(tmp_path / "d"), epochs=1)
     trainer.spec = dataclasses.replace(trainer.spec, max_steps=12)
-    same_everywhere(trainer)
+    same_everywhere(trainer, sizes)
 
 
 def test_digits_reach_97_per_cent(tmp_path):

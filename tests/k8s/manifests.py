@@ -48,7 +48,13 @@ def _built(folder: str) -> list[dict[str, Any]]:
     )
     assert made.returncode == 0, made.stderr
     assert not made.stderr, made.stderr  # a deprecated field of a kustomization
-    return [thing for thing in yaml.safe_load_all(made.stdout) if thing]
+    return loaded(made.stdout)
+
+
+def loaded(text: str) -> list[dict[str, Any]]:
+    """What `kubectl` printed. libyaml reads it ten times as fast as Python."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [thing for thing in yaml.load_all(text, loader) if thing]
 
 
 def _kubectl() -> str:

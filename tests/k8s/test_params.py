@@ -6,14 +6,16 @@ import functools
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.k8s.filled import ANSWERS, K8S, copy_filled, params
-from tests.k8s.manifests import _kubectl, build, ray_object
+from tests.k8s.manifests import _kubectl, build, loaded, ray_object
 
 HEAD = "headGroupSpec.template.spec.containers.0."
 WORKERS = "workerGroupSpecs.N."
@@ -47,6 +49,7 @@ IN_THE_NAMESPACE = {
     "eks": ("role_arn", "eks.amazonaws.com/role-arn"),
     "aks": ("client_id", "azure.workload.identity/client-id"),
 }
+# None is part of another, so that a place shows whose value it has.
 OTHER_VALUES = {
     "image": "other.example.org/team/elastic-dp:2",
     "storage_path": "s3://other@example/runs?region=eu",
@@ -55,17 +58,23 @@ OTHER_VALUES = {
     "machine_type": "Standard_other",
     "endpoint": "https://other:9000",
     "proxy": "http://other:3128",
-    "storage_class": "other",
+    "storage_class": "elsewhere",
     "storage_size": "7Gi",
-    "service_account": "other@example.org",
+    "service_account": "service@example.org",
     "role_arn": "arn:aws:iam::444455556666:role/other",
     "arguments": "--set config.lr=0.1 -- --flag 'two words'",
     "script": "jobs/other.py",
     "name": "other",
-    "engineers": "other@example.org",
-    "operators": "others@example.org",
-    "gpu_kind": "other",
-    "worker_memory": "7Gi",
+    "engineers": "engineers@example.org",
+    "operators": "operators@example.org",
+    "gpu_kind": "another",
+    "worker_memory": "1047Mi",
+    "max_workers": "1041",
+    "virtual_workers": "1042",
+    "retries": "1043",
+    "max_pods": "1044",
+    "worker_cpu": "1045",
+    "gpus_per_pod": "1046",
 }
 
 
@@ -114,11 +123,11 @@ def rendered(k8s, folder: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def with_value(tmp_path, folder: str, key: str, value: str) -> list[dict[str, Any]]:
-    k8s = copy_filled(tmp_path / "k8s", {cloud_of(folder): {key: value}})
+def with_values(tmp_path, folder: str, values: dict[str, str]) -> list[dict[str, Any]]:
+    k8s = copy_filled(tmp_path / "k8s", {cloud_of(folder): values})
     made = rendered(k8s, folder)
     assert made.returncode == 0, made.stderr
-    return list(yaml.safe_load_all(made.stdout))
+    return loaded(made.stdout)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,40 +164,63 @@ def plain(place: str) -> str:
     return re.sub(r"workerGroupSpecs\.\d+", "workerGroupSpecs.N", path)
 
 
-def other(key: str, now: str) -> str:
-    return OTHER_VALUES.get(key) or str(int(now) + 5)
+@functools.cache
+def with_other_values(folder: str) -> list[dict[str, Any]]:
+    """The objects of an overlay for which every value of its params.env is another."""
+    cloud = cloud_of(folder)
+    with tempfile.TemporaryDirectory() as made:
+        return with_values(Path(made), folder, {key: OTHER_VALUES[key] for key in params(cloud)})
+
+
+def has(place: str, leaf: Any, value: str) -> bool:
+    return value in leaf if place.endswith("entrypoint") else str(leaf) == value
 
 
 @pytest.mark.parametrize(("folder", "key"), CASES)
-def test_params_each_value_reaches_its_places_and_no_other(folder, key, tmp_path):
-    cloud = cloud_of(folder)
-    value = other(key, params(cloud)[key])
-    objects = with_value(tmp_path, folder, key, value)
-    differs = changed(build(folder), objects)
-    if key in ("engineers", "operators", IN_THE_NAMESPACE.get(cloud, [""])[0]):
-        assert not differs  # the namespace's, below
-        return
+def test_params_each_value_reaches_its_places_and_no_other(folder, key):
+    objects = with_other_values(folder)
     if key == "name":
         named = {o["metadata"]["name"] for o in objects if o["kind"] != "PersistentVolumeClaim"}
         assert named == {"other", "other-head", "other-workers"}
         old = ray_object(build(folder))["metadata"]["name"]
         assert not re.search(rf"name[=:] ?{old}\b", yaml.safe_dump(objects))
         return
-    places = PLACES.get(key) or {WORKERS + f"template.spec.nodeSelector.{GPU_KIND[cloud]}"}
-    if ray_object(build(folder))["kind"] == "RayCluster":
-        places = places - {"entrypoint", "backoffLimit"}
-    assert {plain(place) for place in differs} == places
-    groups = [place for place in differs if "workerGroupSpecs" in place]
+    value, leaves = OTHER_VALUES[key], by_place(objects)
+    reached = {place: leaf for place, leaf in leaves.items() if has(place, leaf, value)}
+    places = places_of(folder, key)
+    assert {plain(place) for place in reached} == places
+    groups = [place for place in reached if "workerGroupSpecs" in place]
     assert len(groups) == 2 * len([place for place in places if "workerGroupSpecs" in place])
-    for place, now in differs.items():
+    for place, now in reached.items():
         if not place.endswith("entrypoint"):
             a_number = place.endswith(("maxReplicas", "backoffLimit"))
             assert now == (int(value) if a_number else value), place
 
 
+def places_of(folder: str, key: str) -> set[str]:
+    cloud = cloud_of(folder)
+    if key in ("engineers", "operators", IN_THE_NAMESPACE.get(cloud, [""])[0]):
+        return set()  # the namespace's, below
+    places = PLACES.get(key) or {WORKERS + f"template.spec.nodeSelector.{GPU_KIND[cloud]}"}
+    if ray_object(build(folder))["kind"] == "RayCluster":
+        places = places - {"entrypoint", "backoffLimit"}
+    return places
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_params_change_nothing_but_the_places_of_their_values(folder):
+    keys = [case.values[1] for case in CASES if case.values[0] == folder]
+    places = set().union(*(places_of(folder, key) for key in keys if key != "name"))
+    differs = changed(build(folder), with_other_values(folder))
+    of_the_name = {
+        place for place, leaf in differs.items() if re.fullmatch("other(-.*)?", str(leaf))
+    }
+    assert {plain(place) for place in differs.keys() - of_the_name} == places
+
+
 @pytest.mark.parametrize("folder", [f for f in OVERLAYS if f.endswith("-spot")])
 def test_params_entrypoint_has_each_value_under_its_own_option(folder, tmp_path):
-    objects = with_value(tmp_path, folder, "arguments", OTHER_VALUES["arguments"])
+    objects = with_values(tmp_path, folder, {"arguments": OTHER_VALUES["arguments"]})
     values = params(cloud_of(folder)) | ANSWERS[cloud_of(folder)]
     options = (
         f"name={values['name']}",
@@ -216,7 +248,7 @@ def test_params_namespace_has_the_clouds_identity_and_groups(cloud, tmp_path):
         "operators": {"RoleBinding/1"},
     }.items():
         value = OTHER_VALUES[name]
-        differs = changed(build(folder), with_value(tmp_path / name, folder, name, value))
+        differs = changed(build(folder), with_values(tmp_path / name, folder, {name: value}))
         assert {place.partition(" ")[0] for place in differs} == places
         assert set(differs.values()) == {value}
         if name == key:
@@ -226,7 +258,7 @@ def test_params_namespace_has_the_clouds_identity_and_groups(cloud, tmp_path):
 @pytest.mark.parametrize("folder", [f for f in READERS if f.startswith("prepull/")])
 def test_params_prepull_pulls_the_image_of_the_run(folder, tmp_path):
     value = OTHER_VALUES["image"]
-    differs = changed(build(folder), with_value(tmp_path, folder, "image", value))
+    differs = changed(build(folder), with_values(tmp_path, folder, {"image": value}))
     assert set(differs.values()) == {value} and len(differs) == 1
 
 
@@ -294,7 +326,7 @@ def test_params_a_second_run_overrides_only_what_differs(tmp_path):
     (mine / "run/kustomization.yaml").write_text(shared.replace("name=shared", "name=mine"))
     made = rendered(k8s, "overlays/mine")
     assert made.returncode == 0, made.stderr
-    job = ray_object(list(yaml.safe_load_all(made.stdout)))
+    job = ray_object(loaded(made.stdout))
     assert job["metadata"]["name"] == "mine" and "--set name=mine " in job["spec"]["entrypoint"]
     workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert [group["maxReplicas"] for group in workers] == [32, 32]

@@ -1,4 +1,5 @@
-"""Rays of a test's own, whose workers find the tests' modules.
+"""Rays of a test's own, whose workers find the tests' modules; and one for all modules that need no
+other and follow one another.
 
 Each has the processes that a test needs, and no others: no workers started in advance (ours have an
 environment of their own, which those lack), no autoscaler, nobody who reads logs. And none stands
@@ -15,7 +16,9 @@ from typing import Any
 import ray
 
 import tests
+from tests.patience import eventually
 
+SHARED_PLACES = 3
 ROOT = os.path.dirname(os.path.dirname(tests.__file__))
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
@@ -23,6 +26,34 @@ os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "
 def connect(address: str) -> None:
     environment = {"env_vars": {"PYTHONPATH": ROOT}}
     ray.init(address=address, log_to_driver=False, runtime_env=environment)
+
+
+_open = contextlib.ExitStack()  # holds what is shared, while it is up
+_shared: list[Any] = []
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[Any]:
+    """The Ray that is shared, with three places. Nobody who was left keeps a place of the next
+    module's."""
+    if not _shared:
+        _shared.append(_open.enter_context(nodes(SHARED_PLACES)))
+    yield _shared[0]
+    kill_all_that_are_left()
+    eventually(
+        lambda: ray.available_resources().get("CPU") == SHARED_PLACES, ray.available_resources
+    )
+
+
+def close_shared() -> None:
+    _shared.clear()
+    _open.close()
+
+
+def kill_all_that_are_left() -> None:
+    for left in ray.util.list_named_actors(all_namespaces=True):
+        with contextlib.suppress(ValueError):  # it has ended since
+            ray.kill(ray.get_actor(left["name"], left["namespace"]))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with clusters.nodes(2):
+    with clusters.shared():
         yield
 
 

@@ -19,9 +19,10 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def cluster():
-    with clusters.nodes(2) as cluster:
-        cluster.add_node(num_cpus=2, num_gpus=1)
+    with clusters.shared() as cluster:
+        node = cluster.add_node(num_cpus=1, num_gpus=1)
         yield
+        cluster.remove_node(node)
 
 
 def test_a_worker_whose_gpu_is_not_there_ends_and_gives_it_back(tmp_path, capfd):

@@ -4,7 +4,6 @@ dies, too.
 All on one cluster, whose GCS keeps what it knows in a folder; Redis would do the same.
 """
 
-import contextlib
 import json
 import os
 import queue
@@ -48,9 +47,7 @@ def cluster(tmp_path_factory):
 def alone(cluster):
     """A test that fails leaves nobody in the places of the next."""
     yield
-    for left in ray.util.list_named_actors(all_namespaces=True):
-        with contextlib.suppress(ValueError):  # it has ended since
-            ray.kill(ray.get_actor(left["name"], left["namespace"]))
+    clusters.kill_all_that_are_left()
 
 
 @pytest.fixture

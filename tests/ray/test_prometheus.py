@@ -1,20 +1,12 @@
 """A real Prometheus scrapes a real run: each query of the dashboard has data, the alerts that are
 shipped stay silent, and one whose times are seconds fires while the run stands still."""
 
-import importlib.util
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import urllib.error
-import urllib.parse
-import urllib.request
 
 import pytest
 import ray
-import yaml
 
 from tests.k8s.manifests import K8S
 from tests.k8s.test_alerts import RAY, queries, rules
@@ -22,19 +14,9 @@ from tests.patience import eventually
 from tests.ports import free_port
 from tests.ray.clusters import ROOT
 from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, wait_for
+from tests.ray.prometheus import NEEDED, REPORT_S, at_once, firing, has_data, scraping
 
-AGENT = ("prometheus_client", "opencensus", "aiohttp_cors")
-AT_ONCE = {"15m:1m": "5s:1s", "15m": "1s", "5m": "1s"}  # the times of RunStalled, in seconds
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None, reason="needs Prometheus: apt-get install prometheus"
-    ),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in AGENT),
-        reason="needs Ray with its agent: pip install 'elastic_dp[metrics]'",
-    ),
-]
+pytestmark = [pytest.mark.ray, *NEEDED]
 
 
 @pytest.fixture
@@ -48,7 +30,7 @@ def exported():
         include_dashboard=False,
         log_to_driver=False,
         runtime_env=environment,
-        _system_config={"metrics_report_interval_ms": 1000},
+        _system_config={"metrics_report_interval_ms": int(1000 * REPORT_S)},
         _metrics_export_port=port,
     )
     yield port
@@ -56,55 +38,18 @@ def exported():
 
 
 def stalls_at_once():
-    """The group of RunStalled with seconds for its minutes, as an alert of its own."""
+    """The alert RunStalled with seconds for its minutes, as one of its own."""
     [rule] = [rule for group in rules() for rule in group["rules"] if rule["alert"] == "RunStalled"]
-    text = re.sub("|".join(AT_ONCE), lambda found: AT_ONCE[found[0]], yaml.safe_dump(rule))
-    return {"name": "at once", "rules": [yaml.safe_load(text) | {"alert": "StallsAtOnce"}]}
+    [made] = at_once([{"name": "at once", "rules": [rule | {"alert": "StallsAtOnce"}]}])
+    return made
 
 
 @pytest.fixture
 def prometheus(exported, tmp_path):
-    """The URL of a Prometheus that scrapes Ray every second, with the alerts."""
-    groups = {"groups": [*rules(), stalls_at_once()]}
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups))
-    # The Prometheus operator sets the namespace.
-    target = {"targets": [f"127.0.0.1:{exported}"], "labels": {"namespace": "training"}}
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "ray", "static_configs": [target]}],
-    }
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    process = subprocess.Popen(
-        [
-            *("prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}"),
-            *(f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    yield f"http://127.0.0.1:{port}/api/v1"
-    process.terminate()
-    process.wait()
-
-
-def asked(url, path):
-    try:
-        with urllib.request.urlopen(f"{url}/{path}", timeout=10) as answer:
-            return json.load(answer)["data"]
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code != 503:  # it starts
-                raise
-    except OSError:
-        pass
-    return {}
-
-
-def firing(url):
-    alerts = asked(url, "alerts").get("alerts", [])
-    return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+    """The URL of a Prometheus with the alerts as they are shipped, and one that fires at once."""
+    target = (exported, {"namespace": "training"})
+    with scraping([target], [*rules(), stalls_at_once()], tmp_path) as url:
+        yield url
 
 
 def test_dashboard_has_data_and_alerts_follow_a_run_with_a_kill(prometheus, tmp_path):
@@ -137,8 +82,3 @@ def actors_in_alerts():
     found = set(re.findall(r'ray_actors\{[^}]*State="ALIVE"\}', text))
     assert len(found) == 2
     return found
-
-
-def has_data(url, query):
-    # With 15 minutes that have not passed yet, a difference is that of the samples there are.
-    return bool(asked(url, f"query?query={urllib.parse.quote(query)}").get("result"))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with clusters.nodes(3):
+    with clusters.shared():
         yield
 
 
@@ -64,6 +64,7 @@ def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
     assert [record["step"] for record in records] == list(range(1, result.step + 1))
 
 
+@pytest.mark.slow  # in CI on processes: tests/train/checkpointing/test_worker_checkpointer.py
 def test_all_workers_are_killed_and_the_run_goes_on_from_its_newest_checkpoint(tmp_path):
     """The loss costs the steps since that checkpoint, and no more."""
     url = tmp_path / "all"

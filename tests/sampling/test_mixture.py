@@ -146,9 +146,23 @@ def test_a_source_whose_epochs_have_fewer_rows_than_a_step_takes_is_refused():
         mixture_with_epochs([None, 1], [100, 5], virtual_workers=4, micro_batch_size=8)
 
 
-@pytest.mark.parametrize("virtual_workers", [1, 3, 8])
-@pytest.mark.parametrize("group_bytes", [1, OPEN_BYTES // 5])
-@pytest.mark.parametrize("slots", [50, SLOTS])
+@pytest.mark.parametrize(
+    ("slots", "group_bytes", "virtual_workers"),
+    [
+        (50, 1, 8),
+        (50, OPEN_BYTES // 5, 3),
+        (SLOTS, 1, 3),
+        (SLOTS, OPEN_BYTES // 5, 8),
+        (SLOTS, 1, 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                *((50, 1, 1), (50, 1, 3), (50, OPEN_BYTES // 5, 1), (50, OPEN_BYTES // 5, 8)),
+                *((SLOTS, 1, 8), (SLOTS, OPEN_BYTES // 5, 1), (SLOTS, OPEN_BYTES // 5, 3)),
+            )
+        ),
+    ],
+)
 def test_the_rows_of_one_source_are_its_epochs_end_to_end(virtual_workers, group_bytes, slots):
     """Row j of virtual worker 0, of 1, …, then row j + 1: that is epoch 0, then epoch 1, …,
     exactly."""
@@ -276,8 +290,13 @@ def curriculum(slots: int = SLOTS, **settings) -> Mixture:
         )
 
 
-@pytest.mark.parametrize("virtual_workers", [1, 3, 8])
-@pytest.mark.parametrize("slots", [50, SLOTS])
+@pytest.mark.parametrize(
+    ("slots", "virtual_workers"),
+    [
+        *((50, 8), (SLOTS, 3), (SLOTS, 1)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((50, 1), (50, 3), (SLOTS, 8))),
+    ],
+)
 def test_rows_of_a_source_are_its_epochs_end_to_end_through_changes_of_weights(
     virtual_workers, slots
 ):

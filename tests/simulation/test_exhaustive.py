@@ -308,11 +308,16 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "depth", "floor"),
     [
-        ({}, 8, 5_000),
+        ({}, 7, 3_000),
+        ({"trains": True, "disturbances": 1}, 4, 1_500),
+        ({"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True}, 3, 1_200),
         pytest.param({"checkpoints": True}, 7, 3_000, marks=SLOW),
         pytest.param({"trains": True, "config": ALL_TRAIN}, 6, 1_500, marks=SLOW),
-        ({"trains": True, "disturbances": 1}, 5, 4_500),
-        ({"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True}, 4, 4_000),
+        pytest.param(
+            {"trains": True, "disturbances": 2, "config": ALL_TRAIN, "checkpoints": True},
+            *(4, 4_000),
+            marks=SLOW,
+        ),
         pytest.param({}, 9, 12_000, marks=SLOW),
         pytest.param({"checkpoints": True}, 8, 7_000, marks=SLOW),
         pytest.param({"trains": True, "disturbances": 1}, 7, 25_000, marks=SLOW),

@@ -380,7 +380,7 @@ def zero_weights(ctx: Any) -> None:
 
 
 def compiled(ctx: Any) -> None:
-    model = torch.compile(classifier())
+    model = torch.compile(classifier(), backend=ctx.config.get("backend", "inductor"))
     loop(ctx, model, adamw(model))
 
 

@@ -83,7 +83,7 @@ def test_lost_worker_with_a_replacement_only_its_leaves_run_again(point, torn, t
     assert sum(passes(tmp_path).values()) == VIRTUAL
 
 
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lost_worker_without_a_replacement_only_its_leaves_run_again(rank, tmp_path):
     """The two survivors keep their 4 virtual workers each, and take 2 of the lost ones."""
     dead = WorkerFault("backward", step=STEP, rank=rank, nth=4, once=str(tmp_path / "dead"))

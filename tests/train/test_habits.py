@@ -60,28 +60,30 @@ def disturbed(habit, folder):
     return outcome, run
 
 
-# The others take the long run.
-IN_CI = frozenset(
-    """zero_grad reads_gradients backward_and_zero_grad gradient_penalty manual_seed buffers
-    batch_norm autocast_around_the_loop scheduler_as_state average experts aliasing_buffers
-    backward_in_the_loss clock hidden_state late_buffer writes_in_the_body scheduler_not_passed
-    evaluates_in_the_loss teacher_not_passed determinism_off""".split()  # noqa: SIM905
+# The others are disturbed with `make slow`.
+DISTURBED_IN_CI = frozenset(
+    """zero_grad gradient_penalty manual_seed buffers autocast_around_the_loop scheduler_as_state
+    experts aliasing_buffers clock writes_in_the_body evaluates_in_the_loss
+    teacher_not_passed determinism_off""".split()  # noqa: SIM905
 )
 
 
-def of(outcome):
+def all_of(outcome):
+    return [name for name, habit in HABITS.items() if habit.outcome == outcome]
+
+
+def disturbed_of(outcome):
     return [
-        pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow)
-        for name, habit in HABITS.items()
-        if habit.outcome == outcome
+        pytest.param(name, marks=() if name in DISTURBED_IN_CI else pytest.mark.slow)
+        for name in all_of(outcome)
     ]
 
 
-def test_habits_in_ci_are_habits():
-    assert set(HABITS) >= IN_CI
+def test_habits_disturbed_in_ci_are_habits():
+    assert set(HABITS) >= DISTURBED_IN_CI
 
 
-@pytest.mark.parametrize("name", of("exact"))
+@pytest.mark.parametrize("name", disturbed_of("exact"))
 def test_exact_habit_gives_one_digest_for_any_number_of_workers_without_a_warning(name, tmp_path):
     habit = HABITS[name]
     local, session, heard = alone(habit)
@@ -104,21 +106,31 @@ def test_autocast_around_the_loop_is_as_good_as_in_the_loss():
     assert alone(habit)[0].digest == alone(within)[0].digest
 
 
-@pytest.mark.parametrize("name", of("said"))
+def check_said(habit, texts):
+    assert any("WARNING" in text and habit.words in text for text in texts), texts
+
+
+@pytest.mark.parametrize("name", all_of("said"))
+def test_said_habit_is_named_for_one_worker(name):
+    check_said(HABITS[name], alone(HABITS[name])[2])
+
+
+@pytest.mark.parametrize("name", disturbed_of("said"))
 def test_said_habit_is_named_for_any_number_of_workers(name, tmp_path):
+    check_said(HABITS[name], texts_of(disturbed(HABITS[name], tmp_path)[1]))
+
+
+@pytest.mark.parametrize("name", all_of("refused"))
+def test_refused_habit_is_one_typed_error_for_one_worker(name):
     habit = HABITS[name]
-    _, _, heard = alone(habit)
-    _, run = disturbed(habit, tmp_path)
-    for texts in (heard, texts_of(run)):
-        assert any("WARNING" in text and habit.words in text for text in texts), texts
+    with pytest.raises(habit.error) as refused:
+        alone(habit)
+    assert type(refused.value) is habit.error and habit.words in str(refused.value), refused.value
 
 
-@pytest.mark.parametrize("name", of("refused"))
+@pytest.mark.parametrize("name", disturbed_of("refused"))
 def test_refused_habit_is_one_typed_error_for_any_number_of_workers(name):
     habit = HABITS[name]
-    with pytest.raises(habit.error) as alone_:
-        alone(habit)
-    assert habit.words in str(alone_.value), alone_.value
     spec = job(habit, 3)
     scaling = dataclasses.replace(spec.scaling, min_workers=3)
     outcome, _ = group(dataclasses.replace(spec, scaling=scaling), habit.train)

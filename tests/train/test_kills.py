@@ -8,6 +8,7 @@ and compared, too.
 
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 
@@ -50,6 +51,7 @@ WITH_CHECKPOINTS = (
 WHERE_SHARDED = ("receiving_pieces", "prepared", "gathered")
 NOT_IN_A_STEP = (*WHILE_FORMING, *WITH_CHECKPOINTS, *WHERE_SHARDED)
 IN_A_STEP = tuple(p for p in POINTS if p not in NOT_IN_A_STEP)
+SOMEBODY_MAY_COMMIT = IN_A_STEP[IN_A_STEP.index("buffers") + 1 :]
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
 # Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.
@@ -73,10 +75,11 @@ def job(steps=ENDLESS, workers=3, **options):
     return spec_of(steps=steps, workers=workers, virtual=4, min_workers=1, standby=1, config=config)
 
 
-def one_after_another(point, tmp_path):
-    """For each of VICTIMS in turn, with the group at full size: these ranks die at `point`."""
+def one_after_another(deaths, tmp_path):
+    """For each of these (point, ranks) in turn, with the group at full size: the ranks die
+    there."""
     faults, before = [], ()
-    for i, ranks in enumerate(VICTIMS):
+    for i, (point, ranks) in enumerate(deaths):
         files = [str(tmp_path / f"{i}-{rank}") for rank in ranks]
         faults += [
             WorkerFault(point, rank=rank, world_size=3, once=file, after=before, settled=True)
@@ -178,19 +181,44 @@ def dies_when_others_have_finished(train, folder):
     return waiting
 
 
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
-    """Each of VICTIMS in turn, the group back at full size in between. What survivors have finished
-    is used again, unless they have what they need for their commit."""
-    train = batch_norm if point == "buffers" else average_and_plateau
-    faults, reused = one_after_another(point, tmp_path), tmp_path / "reused"
-    trained = in_small_buckets(train) if point in IN_BUCKETS else train
-    if point in NOBODY_COMMITS:
+def check_kills_in_steps(deaths, train, tmp_path):
+    """The group is back at full size in between. What survivors have finished is used again, unless
+    they have what they need for their commit."""
+    points = {point for point, _ in deaths}
+    faults, reused = one_after_another(deaths, tmp_path), tmp_path / "reused"
+    trained = in_small_buckets(train) if points & {*IN_BUCKETS} else train
+    if points <= {*NOBODY_COMMITS}:
         trained = dies_when_others_have_finished(trained, tmp_path)
     outcome, run = with_faults(job(), noting_what_is_reused(trained, reused), faults)
     check(outcome, run, train, kills=len(faults))
-    assert outcome.generations > len(VICTIMS)
-    assert reused.exists() or point not in NOBODY_COMMITS
+    assert outcome.generations > len(deaths)
+    assert reused.exists() or not points <= {*NOBODY_COMMITS}
+
+
+IN_CI = [
+    [*zip(NOBODY_COMMITS, itertools.cycle(VICTIMS))],
+    [("buffers", (1,)), ("buffers", (0, 2))],
+    [*zip(SOMEBODY_MAY_COMMIT, itertools.cycle(VICTIMS[2:] + VICTIMS[:2]))],
+]
+
+
+def test_kills_in_ci_are_at_each_point_and_of_each_rank_and_pair():
+    assert {point for deaths in IN_CI for point, _ in deaths} == {*IN_A_STEP}
+    for deaths in IN_CI[0], IN_CI[2]:
+        assert {ranks for _, ranks in deaths} == {*VICTIMS}
+
+
+@pytest.mark.parametrize("deaths", IN_CI, ids=lambda deaths: f"{deaths[0][0]} and later")
+def test_kills_at_one_point_after_the_other_have_the_local_digest(deaths, tmp_path):
+    train = batch_norm if deaths[0][0] == "buffers" else average_and_plateau
+    check_kills_in_steps(deaths, train, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
+    train = batch_norm if point == "buffers" else average_and_plateau
+    check_kills_in_steps([(point, ranks) for ranks in VICTIMS], train, tmp_path)
 
 
 def hears_of_the_end_late(train, dead):
@@ -261,7 +289,18 @@ def test_killed_between_two_buckets_in_fast_mode(tmp_path):
     assert outcome.digest == local(spec_of(steps=outcome.step, **options), plain).digest
 
 
-@pytest.mark.parametrize("seconds", SECONDS, ids=str)
+SLOW = pytest.mark.slow
+SECONDS_IN_CI = (0, 4, *range(8, 11))  # a source, two others, and each of the last kinds
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(seconds, marks=() if at in SECONDS_IN_CI else SLOW)
+        for at, seconds in enumerate(SECONDS)
+    ],
+    ids=str,
+)
 def test_killed_while_a_generation_forms(seconds, tmp_path):
     """A first kill makes a generation of three whole workers and a joiner form; then these die in
     that."""
@@ -359,7 +398,11 @@ def held_before_its_commit(train, step, rank, committed):
 
 @pytest.mark.parametrize(
     ("late", "train"),
-    [(0, average_and_plateau), (1, average_and_plateau), (0, scheduler_in_the_body)],
+    [
+        pytest.param(0, average_and_plateau, marks=SLOW),
+        (1, average_and_plateau),
+        (0, scheduler_in_the_body),
+    ],
 )
 def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(late, train, tmp_path):
     """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in
@@ -397,7 +440,7 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
     assert steps == ({21} if point == "sending_state" else {22})  # all of it, or nothing
 
 
-@pytest.mark.parametrize("exchange", [1, 4])
+@pytest.mark.parametrize("exchange", [pytest.param(1, marks=SLOW), 4])
 def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
     """The standby that takes the place knows which evaluations lay before the loop's end, and which
     come behind."""

@@ -1,13 +1,15 @@
 """Optimizers for large batches, from the libraries that keep them: the same bits on one worker and
 on three, with a join, a kill and a restore, and for a batch that grows."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import elastic_dp as edp
-from tests.runs import Points, local
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.runs import Points, group, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 from tests.train.optimizers import Both
 from tests.train.test_habits import disturbed
@@ -70,7 +72,13 @@ def fit(folder, make, max_steps):
     ).fit(local=True)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name == "LAMB" else ())
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_path):
     at_once = fit(tmp_path / "at once", make, 12)
     fit(tmp_path / "parts", make, 3)
@@ -86,3 +94,30 @@ def test_optimizers_have_one_digest_for_one_and_three_workers_with_a_join_a_kill
     habit = SimpleNamespace(train=training(make), rows=None)
     outcome, _ = disturbed(habit, tmp_path)
     assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
+
+
+def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():
+    norms = []
+
+    def train(ctx):
+        model = classifier()
+        make = lars if norms else lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in ctx.steps(model, make(model), cross_entropy):
+            norms.append(step.grad_norm)
+
+    local(spec_of(steps=1), train)
+    local(spec_of(steps=1), train)
+    assert norms[0] == norms[1] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lars, lamb], ids=["LARS", "LAMB"])
+def test_sharded_optimizer_has_the_digest_of_one_that_is_not(make, tmp_path):
+    config = {"hold": dict.fromkeys(range(1, 5), 4)}  # step 5 has four workers
+    spec = spec_of(steps=10, workers=4, min_workers=1, config=config)
+    dies = WorkerFault("gathered", 5, rank=2, world_size=4, once=str(tmp_path / "killed"))
+    sharded = dataclasses.replace(spec, sharding="optimizer")
+    outcome, _ = group(sharded, training(make), faults=(dies,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, training(make)).digest

@@ -69,7 +69,11 @@ def gaussian(steps, virtual, **config):
     )
 
 
-@pytest.mark.parametrize("virtual", [8, {0: 4, 60: 16}], ids=["constant", "growing"])
+@pytest.mark.parametrize(
+    "virtual",
+    [pytest.param(8, marks=pytest.mark.slow), {0: 4, 60: 16}],
+    ids=["constant", "growing"],
+)
 def test_noise_scale_is_the_textbooks_within_a_tenth_for_a_gaussian(virtual):
     x = Gaussian().x.double()
     textbook = x.var(0).sum() / x.mean(0).square().sum()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_dp.cluster.controller.controller_checkpointer import ControllerCheckpointer
-from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
@@ -116,7 +116,7 @@ class Controller:
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._coordinator_config())
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
-        self.metrics = MetricsRecord(journal)
+        self.metrics = MetricLog(journal)
         self.times = RunTimes(journal)
         self.newest_events = NewestEvents(journal)
         self.exits = WorkerExits()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.cluster.worker_group import WorkerGroup
@@ -60,7 +60,7 @@ class ControllerCheckpointer:
         return 0 if self._store is None else self._store.counts.retries
 
     def open(
-        self, worker_group: WorkerGroup, state_store: ControllerStateStore, metrics: MetricsRecord
+        self, worker_group: WorkerGroup, state_store: ControllerStateStore, metrics: MetricLog
     ) -> None:
         if self._url is None:
             return

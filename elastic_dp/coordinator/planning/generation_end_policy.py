@@ -12,7 +12,7 @@ import math
 
 from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
-from elastic_dp.coordinator.planning.balance import Balance
+from elastic_dp.coordinator.planning.load_balancer import LoadBalancer
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.wording import counted, first_few
@@ -30,7 +30,7 @@ class GenerationEndPolicy:
     ) -> None:
         self.run, self._registry, self._generation = run, registry, generation
         self._checkpointer = checkpointer
-        self._balance = Balance(generation, run.config.slow_s)
+        self._load_balancer = LoadBalancer(generation, run.config.slow_s)
         self._joined_at = -math.inf  # when a generation was last formed for joiners, too
         self._explained_until = -math.inf  # how long joiners wait, as last explained
 
@@ -103,10 +103,10 @@ class GenerationEndPolicy:
         """End the generation for a better split, or else let a standby replace its slowest
         member.
         """
-        reason = self._balance.reason_to_rebalance(now)
+        reason = self._load_balancer.reason_to_rebalance(now)
         if reason is not None:
             self._generation.plan_end(reason)
-        elif waiting and (slow := self._balance.member_to_replace(now)) is not None:
+        elif waiting and (slow := self._load_balancer.member_to_replace(now)) is not None:
             why = "the others wait for it, though it runs a single virtual worker"
             self.run.explain(f"a standby replaces {slow}: {why}")
             self._registry.drain(self._registry.workers[slow], None, now, why)

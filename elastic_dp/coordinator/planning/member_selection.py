@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_dp.coordinator.messages import Member, Membership, WorkerId
-from elastic_dp.coordinator.planning.balance import assign_ranges
+from elastic_dp.coordinator.planning.load_balancer import assign_ranges
 from elastic_dp.coordinator.planning.retained_ranges import retain_ranges
 from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.planning.topology import order_by_location, topology_of

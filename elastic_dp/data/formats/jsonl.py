@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from shlex import quote
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
@@ -43,6 +43,8 @@ _BLOCK_LIMIT = (1 << 31) - 1
 # in the pattern, because `re` searches for a literal prefix fast.
 _ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
 _BEFORE_NULL = 64  # bytes
+# Matches content whose first row is null. pyarrow would end the process.
+_NULL_FIRST = re.compile(rb"(?:\s|\xef\xbb\xbf)*+null")
 _NOT_UTF_8 = re.compile(r"\\udc[89a-f]")
 _SHOWN = 80  # bytes of a line
 # Limit of lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be
@@ -160,9 +162,8 @@ class JsonRows:
 
     def _infer(self, content: bytes) -> pa.Table:
         self._check_utf_8(content)
-        self._refuse_null_rows(content)
         try:
-            return _parse(content)
+            table = _parse(content)
         except _TooDeep:
             raise
         except pa.ArrowInvalid as error:
@@ -176,6 +177,9 @@ class JsonRows:
             raise DataError(
                 f"cannot read {self._name}: {row}{_IN_ROW.sub('', text)}; {way_out}"
             ) from None
+        if _has_row_of_nulls(table):
+            self._refuse_null_rows(content)
+        return table
 
     def _check_utf_8(self, content: bytes) -> None:
         """pyarrow does not check it, and the text would fail where it is used."""
@@ -194,9 +198,7 @@ class JsonRows:
             ) from None
 
     def _refuse_null_rows(self, content: bytes) -> None:
-        """pyarrow makes rows without values of them, and crashes if the first row is one."""
-        if not _may_have_nulls(content):
-            return
+        """pyarrow makes rows without values of them."""
         checked = 0
         for found in _ODD_NULL.finditer(content):
             at = found.start()
@@ -232,9 +234,11 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """Parses `content` in this thread, as one block, so that a line may be of any length.
 
     `schema`: the columns to parse; None: infer all. Content must be parsed once without a schema
-    before it is parsed with one: only then rows that would end the process raise _TooDeep.
+    before it is parsed with one: only then rows that would end the process are refused.
     """
     if schema is None:
+        if _NULL_FIRST.match(content):
+            raise pa.ArrowInvalid("the first row is null")
         _refuse_deep_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
     reading = pa.json.ReadOptions(use_threads=False, block_size=block_size)
@@ -325,46 +329,38 @@ class _TooDeep(pa.ArrowInvalid):
 
 
 def _refuse_deep_rows(content: bytes) -> None:
-    """Raises _TooDeep. Checks pieces of many rows with NumPy, and single rows only in a piece with
-    many brackets."""
+    """Raises _TooDeep. Counts the brackets of many rows together, and looks at single rows only
+    where there are too many for one row."""
     at = 0
     while len(content) - at > _OPEN_BRACKETS:
         end = _row_end_before(content, at, at + _AT_ONCE)
-        is_long = end - at > 2 * _AT_ONCE  # one long row: arrays would take much memory
-        if is_long or _may_be_deep(np.frombuffer(content, np.uint8, end - at, at)):
+        if end - at > 2 * _AT_ONCE:  # one long row: an array would take much memory
             _refuse_deep_rows_of(content, at, end)
+        else:
+            _refuse_deep_rows_in_parts(content, at, end)
         at = end + 1
 
 
-def _may_have_nulls(content: bytes) -> bool:
-    """Whether "nul" occurs. This takes half the time of a search by `re`."""
-    data = np.frombuffer(content, np.uint8)
-    for at in range(0, len(data) - 2, _AT_ONCE):
-        piece = data[at : at + _AT_ONCE + 2]
-        found = piece[:-2] == ord("n")
-        found &= piece[1:-1] == ord("u")
-        found &= piece[2:] == ord("l")
-        if found.any():
-            return True
-    return False
-
-
-def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
-    """Whether a row of `piece` has more than `_OPEN_BRACKETS` brackets that open. Only "}\\n{" and
-    "}\\r\\n{" count as ends of rows here, so several rows may count as one."""
-    breaks = np.flatnonzero(piece[2:-1] == ord("\n")) + 2
-    before = piece[breaks - 1]
-    if (before == ord("\r")).any():
-        before = np.where(before == ord("\r"), piece[breaks - 2], before)
-    breaks = breaks[(before == ord("}")) & (piece[breaks + 1] == ord("{"))]
-    bounds = np.concatenate([[0], breaks, [len(piece)]])
-    if (bounds[1:] - bounds[:-1]).max() <= _OPEN_BRACKETS:
-        return False
+def _refuse_deep_rows_in_parts(content: bytes, at: int, upto: int) -> None:
+    """Like `_refuse_deep_rows`. The parts have half of the allowed brackets on average. `at` and
+    `upto` lie between rows."""
     # "{" and "[" differ in the bit that _CASE clears
-    opened = np.flatnonzero(piece & _CASE == ord("["))
-    if len(opened) <= _OPEN_BRACKETS:
+    opened = np.frombuffer(content, np.uint8, upto - at, at) & _CASE == ord("[")
+    part_bytes = (upto - at) // (1 + 2 * int(np.count_nonzero(opened)) // _OPEN_BRACKETS)
+    begin = at
+    while begin < upto:
+        end = _row_end_before(content, begin, min(begin + part_bytes, upto))
+        if np.count_nonzero(opened[begin - at : end - at]) > _OPEN_BRACKETS:
+            _refuse_deep_rows_of(content, begin, end)
+        begin = end + 1
+
+
+def _has_row_of_nulls(table: pa.Table) -> bool:
+    """Whether a row has no value in any column. A row that is null itself has none."""
+    if not all(column.null_count for column in table.columns):
         return False
-    return bool(np.diff(np.searchsorted(opened, bounds)).max() > _OPEN_BRACKETS)
+    is_empty = [column.is_null() for column in table.columns]
+    return not is_empty or bool(pc.any(reduce(pc.and_, is_empty)).as_py())
 
 
 def _refuse_deep_rows_of(content: bytes, at: int, upto: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.config.source_options import name_of
-from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
+from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy
 from elastic_dp.data.pipeline.media_decoding import decoded, is_audio
 from elastic_dp.data.pipeline.source_parts import SourceParts, check_part, joined
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
@@ -190,8 +190,11 @@ def nbytes_of(batch: Any) -> int:
 
 def _to_tensor(name: str, value: Any, is_audio: bool) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
-        plain = value.flags.c_contiguous and value.flags.writeable and is_aligned(value)
-        return torch.from_numpy(value if plain else aligned_copy(value))
+        if value.flags.c_contiguous and value.flags.writeable:
+            tensor = torch.from_numpy(value)
+            if tensor.data_ptr() % ALIGNED_TO == 0:
+                return tensor
+        return torch.from_numpy(aligned_copy(value))
     first = value
     while isinstance(first, list) and first:
         first = first[0]

@@ -67,6 +67,7 @@ class ShardRowGroups:
             of_source = slice(source.first_group, source.end_group)
             self.reading_bytes[of_source] = FORMATS[source.format].growth * index.nbytes[of_source]
         self._index, self._stores = index, stores
+        self._sources: Ints = index.shards["source"].to_numpy()  # by shard
         self._shard = lru_cache(SHARDS_KNOWN)(self._find_shard)
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
@@ -142,7 +143,7 @@ class ShardRowGroups:
         return RowGroupLocation(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
     def _source(self, number: int) -> int:
-        return int(self._index.shards["source"][number].as_py())
+        return int(self._sources[number])
 
     def _shard_name(self, number: int) -> str:
         return self._prefixes[self._source(number)] + self._index.name(number)

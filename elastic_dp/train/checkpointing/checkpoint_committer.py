@@ -30,8 +30,8 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
 from elastic_dp.threads import background
+from elastic_dp.train.checkpointing.checkpoint_metrics import CheckpointMetrics
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
-from elastic_dp.train.checkpointing.logged_metrics import LoggedMetrics
 from elastic_dp.train.checkpointing.pending_checkpoints import (
     AlreadyCommitted,
     PartsRequest,
@@ -92,7 +92,7 @@ class CheckpointCommitter:
         self._claim = RunClaim(catalog, lease_s, token)
         self._pending = PendingCheckpoints()
         self._schedule = CheckpointSchedule(config, time.monotonic())
-        self._metrics = LoggedMetrics()
+        self._metrics = CheckpointMetrics()
         self._warned_unranked = False
         self._closing = threading.Event()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -10,7 +10,7 @@ from elastic_dp.train.state.train_state import TrainState
 
 
 class GatheringHelp:
-    """In the place of `StepBoundaryCheckpoints`: takes part as often as the state is gathered,
+    """In the place of `RequestedCheckpoints`: takes part as often as the state is gathered,
     until the first process says that it has done."""
 
     def __init__(self, state: TrainState, control: WorkerControl) -> None:

@@ -1,8 +1,9 @@
 """Gathers the updated parameters of a step, each from the primary of its pieces.
 
 Each member has its part of one flat tensor for each dtype: the pieces of which it is the primary,
-one after another, with room as for the largest part. One all-gather for each dtype sends the parts
-to all members. What a backup computes lies in memory of its own and is sent to nobody.
+one after another, with room as for the largest part. All-gathers of a limited size send the parts
+to all members: Gloo receives each of them in memory of its own, and copies it. What a backup
+computes lies in memory of its own and is sent to nobody.
 
 A member launches the all-gathers only after it has updated everything that it holds. So who has
 received all parts knows that all members have.
@@ -19,6 +20,8 @@ from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.sharding.pieces import StatePiece
 from elastic_dp.train.state.buffer_memory import same_bits
+
+GATHERED_BYTES = 4 << 20  # of all members in one all-gather
 
 
 class ParameterGather:
@@ -94,8 +97,9 @@ class ParameterGather:
         rank, world_size = self._group.rank, self._group.world_size
         self._flying = []
         for flat in self._flats:
-            part = flat.view(world_size, -1)[rank]
-            self._flying.append(self._group.all_gather(flat, part))
+            width = max(1, GATHERED_BYTES // (world_size * flat.element_size()))
+            for columns in flat.view(world_size, -1).split(width, dim=1):
+                self._flying.append(self._group.all_gather(columns, columns[rank]))
 
     def wait(self) -> None:
         """Waits until the parts of all members have arrived. Raises GroupError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -17,7 +18,7 @@ from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.distributed.piece_assignment import Move
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import from_flat, to_flat
+from elastic_dp.distributed.tensor_broadcast import from_flat, to_flats
 from elastic_dp.train.sharding.piece_updates import State
 
 ROUND_BYTES = 16 << 20  # of parameters, between two members
@@ -42,7 +43,7 @@ def exchange(
             if move.sender == group.rank:
                 outgoing[move.receiver].append(move.piece)
         sent = [
-            _pack({n: states[n] for n in outgoing[rank]}) if outgoing[rank] else _NOTHING
+            _pack({n: states[n] for n in outgoing[rank]}) if outgoing[rank] else []
             for rank in range(group.world_size)
         ]
         arrived = _all_to_all(group, sent)
@@ -65,27 +66,25 @@ def _rounds(moves: Sequence[Move], sizes: Sequence[int]) -> list[list[Move]]:
     return [rounds[number] for number in sorted(rounds)]
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-def _all_to_all(group: ProcessGroup, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sends `sent[r]` to rank r. Returns what each rank sent to this one."""
+def _all_to_all(group: ProcessGroup, sent: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Sends the byte vectors `sent[r]` to rank r. Returns what each rank sent to this one."""
     size = group.world_size
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *chain.from_iterable(sent)])
     if size == 1:
-        return list(sent)
-    mine = torch.tensor([one.numel() for one in sent], dtype=torch.int64)
+        return [flat]
+    mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
     table = torch.empty(size * size, dtype=torch.int64)
     group.wait(group.all_gather(table, mine))
     sizes = table.view(size, size)[:, group.rank].tolist()
     arrived = torch.empty(sum(sizes), dtype=torch.uint8)
-    group.wait(group.all_to_all(arrived, torch.cat(list(sent)), sizes, mine.tolist()))
+    group.wait(group.all_to_all(arrived, flat, sizes, mine.tolist()))
     return list(arrived.split(sizes))
 
 
-def _pack(states: Mapping[int, State]) -> torch.Tensor:
+def _pack(states: Mapping[int, State]) -> list[torch.Tensor]:
     encoded, tensors = encode([[piece, state] for piece, state in states.items()])
     text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return to_flat(text, [tensor for _, tensor in tensors])
+    return to_flats(text, [tensor for _, tensor in tensors])
 
 
 def _unpack(flat: torch.Tensor) -> list[tuple[int, State]]:

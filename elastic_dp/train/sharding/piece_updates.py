@@ -6,7 +6,6 @@ no state. The tensors and the state of each update are given.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ State = dict[str, Any]  # of one piece, as in `optimizer.state[p]`
 
 
 class PieceUpdates:
-    """Runs `step` of an optimizer of the same kind on pieces."""
+    """Runs `step` of an optimizer of the same class on pieces."""
 
     def __init__(
         self,
@@ -36,7 +35,6 @@ class PieceUpdates:
         }
         # By piece; None: the optimizer does not have its parameter.
         self._group_of = [group_of.get(piece.parameter) for piece in pieces]
-        self._inner = [_like(optimizer, group) for group in optimizer.param_groups]
 
     def has(self, piece: int) -> bool:
         """Returns whether the optimizer updates this piece."""
@@ -55,7 +53,7 @@ class PieceUpdates:
             assert group_of_piece is not None
             by_group[group_of_piece].append(piece)
         for index, mine in sorted(by_group.items()):
-            inner: Any = self._inner[index]
+            inner = _alike(self._optimizer)
             for piece in mine:
                 tensors[piece].grad = gradients[piece]
             group = self._optimizer.param_groups[index]
@@ -66,16 +64,13 @@ class PieceUpdates:
                 for piece in mine:
                     states[piece] = inner.state[tensors[piece]]
             finally:
-                inner.state, inner.param_groups = defaultdict(dict), []
                 for piece in mine:
                     tensors[piece].grad = None
 
 
-def _like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class, made with the options of `group`."""
-    kind: Any = type(optimizer)
-    taken = inspect.signature(kind).parameters
-    options = {key: value for key, value in group.items() if key in taken and key != "params"}
-    shape = group["params"][0].shape if group["params"] else (1,)
-    placeholder = torch.nn.Parameter(torch.empty(shape, device="meta"))
-    return kind([placeholder], **options)
+def _alike(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns an optimizer of the same class with the same attributes."""
+    made = object.__new__(type(optimizer))
+    # A scheduler counts the calls of the user's own `step` by an attribute of that name.
+    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    return made

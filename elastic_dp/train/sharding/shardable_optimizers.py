@@ -1,8 +1,8 @@
 """Refuses, before the first step, what `sharding="optimizer"` cannot do.
 
 A sharded optimizer must update each parameter from that parameter's gradient and state alone, and
-its `step` must do nothing else. That is known of optimizers of `torch.optim`; the code of others
-cannot be looked into.
+its `step` must do nothing else. That is known of optimizers of `torch.optim` and of two of the
+package pytorch_optimizer; the code of others cannot be looked into.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ _WAY_OUT = 'or leave sharding="optimizer" out'
 # They look at a whole parameter, and at no other.
 _BY_PARAMETER = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 SHARDABLE = ELEMENTWISE | _BY_PARAMETER
+# The same, of a package that is not imported here.
+SHARDABLE_BY_NAME = frozenset(
+    {"pytorch_optimizer.optimizer.lars.LARS", "pytorch_optimizer.optimizer.lamb.Lamb"}
+)
 
 
 def check_shardable(
@@ -40,12 +44,25 @@ def check_shardable(
             f'use "bf16", {_WAY_OUT}'
         )
     kind = type(optimizer)
-    if kind not in SHARDABLE:
+    full_name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind not in SHARDABLE and full_name not in SHARDABLE_BY_NAME:
         names = ", ".join(sorted(one.__name__ for one in SHARDABLE))
         raise ModelError(
-            f"optimizer is a {kind.__module__}.{kind.__qualname__}, of which it is not known that "
+            f"optimizer is a {full_name}, of which it is not known that "
             'it updates each parameter by itself, as sharding="optimizer" needs: use one of '
-            f"torch.optim ({names}), {_WAY_OUT}"
+            f"torch.optim ({names}), LARS or Lamb of pytorch_optimizer, {_WAY_OUT}"
+        )
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        raise ModelError(
+            "the optimizer's step is not that of its class (torch.compile, a wrapper), which "
+            f'sharding="optimizer" cannot run on parts: leave it as it is, {_WAY_OUT}'
+        )
+    if getattr(optimizer, "pre_norm", False):
+        raise ModelError(
+            "the optimizer has pre_norm=True, which divides by the norm of the whole gradient, and "
+            'with sharding="optimizer" a worker has only a part of it: use clip_norm= of '
+            f"ctx.steps, {_WAY_OUT}"
         )
     hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),

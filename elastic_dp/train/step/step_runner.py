@@ -37,7 +37,7 @@ from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
-from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
@@ -93,7 +93,7 @@ class StepRunner:
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
-    _norm: torch.Tensor | None = None  # theirs before clipping, where it is still on a device
+    _norm: torch.Tensor | None = None  # theirs before clipping and before the optimizer's step
 
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters, self.wire)
@@ -173,7 +173,7 @@ class StepRunner:
         if self.schedule.at(step) != self._virtual_workers:
             self._grow(step, group.rank)
         expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-        self.gradients.begin(measures=self._measures_noise(step))
+        self.gradients.begin(rounding_seed(self.seed, step), measures=self._measures_noise(step))
         self.buffers.begin()
         if self.state.sharding is not None:
             self.state.sharding.begin()
@@ -457,6 +457,9 @@ class StepRunner:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
                     grad_norm = float(norm)
+            elif norm is None and not type(state.optimizer).__module__.startswith("torch.optim"):
+                assert self._gradients is not None  # the optimizer may write to them
+                self._norm = norm_of(state, self._units, self._gradients)
             self.pass_point("optimizer", step)
             self._update_parameters()
             if state.scheduler is not None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.train import log_sender
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -36,7 +36,7 @@ class FakeController:
     def starts(self, lines):
         self.term += 1
         self.journal = JournalInMemory(lines)
-        self.record = MetricsRecord(self.journal, lambda: self.now)
+        self.record = MetricLog(self.journal, lambda: self.now)
         self.asks = True
         self.answers_come()
 

@@ -301,7 +301,7 @@ def _json_columns(rows: list[Any], ours: Columns) -> Columns:
         if not any(name == key or name.startswith(f"{key}.") for name in ours) and _has_value(value)
     }
     names = [*ours, *lost]
-    return {name: [_inside(row, name.split(".")) for row in rows] for name in names}
+    return {name: [_inside(row, name) for row in rows] for name in names}
 
 
 def _reference_jsonl_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
@@ -319,10 +319,14 @@ def _has_value(value: Any) -> bool:
     return value is not None
 
 
-def _inside(value: Any, names: list[str]) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+def _inside(value: Any, name: str) -> Any:
+    """`name`: a key, which may have dots itself, or "key.name" of what an object holds."""
+    if not isinstance(value, dict):
+        return None
+    if name in value:
+        return value[name]
+    key, _, inner = name.partition(".")
+    return _inside(value.get(key), inner) if inner else None
 
 
 def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:

@@ -100,7 +100,9 @@ def there(written, tmp_path):
     return shutil.copytree(written, tmp_path / "run")
 
 
-@pytest.mark.parametrize(("readers", "slow"), [(1, -1), (2, -1), (3, 1)])
+@pytest.mark.parametrize(
+    ("readers", "slow"), [(1, -1), pytest.param(2, -1, marks=pytest.mark.slow), (3, 1)]
+)
 def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tmp_path):
     commit = Catalog(Store(str(there))).find(10)
     assert len(commit.manifest.layout.parts) >= 3
@@ -158,7 +160,7 @@ def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_
     assert (outcome.digest, outcome.workers_lost) == (calm.digest, 3)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_sharing(rank, calm, there, tmp_path):
     once = str(tmp_path / "dead")
     outcome, _ = group(spec_for(3), dying(rank, once), url=str(there))

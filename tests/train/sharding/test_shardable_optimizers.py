@@ -11,7 +11,9 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
-from tests.train.optimizers import AutoClip
+from tests.train.optimizers import AutoClip, Both
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 CPU = torch.device("cpu")
 
@@ -24,6 +26,35 @@ def check(optimizer, model, precision=None, device=CPU):
 def test_optimizers_of_torch_are_accepted(kind):
     model = classifier()
     check(kind(model.parameters(), lr=0.1), model)
+
+
+@pytest.mark.parametrize("name", ["LARS", "Lamb"])
+def test_optimizers_for_large_batches_are_accepted(name):
+    model = classifier()
+    check(getattr(pytorch_optimizer, name)(model.parameters()), model)
+
+
+def test_optimizer_that_looks_at_the_norm_of_the_whole_gradient_is_refused():
+    model = classifier()
+    optimizer = pytorch_optimizer.Lamb(model.parameters(), pre_norm=True)
+    with pytest.raises(ModelError, match=r"pre_norm=True.*use clip_norm="):
+        check(optimizer, model)
+
+
+def test_two_optimizers_in_one_are_refused():
+    model = classifier()
+    with pytest.raises(ModelError, match=r"optimizer is a .*\.Both, of which it is not known"):
+        check(Both(model), model)
+
+
+def test_step_that_is_not_that_of_the_class_is_refused():
+    model = classifier()
+    optimizer = adamw(model)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # it counts the steps
+    check(optimizer, model)
+    optimizer.step = lambda: None
+    with pytest.raises(ModelError, match="step is not that of its class"):
+        check(optimizer, model)
 
 
 class OfSomebody(torch.optim.Adam):
@@ -99,6 +130,7 @@ def test_noise_scale_is_refused_before_the_first_step():
         ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
         ({"exact": False}, "sharding is 'optimizer' and exact is False"),
         ({"wire": "bf16"}, "wire is 'bf16' and sharding is 'optimizer'"),
+        ({"wire": "int8"}, "wire is 'int8' and sharding is 'optimizer'"),
         (
             {"scaling": ScalingConfig(resources_per_worker={"CPU": 1, "GPU": 1})},
             "does not work on GPUs yet: leave it out",

@@ -14,10 +14,13 @@ from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE
+from elastic_dp.train.sharding import parameter_gather
+from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 STEPS = 3
 
@@ -82,6 +85,7 @@ class Member:
         if commits:
             self.step = step
             sharding.step_ends(gradients)
+            self.optimizer.step()  # it has no gradients, and counts steps in its groups
 
     def take_over(self, source: Member, *, joins: bool) -> None:
         with torch.no_grad():
@@ -142,16 +146,27 @@ def kinds_and_options():
     return [(kind, options) for kind in VARIANTS for options in VARIANTS[kind]]
 
 
+def of_others():
+    """Optimizers of another package, each with options that it keeps in different places."""
+    lars, lamb = pytorch_optimizer.LARS, pytorch_optimizer.Lamb
+    of_lars = {}, {"nesterov": True, "maximize": True, "weight_decay": 0.01}, {"foreach": False}
+    coupled = {"weight_decay": 0.01, "weight_decouple": False, "maximize": True}
+    of_lamb = {}, coupled, {"rectify": True, "degenerated_to_sgd": True}, {"foreach": False}
+    return [(lars, options) for options in of_lars] + [(lamb, options) for options in of_lamb]
+
+
 def test_all_optimizers_that_can_be_sharded_are_tried():
     assert set(VARIANTS) == SHARDABLE
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind, _ in of_others()}
+    assert names == SHARDABLE_BY_NAME
 
 
 def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
-    """One group for all optimizers of torch.optim."""
+    """One group for all optimizers."""
     cases = [
         (of_kind(kind, **options), shapes(kind), dtype)
         for dtype in (torch.float32, torch.bfloat16)
-        for kind, options in kinds_and_options()
+        for kind, options in [*kinds_and_options(), *of_others()]
     ]
 
     def train(group):
@@ -200,7 +215,9 @@ def four() -> list[Member]:
     return [first, *(joined(first) for _ in range(3))]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))]
+)
 def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     """Members are lost one at a time, so some member has each piece. What is aborted on some
     members is committed on the others, or on nobody."""
@@ -252,6 +269,35 @@ def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
             left[group.rank].sharding.open(group, 2, (), gather_whole=False)
 
     of_each(2, fails)
+
+
+def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkeypatch):
+    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 16384)
+    members = [Member(ADAM, [(256, 300), (4096,)], torch.float32) for _ in range(4)]
+    for member in members[1:]:
+        member.take_over(members[0], joins=True)
+    enter(members, Member.attempt)
+    lost = members.pop().sharding.held_bytes
+    assert sum(enter(members)) <= 1.1 * lost
+
+
+def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
+    """Gloo receives each part in memory of its own."""
+    monkeypatch.setattr(parameter_gather, "GATHERED_BYTES", 1000)
+    gathered, gather = [], ProcessGroup.all_gather
+
+    def counts(group, output, input):
+        if output.dtype == torch.float32:
+            gathered.append(output.nbytes)
+        return gather(group, output, input)
+
+    monkeypatch.setattr(ProcessGroup, "all_gather", counts)
+    members = four()
+    enter(members, Member.attempt)
+    assert len(gathered) > 20 and max(gathered) <= 1000
+    enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(1))
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():

@@ -34,6 +34,7 @@ from tests.runs import Points, group, local, resize, spec_of
 from tests.train import optimizers as zoo
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, loop
 
+SLOW = pytest.mark.slow
 HALF = 14
 BODY = {"body_s": 0.02}
 
@@ -172,7 +173,7 @@ def test_buffer_made_in_inference_mode_is_refused_by_name():
         local(spec_of(steps=1), train)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [pytest.param(0.1, marks=SLOW), None])
 def test_batch_norms_of_experts_count_the_steps_in_which_any_micro_batch_used_them(
     momentum, tmp_path
 ):
@@ -338,7 +339,17 @@ CARRIED = {
 }
 
 
-@pytest.mark.parametrize("name", CARRIED)
+# Of the others, what is sent and taken is compared without workers, below.
+CARRIED_IN_CI = (
+    *("generators", "both around each other", "step hooks", "a scheduler of one's own"),
+    "an attribute that the body changes",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in CARRIED_IN_CI else SLOW) for name in CARRIED],
+)
 def test_optimizer_state_of_every_kind_is_carried(name, tmp_path):
     check_carried(CARRIED[name], tmp_path)
 

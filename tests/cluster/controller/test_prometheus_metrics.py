@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.cluster.controller.run_metrics import METRICS, RunMetrics
+from elastic_dp.cluster.controller.prometheus_metrics import METRICS, PrometheusMetrics
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import AbortGeneration
 from elastic_dp.telemetry.data_rates import CacheBytes
@@ -52,7 +52,7 @@ def metrics(journal):
         scaling=edp.ScalingConfig(max_workers=4),
         max_steps=9,
     )
-    return RunMetrics(spec, journal, started_at=100.0, stored=True)
+    return PrometheusMetrics(spec, journal, started_at=100.0, stored=True)
 
 
 NOTHING, NO_TIMES, NO_CACHE = Goodput(), PhaseTimes(), CacheBytes()

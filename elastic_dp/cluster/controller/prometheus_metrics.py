@@ -1,6 +1,6 @@
 """The metrics of a run for Prometheus: the one table of their names, and their values.
 
-`RunMetrics.sample` computes them every few seconds from what the controller knows anyway, so
+`PrometheusMetrics.sample` computes them every few seconds from what the controller knows anyway, so
 neither a step nor an event waits for it. Every metric has the label `run`; another label has only
 the values that the table lists.
 """
@@ -95,7 +95,7 @@ class Sink(Protocol):
     def put(self, kind: MetricKind, value: float, label: str) -> None: ...
 
 
-class RunMetrics:
+class PrometheusMetrics:
     """The metrics of one run. `started_at` (of `time.time`) is when the run began."""
 
     def __init__(self, spec: JobSpec, journal: Journal, started_at: float, stored: bool) -> None:

@@ -89,7 +89,7 @@ class _SlowMember:
     seen_in: int  # the generation of the latest check
 
 
-class Balance:
+class LoadBalancer:
     """Decides whether the running generation should end for a better split of virtual workers."""
 
     def __init__(self, generation: Generation, slow_s: float) -> None:

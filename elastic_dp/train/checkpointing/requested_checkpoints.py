@@ -41,7 +41,7 @@ class CheckpointDecision(enum.Enum):
     LEAVE_OUT = enum.auto()  # the controller requests it again if it still needs one
 
 
-class StepBoundaryCheckpoints:
+class RequestedCheckpoints:
     """The checkpoints that one worker takes between a step's body and the next step."""
 
     def __init__(

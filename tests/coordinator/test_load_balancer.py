@@ -7,14 +7,14 @@ from unittest import mock
 import pytest
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.planning import balance
-from elastic_dp.coordinator.planning.balance import (
+from elastic_dp.coordinator.planning import load_balancer
+from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
+from elastic_dp.coordinator.planning.load_balancer import (
     MIN_GAIN,
     MIN_INTERVAL_S,
     assign_ranges,
     longest_s,
 )
-from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
 from tests.coordinator.scenarios import Scenario
 
 
@@ -176,7 +176,7 @@ def test_rebalance_does_not_happen_where_a_finished_member_is_gone():
 def test_rebalance_computes_no_split_where_none_could_pay():
     """A split of thousands of virtual workers takes long to compute."""
     scenario = pair()
-    with mock.patch.object(balance, "_fastest", side_effect=AssertionError("assigned")):
+    with mock.patch.object(load_balancer, "_fastest", side_effect=AssertionError("assigned")):
         measured(scenario, w1=0.01, w2=0.0105)
     assert scenario.coordinator.phase == "running"
 

@@ -9,7 +9,7 @@ from typing import Any
 _REMEMBERED = 1_000  # steps whose metrics are kept
 
 
-class LoggedMetrics:
+class CheckpointMetrics:
     """What the body of each step logged.
 
     A checkpoint has the values of its own step only. An older value says nothing about its weights

@@ -15,7 +15,7 @@ _LACKING_S = 5.0  # how long calls wait for an earlier one that no worker may ha
 _Waiting = tuple[LogCall | None, Mapping[str, Any], float | None]  # the call before, what, when
 
 
-class MetricsRecord:
+class MetricLog:
     """Records metrics from any thread, and continues what a previous controller recorded."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,0 +1,176 @@
+"""Sums of gradients in 8 bits: what a block is rounded to, and that neither who rounds it nor where
+it lies matters."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_dp.distributed import int8_rounding
+from elastic_dp.distributed.gradient_units import in_memory_order
+from elastic_dp.distributed.int8_rounding import BLOCK, RECORD, Int8Rounding
+from tests.distributed.rounding_models import Numbers, drawn, random_int8
+
+NODE = (4, 8)
+LARGEST = torch.finfo(torch.float32).max
+
+
+def rounding(seed: int = 0) -> Int8Rounding:
+    found = Int8Rounding()
+    found.begin(seed)
+    return found
+
+
+def restored(sums: torch.Tensor) -> torch.Tensor:
+    return rounding().gradient(sums, torch.empty(len(sums) // RECORD * BLOCK))
+
+
+def rounded(gradient: torch.Tensor, node: tuple[int, int] = NODE, seed: int = 0) -> torch.Tensor:
+    return rounding(seed).gradient(rounding(seed).round(gradient, node, 0), gradient)
+
+
+def numbers(count: int, seed: int = 0) -> torch.Tensor:
+    """Return numbers of all sizes, from block to block and within a block."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-20, 20, math.ceil(count / BLOCK)).repeat_interleave(BLOCK)[:count]
+    within = torch.rand(count, generator=generator).mul(-10).exp()
+    return torch.randn(count, generator=generator) * sizes * within
+
+
+@pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
+def test_blocks_are_rounded_and_added_as_the_model_says_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(int8_rounding, "_PIECE_BLOCKS", 2)
+    one, other, first = numbers(count, 1), numbers(count, 2), 2**25 - 3  # the counters wrap around
+    eight = rounding(seed=2**64 - 1)
+    sums = [eight.round(gradient, NODE, first) for gradient in (one, other)]
+    models = [random_int8(gradient.numpy(), NODE, first, 2**64 - 1) for gradient in (one, other)]
+    like = torch.empty(count)
+    for found, model in zip(sums, models, strict=True):
+        assert len(found) == math.ceil(count / BLOCK) * RECORD
+        assert same(eight.gradient(found, like), model)
+    total = eight.add(*sums, (0, 8), first, torch.empty_like(sums[0]))
+    model = random_int8(models[0] + models[1], (0, 8), first, 2**64 - 1)
+    assert same(eight.gradient(total, like), model)
+
+
+def same(found: torch.Tensor, model: Numbers) -> bool:
+    return found.view(torch.int32).tolist() == model.view(np.int32).tolist()
+
+
+def test_part_of_a_sum_is_rounded_as_the_whole() -> None:
+    """Each rank adds up the blocks of its own part."""
+    eight, memory = rounding(), torch.zeros(9 * RECORD, dtype=torch.uint8)
+    one, other = (eight.round(numbers(9 * BLOCK, seed), NODE, 30) for seed in (1, 2))
+    whole = eight.add(one, other, (0, 8), 30, memory)
+    for first, last in ((0, 1), (2, 5), (8, 9)):
+        part = slice(first * RECORD, last * RECORD)
+        mine = one[part].clone()
+        assert eight.add(mine, other[part], (0, 8), 30 + first, mine) is mine
+        assert mine.equal(whole[part])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rounded_sum_stays_as_it_is(seed: int) -> None:
+    """So the zeros that travel for an absent gradient change nothing, and a finished node may be
+    rounded again."""
+    once = rounded(numbers(64 * BLOCK, seed))
+    again = rounded(once, node=(0, 1 + seed), seed=seed)
+    assert again.equal(once)
+    sums = rounding().round(once, NODE, 0)
+    total = rounding(seed).add(sums, torch.zeros_like(sums), (0, 9), 0, torch.empty_like(sums))
+    assert restored(total).equal(once)
+
+
+def test_sum_is_rounded_to_the_least_scale_for_which_all_numbers_fit() -> None:
+    x = numbers(64 * BLOCK).view(-1, BLOCK)
+    largest = x.abs().amax(1, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 127)))
+    error = (rounded(x.flatten()).view_as(x) - x).abs()
+    assert (error < scale).all() and (error > scale / 2).any()
+    for large, small in ((127.0, 126.5), (127.5, 126.5), (254.0, 253.0)):
+        block = torch.zeros(BLOCK)
+        block[:2] = torch.tensor([large, small])
+        found, step = rounded(block), 1 if large == 127 else 2
+        assert found[0] in (math.floor(large / step) * step, math.ceil(large / step) * step)
+        assert found[1] in (math.floor(small / step) * step, math.ceil(small / step) * step)
+
+
+def test_rounding_is_right_on_average_for_each_element() -> None:
+    """Small elements beside a large one, which rounding to the nearest would lose."""
+    x = torch.linspace(-1, 1, BLOCK) * 0.5  # of a step, which the largest sets to 1
+    x[0] = 100.0
+    draws = 4096
+    of_nodes = torch.stack([rounded(x, node=(v, v + 1)) for v in range(draws)])
+    of_steps = torch.stack([rounded(x, seed=seed) for seed in range(draws)])
+    of_blocks = rounded(x.repeat(draws)).view(draws, BLOCK)
+    for found in (of_nodes, of_steps, of_blocks):
+        error = found.double() - x.double()
+        assert error.mean(0).abs().max() < 5 * 0.5 / draws**0.5
+        # Neither neighbours nor the elements that share a counter are rounded alike.
+        together = torch.corrcoef(error[:, x.abs().sub(0.3).abs() < 0.2].T).fill_diagonal_(0)
+        assert together.abs().max() < 6 / draws**0.5
+
+
+def test_noise_differs_between_nodes_steps_and_blocks() -> None:
+    draws = [
+        drawn(seed, node, block)
+        for seed in (0, 1)
+        for node in ((0, 1), (0, 2), (1, 2))
+        for block in (0, 1)
+    ]
+    for number, one in enumerate(draws):
+        assert all((one != other).mean() > 0.95 for other in draws[:number])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, LARGEST, -LARGEST])
+def test_block_with_what_is_not_finite_stays_so(value: float) -> None:
+    x = torch.ones(3 * BLOCK)
+    x[BLOCK + 7] = value
+    sums = rounding().round(x, NODE, 0)
+    assert [bool(block.isfinite().all()) for block in restored(sums).split(BLOCK)] == [
+        True,
+        False,
+        True,
+    ]
+    assert not restored(sums)[BLOCK : 2 * BLOCK].isfinite().any()
+    for other in (torch.ones(3 * BLOCK), torch.zeros(3 * BLOCK), -x):
+        total = torch.empty_like(sums)
+        rounding().add(sums, rounding().round(other, NODE, 0), (0, 8), 0, total)
+        assert not restored(total)[BLOCK : 2 * BLOCK].isfinite().any()
+        again = rounding().round(restored(total), NODE, 0)
+        assert not restored(again)[BLOCK : 2 * BLOCK].isfinite().any()
+
+
+def test_sum_that_overflows_is_not_finite() -> None:
+    half = rounding().round(torch.full((BLOCK,), 2e38), NODE, 0)
+    total = rounding().add(half, half.clone(), (0, 8), 0, torch.empty_like(half))
+    assert restored(half).isfinite().all() and not restored(total).isfinite().any()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-42, 2.0**-126, 3e-37, 3e38])
+def test_smallest_and_largest_numbers_are_rounded_to_finite_ones(size: float) -> None:
+    x = torch.full((BLOCK,), size)
+    found = rounded(x)
+    assert ((found - x).abs() <= max(2.0**-126, size / 63)).all()
+    assert found.signbit().sum() == 0
+    assert rounded(-torch.zeros(BLOCK)).signbit().sum() == 0
+
+
+def test_elements_are_taken_in_the_order_of_the_parameters_memory() -> None:
+    rows = numbers(300).view(2, 3, 50)
+    for parameter in (rows, rows.transpose(0, 2), rows.permute(1, 2, 0)):
+        found = rounded(parameter)
+        assert found.stride() == parameter.stride()
+        assert in_memory_order(found).equal(rounded(rows.flatten()))
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    rounded(numbers(1000))
+    assert torch.get_rng_state().equal(before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
