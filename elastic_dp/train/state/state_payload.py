@@ -34,7 +34,7 @@ def pack_state(tree: Any) -> torch.Tensor:
     """Returns a tree as one byte vector, for a process on this machine. Raises StateError."""
     encoded, tensors = encode(tree)
     text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return tensor_broadcast.to_flat(text, [tensor for _, tensor in tensors])
+    return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in tensors]))
 
 
 def unpack_state(flat: torch.Tensor, device: torch.device, types: Mapping[str, type]) -> Any:
