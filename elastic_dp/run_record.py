@@ -133,9 +133,7 @@ class RunRecord:
     seed: int
     data: str
     exact: bool
-    # Absent in runs of versions that did not have them:
-    wire: str | None = None
-    processes_per_worker: int = 1
+    wire: str | None = None  # absent in runs of versions that did not have it
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.
