@@ -82,8 +82,8 @@ def asked(*_):
 
 for name in ("is_available", "device_count", "init", "current_device", "get_device_properties"):
     setattr(torch.cuda, name, asked)
-import torch._dynamo
-import elastic_dp.cluster.ray.worker_actor
+from elastic_dp.cluster.ray.prestart.prestarted_process import import_for_worker
+import_for_worker()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

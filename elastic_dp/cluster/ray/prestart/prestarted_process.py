@@ -48,11 +48,15 @@ def has_hook() -> bool:
 
 def prepare(run: str, token: str) -> None:
     """Import what a worker needs, and end this process if the run no longer does."""
+    import_for_worker()
+    background("prestarted process", partial(_wait_for_worker, run, token)).start()
+
+
+def import_for_worker() -> None:
+    """Import what a worker needs. Nothing of it may ask CUDA for GPUs."""
     import torch._dynamo  # noqa: F401 - torch imports it with its first optimizer
 
     import elastic_dp.cluster.ray.worker_actor  # noqa: F401
-
-    background("prestarted process", partial(_wait_for_worker, run, token)).start()
 
 
 def _wait_for_worker(run: str, token: str) -> None:
