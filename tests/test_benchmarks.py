@@ -176,6 +176,7 @@ def test_page_of_measurements_has_a_section_once_its_benchmark_was_run(tmp_path)
                 "interval": [1.001, 1.003],
                 "pairs": 60,
                 "steps_a_block": 25,
+                "times": 10,
             }
         ],
         "first_five_minutes": {

@@ -36,7 +36,7 @@ row.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,18 @@ STREAMS = 8  # per virtual worker, at most
 OPEN_BYTES = 512 << 20  # row groups that all streams have open together; changes the order
 _ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
+_ROWS_AHEAD = 512  # that are located together, since NumPy takes hardly longer for them than for 8
 
 Shuffle = Literal["none", "rows", "full"]
+
+
+class _Located(NamedTuple):
+    """Consecutive rows of one virtual worker, of which the first is number `first` of its share."""
+
+    epoch: int
+    first: int
+    group: Ints
+    row: Ints
 
 
 class Order:
@@ -58,7 +68,8 @@ class Order:
 
     `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the size
     of each in memory; None stands for small ones. `streams` is S. It holds 8 bytes per row group,
-    and 16 more for each of up to two lines. Raises DataError if an epoch has no complete step.
+    16 more for each of up to two lines, and 8 KiB for each virtual worker whose rows were located.
+    Raises DataError if an epoch has no complete step.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class Order:
         else:
             self._file_bounds = bounds_of(self._group_rows)
         self._lines: dict[int, EpochOrder] = {}
+        self._located: dict[int, _Located] = {}  # by virtual worker: the last ones
 
     @property
     def identity(self) -> str:
@@ -146,10 +158,23 @@ class Order:
         order.
         """
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
-        first = (step - 1) % self.steps_per_epoch * self.micro_batch_size
-        count = self.rows(step, virtual_worker)
-        index = np.arange(first, first + count, dtype=np.int64)
-        return self.locate_in_share(self.epoch_of(step), virtual_worker, index)
+        epoch, first = (
+            self.epoch_of(step),
+            (step - 1) % self.steps_per_epoch * self.micro_batch_size,
+        )
+        last = first + self.rows(step, virtual_worker)
+        near = self._located.get(virtual_worker)
+        if (
+            near is None
+            or near.epoch != epoch
+            or not (near.first <= first and last <= near.first + len(near.row))
+        ):
+            ahead = max(last, min(first + _ROWS_AHEAD, self.share(virtual_worker)))
+            index = np.arange(first, ahead, dtype=np.int64)
+            near = _Located(epoch, first, *self.locate_in_share(epoch, virtual_worker, index))
+            self._located[virtual_worker] = near
+        cut = slice(first - near.first, last - near.first)
+        return near.group[cut], near.row[cut]
 
     def locate_in_share(self, epoch: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
         """Like `locate`, for rows of the virtual worker's share; `index` counts them from 0 in its

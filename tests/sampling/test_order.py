@@ -224,3 +224,15 @@ def test_a_pure_function_of_step_and_virtual_worker():
         there = located(forward, asked)
         assert there == located(other, asked[::-1])[::-1]
         assert located(forward, asked) == there
+
+
+@pytest.mark.parametrize("shuffle", ["none", "rows", "full"])
+def test_rows_that_were_located_ahead_are_those_of_their_step(shuffle):
+    """Also where those of the last call end within a micro-batch, an epoch or a short step."""
+    shape = dict(group_rows=[900, 700, 1_403], virtual_workers=2, micro_batch_size=7, seed=3)
+    order = Order(**shape, shuffle=shuffle, tail="short")
+    steps = [*range(1, order.steps_of(2) + 1), *range(order.steps_of(2), 0, -13)]
+    for step in steps:
+        fresh = Order(**shape, shuffle=shuffle, tail="short")
+        both = [(step, 0), (step, 1)]
+        assert located(order, both) == located(fresh, both)
