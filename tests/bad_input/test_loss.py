@@ -1,6 +1,7 @@
 """Loss functions that give no loss, none to learn from, or one that is not finite."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_stop_iteration_in_loss_fn_is_a_loss_error():
     fails(LossError, ["loss function raised StopIteration", "next()"], lambda m, b: next(iter(())))
 
 
-@pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
+@pytest.mark.parametrize("run", ["local", "group", "sharded"])
 def test_gradient_that_is_not_finite_is_never_applied(run):
     """Every loss is finite, but the slope of a root at 0 is not; and one so steep that only the sum
     is too large."""
@@ -86,11 +87,12 @@ def test_gradient_that_is_not_finite_is_never_applied(run):
             for _ in ctx.steps(m, adamw(m), loss_fn):
                 raise AssertionError("it was applied")
 
-        if run is local:
+        if run == "local":
             with pytest.raises(LossError, match="gradient of step 1 is not finite"):
                 local(spec_of(), train)
         else:
-            outcome, _ = group(spec_of(), train)
+            sharding = "optimizer" if run == "sharded" else None
+            outcome, _ = group(dataclasses.replace(spec_of(), sharding=sharding), train)
             assert outcome.error.startswith("LossError: the gradient of step 1 is not finite")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +41,8 @@ class PieceNorm:
                 self._units[number] = units[piece.first // size : -(-piece.last // size)]
 
     @torch.no_grad()
-    def norm(self, gradients: Mapping[int, torch.Tensor], *, wide: bool) -> torch.Tensor:
-        """Returns the norm, as `gradient_norm` does, the same on all members. Raises GroupError.
+    def launch(self, gradients: Mapping[int, torch.Tensor], *, wide: bool) -> PendingNorm:
+        """Begins to add up the norm. Raises GroupError.
 
         `gradients` has a flat tensor for each piece that this rank holds and that has a gradient.
         `wide`: the gradient of some parameter is in fp64.
@@ -55,21 +55,36 @@ class PieceNorm:
                 for unit, part in zip(units, parts, strict=True):
                     of_units[unit] = part
         squares = squares_of_units(of_units)
-        if self._group.world_size > 1 and squares.numel():
-            self._group.wait(self._group.all_reduce(squares))
-        norm = fold_squares(squares).sqrt()
-        return norm if wide else norm.float()
+        # A square may overflow although all elements are finite.
+        finite = bool(torch.isfinite(squares).all()) or all(
+            bool(torch.isfinite(gradients[n]).all()) for n in gradients
+        )
+        exchanges = self._group.world_size > 1 and squares.numel()
+        operation = self._group.all_reduce(squares) if exchanges else None
+        return PendingNorm(self._group, squares, operation, finite, wide)
 
-    def all_finite(self, norm: torch.Tensor, gradients: Mapping[int, torch.Tensor]) -> bool:
-        """Returns whether each element of the whole gradient is finite, the same on all members.
 
-        `norm` is what `norm` returned. It may overflow although all elements are finite. Raises
-        GroupError.
+class PendingNorm(NamedTuple):
+    """A norm that the members are adding up."""
+
+    group: ProcessGroup
+    squares: torch.Tensor  # of units
+    operation: Any  # None: there is nothing to wait for
+    finite: bool  # whether each element that this rank holds is
+    wide: bool
+
+    def wait(self) -> torch.Tensor | None:
+        """Returns the norm, as `gradient_norm` does, or None if an element of the whole gradient is
+        not finite; the same on all members. Raises GroupError.
         """
+        if self.operation is not None:
+            self.group.wait(self.operation)
+        norm = fold_squares(self.squares).sqrt()
+        norm = norm if self.wide else norm.float()
         if torch.isfinite(norm):
-            return True
-        mine = all(bool(torch.isfinite(gradients[n]).all()) for n in gradients)
-        return all(told == b"1" for told in self._group.gather_bytes(b"1" if mine else b"0"))
+            return norm
+        told = self.group.gather_bytes(b"1" if self.finite else b"0")
+        return norm if all(one == b"1" for one in told) else None
 
 
 def clip(gradients: Iterable[torch.Tensor], limit: float, norm: torch.Tensor) -> None:

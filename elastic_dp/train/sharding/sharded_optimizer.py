@@ -206,6 +206,8 @@ class ShardedOptimizer:
         """Updates what this member holds, out of place. Returns the norm of the gradient, or None
         if not all of it is finite; then nothing is prepared. Raises GroupError.
 
+        The norm is added up meanwhile, unless the gradient is clipped by it.
+
         `held` has the gradients of the pieces that this member holds, of shape (numel,). Those of
         parameters that are not in `used` do not count. `memory`: see `ParameterGather`; the same
         in all steps of a generation.
@@ -216,10 +218,12 @@ class ShardedOptimizer:
             for n, flat in held.items()
             if self._parameters[self.pieces[n].parameter] in used
         }
-        norm = self._norm.norm(gradients, wide=any(p.dtype == torch.float64 for p in used))
-        if not self._norm.all_finite(norm, gradients):
-            return None
+        adding = self._norm.launch(gradients, wide=any(p.dtype == torch.float64 for p in used))
+        norm = None
         if clip_norm is not None:
+            norm = adding.wait()
+            if norm is None:
+                return None
             clip(gradients.values(), clip_norm, norm)
         gather = self._gather_of([p in used for p in self._parameters], memory)
         gather.load()
@@ -229,6 +233,10 @@ class ShardedOptimizer:
             for n in gather.targets
         }
         self._updates.run(gather.targets, shaped, states)
+        if clip_norm is None:
+            norm = adding.wait()
+            if norm is None:
+                return None
         self._prepared = _PreparedStep(step, self._generation, states)
         self._gather = gather
         return norm
