@@ -35,6 +35,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
 from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
+from elastic_dp.distributed.local_shards import local_of, sharded_like
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
@@ -236,13 +237,13 @@ class GradientReducer:
         if self._square is not None:
             for i, p in enumerate(self._layout.parameters):
                 if p.grad is not None:  # its hook has not taken it
-                    self._square.add(i, p.grad)
+                    self._square.add(i, local_of(p.grad))
         if is_last:
             return
         sums = self._sums
         for i, p in enumerate(self._layout.parameters):
             if self.sequential or (sums.merges and not sums.fired[i]):
-                sums.add_gradient(i, p.grad)
+                sums.add_gradient(i, local_of(p.grad))
                 p.grad = None
         sums.end_leaf()
 
@@ -351,7 +352,7 @@ class GradientReducer:
                 exchange.total_views,
                 strict=True,
             ):
-                p.grad = view if used[i] else None
+                p.grad = sharded_like(view, p) if used[i] else None
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -383,7 +384,7 @@ class GradientReducer:
         def fired(parameter: torch.nn.Parameter) -> None:
             if not self._running:
                 return
-            gradient = parameter.grad
+            gradient = local_of(parameter.grad)
             if gradient is not None and gradient.is_sparse:
                 name = self._names[parameter]
                 raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
@@ -428,7 +429,7 @@ class GradientReducer:
     def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
         """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
         view = exchange.views[-1][index - exchange.bucket.first]
-        value = self._sums.sum_gradient(index, p.grad, out=view)
+        value = self._sums.sum_gradient(index, local_of(p.grad), out=view)
         self._in_last[index] = value is not None
         _write(view, value)
         p.grad = None

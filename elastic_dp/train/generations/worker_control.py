@@ -177,6 +177,13 @@ class WorkerControl:
     def release_reason(self) -> str | None:
         return self._release
 
+    def ready(self) -> None:
+        """Says that this process has built and tried what the loop needs."""
+
+    def agreed(self, value: bool) -> bool:
+        """Returns the value of the worker's first process. All of its processes call it."""
+        return value
+
     def orphaned_in_s(self) -> float:
         """Returns the seconds until this worker counts as orphaned if no controller answers.
 
@@ -212,9 +219,12 @@ class WorkerControl:
                     )  # a controller was unreachable and should answer soon
                 else:
                     self._to_enter = None
-                    self._generation, self._inside = call.membership.generation, True
-                    self._abortables = []
+                    self._enter(call)
                     return call
+
+    def _enter(self, call: EnterGeneration) -> None:
+        self._generation, self._inside = call.membership.generation, True
+        self._abortables = []
 
     def wait_for_release(self, timeout_s: float) -> None:
         """Waits for the release, up to `timeout_s`. Raises Released."""

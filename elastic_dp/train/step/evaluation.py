@@ -21,6 +21,7 @@ import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.gpu import random_state, set_random_state
+from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
@@ -141,6 +142,7 @@ def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.n
     finally:
         for module, training in modes:
             module.training = training
+        reshard(model)
         session.step_runner.buffers.undo()
         random.setstate(generators[0])
         np.random.set_state(generators[1])

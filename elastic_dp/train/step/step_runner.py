@@ -21,7 +21,6 @@ has the same bits on all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +31,14 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
@@ -49,8 +50,9 @@ from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
+from elastic_dp.train.step.gang_step import clip_gang, record_of_gang, refuse_change, refuse_none
 from elastic_dp.train.step.gradient_clipping import clip, norm_of
-from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
+from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
@@ -78,6 +80,7 @@ class StepRunner:
     speed: ComputeSpeed
     noise_scale_every: int | None = None
     wire: str | None = None
+    gang: Gang | None = None  # the processes of this worker, if there are several
     # Whether a checkpoint of this step is due, as far as all members know before it.
     checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
@@ -206,13 +209,8 @@ class StepRunner:
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self.micro_batches.counting(step, header.results)
-        weight = math.fsum(result.weight for result in results.values())
-        if 0 < weight < LEAST_WEIGHT:
-            raise LossError(
-                f"the weights of step {step} add up to {weight:g}, too little to divide "
-                "gradients by: only their ratios matter, so multiply all of them"
-            )
-        loss_scale = self.state.loss_scale
+        weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
+        expected *= 1 if self.gang is None else self.gang.size  # `fully_shard` takes the mean
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         buffers = self._exchange_buffers(step, header.changed)
         norm = None
@@ -293,6 +291,8 @@ class StepRunner:
             loss, self._results[v] = self.micro_batches.forward(batch, step, v, expected)
             self.pass_point("forward", step)
             self.gradients.before_backward()
+        if loss is None and stop is None:
+            refuse_none(self.gang, step, v)
         if loss is not None:
             self.pass_point("backward", step)
             loss.backward()
@@ -338,8 +338,8 @@ class StepRunner:
 
     def _keep_finished(self) -> None:
         """Keeps what is finished of the step that was aborted."""
-        if self._finished is None:
-            return
+        if self._finished is None or self.gang is not None:
+            return  # a gang's processes have not finished the same
         step = self._finished.inputs.step
         for node, gradients in self.gradients.finished().items():
             results = {v: r for v, r in self._results.items() if node[0] <= v < node[1]}
@@ -390,7 +390,7 @@ class StepRunner:
             connected=on_device.connected if on_device is not None and connects else None,
             why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
-        self._header.launch(header.to_bytes())
+        self._header.launch(record_of_gang(self.gang, header))
         self.pass_point("header", step)
         return len(header.used), len(header.changed)
 
@@ -402,6 +402,7 @@ class StepRunner:
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
             return {}
+        refuse_change(self.gang, step)
         self._values.launch(self.buffers.payload(changed))
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self._virtual_workers)
@@ -436,7 +437,7 @@ class StepRunner:
         grad_norm = None if norm is None else float(norm)
         if norm is None:
             self.gradients.assign(header.used)
-            self._gradients = [p.grad for p in state.parameters.values()]
+            self._gradients = [local_of(p.grad) for p in state.parameters.values()]
         self.buffers.commit(buffers)
         noise: dict[str, float] = {}
         if self._measures_noise(step):
@@ -447,7 +448,10 @@ class StepRunner:
             if finite:
                 noise = estimated(leaves, gradient_square(self._units, self._gradients))
         if finite:
-            if norm is None and self.clip_norm is not None:
+            if self.gang is not None:  # now, since all processes are here
+                assert self._gradients is not None
+                grad_norm = clip_gang(self.gang, self._units, self._gradients, self.clip_norm)
+            elif norm is None and self.clip_norm is not None:
                 norm = clip(state, self._units, self.clip_norm)
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits

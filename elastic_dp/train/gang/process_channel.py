@@ -1,0 +1,219 @@
+"""The connections between the first process of a worker and its others, the followers.
+
+A follower that comes to a point at which all processes must decide alike says so and waits. The
+first process waits for all of them, decides, and answers. A follower that leaves the generation
+says that instead. Where a process ends, its connection closes, and the others end at once: a
+worker lives as long as all of its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from elastic_dp.coordinator.messages import Event, WorkerFailed
+from elastic_dp.errors import GroupAborted
+from elastic_dp.threads import background
+
+
+class ProcessFailed(Exception):
+    """User code raised in a follower, and the controller was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A follower waits at this point for the decision."""
+
+    point: str
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A follower leaves the generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A follower has an event for the controller."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class AllLeft:
+    """All processes have left the generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The generation has ended: leave its collectives."""
+
+    generation: int
+
+
+class LeaderChannel:
+    """The side of the first process. Only its training thread calls what waits."""
+
+    def __init__(
+        self,
+        followers: Sequence[Connection],
+        post: Callable[[Event], None],
+        on_leaving: Callable[[], None],
+    ) -> None:
+        """`post`: to the controller. `on_leaving`: a follower leaves; on a thread of its own."""
+        self._followers, self._post, self._on_leaving = followers, post, on_leaving
+        self._arrived: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
+        self._waiting: set[int] = set()  # followers that wait for an answer
+        self._leaving: set[int] = set()
+        self._sending = threading.Lock()
+        self._ends = False  # the worker ends in order: followers may end before it
+        self.failed = False
+
+    def open(self) -> None:
+        for number, connection in enumerate(self._followers):
+            background(f"process-{number + 1}", partial(self._read, number, connection)).start()
+
+    def expect_ends(self) -> None:
+        """From now on followers may end."""
+        self._ends = True
+
+    def gather(self, point: str) -> list[Any]:
+        """Waits until all followers are at this point. Returns what they bring. Raises GroupAborted
+        if one leaves the generation, and ProcessFailed."""
+        told = []
+        for number in range(len(self._followers)):
+            message = None if number in self._leaving else self._next(number)
+            if not isinstance(message, Arrived):
+                raise GroupAborted(f"process {number + 1} of this worker left the generation")
+            assert message.point == point, f"process {number + 1}: {message.point}, not {point}"
+            told.append(message.payload)
+        return told
+
+    def answer(self, value: Any) -> None:
+        self._send(self._waiting, Decided(value))
+        self._waiting.clear()
+
+    def answer_each(self, values: Sequence[Any]) -> None:
+        """Answers each follower with a value of its own."""
+        for number, value in enumerate(values):
+            self._send([number], Decided(value))
+        self._waiting.clear()
+
+    def refuse(self, error: BaseException) -> None:
+        self._send(self._waiting, Refused(error))
+        self._waiting.clear()
+
+    def abort(self, generation: int) -> None:
+        """Frees the followers from the collectives of this generation. Any thread may call it."""
+        self._send(range(len(self._followers)), Aborted(generation))
+
+    def wait_until_all_leave(self) -> None:
+        """Sends away followers that still wait for a decision. Raises ProcessFailed."""
+        self.refuse(GroupAborted("another process of this worker left the generation"))
+        for number in range(len(self._followers)):
+            while number not in self._leaving:
+                self._next(number)
+                self.refuse(GroupAborted("another process of this worker left the generation"))
+        self._send(self._leaving, AllLeft())
+        self._leaving.clear()
+
+    def _next(self, number: int) -> Arrived | None:
+        """Waits for what a follower says next; None: it leaves."""
+        message = self._arrived[number].get()
+        if isinstance(message, Leaving):
+            self._leaving.add(number)
+            return None
+        if not isinstance(message, Arrived):
+            raise ProcessFailed
+        self._waiting.add(number)
+        return message
+
+    def _read(self, number: int, connection: Connection) -> None:
+        while True:
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                if not self._ends:
+                    os._exit(1)
+                return
+            if isinstance(message, Posted):
+                self.failed |= isinstance(message.event, WorkerFailed)
+                self._post(message.event)
+            self._arrived[number].put(message)
+            if isinstance(message, Leaving):
+                self._on_leaving()
+
+    def _send(self, numbers: Any, message: Any) -> None:
+        with self._sending:
+            for number in numbers:
+                try:
+                    self._followers[number].send(message)
+                except OSError:  # it has ended; `_read` knows what to do
+                    continue
+
+
+class FollowerChannel:
+    """The side of a follower."""
+
+    def __init__(self, leader: Connection, on_abort: Callable[[int], None]) -> None:
+        """`on_abort` is called with a generation, on a thread of its own."""
+        self._leader, self._on_abort = leader, on_abort
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+
+    def open(self) -> None:
+        background("leader", self._read, lambda _: os._exit(1)).start()
+
+    def arrive(self, point: str, payload: Any = None) -> Any:
+        """Waits at this point for the decision, and returns it. Raises what was decided to
+        raise."""
+        self._send(Arrived(point, payload))
+        answer = self._answers.get()
+        if isinstance(answer, Refused):
+            raise answer.error
+        assert isinstance(answer, Decided), answer
+        return answer.value
+
+    def leave(self) -> None:
+        """Waits until all processes of the worker have left the generation."""
+        self._send(Leaving())
+        answer = self._answers.get()
+        assert isinstance(answer, AllLeft), answer
+
+    def post(self, event: Event) -> None:
+        self._send(Posted(event))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._leader.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Aborted):
+                self._on_abort(message.generation)
+            else:
+                self._answers.put(message)
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._sending:
+                self._leader.send(message)
+        except OSError:
+            os._exit(1)
