@@ -11,13 +11,12 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.followers.follower import lead
+from elastic_dp.cluster.followers.follower import FollowerProcess, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
@@ -53,7 +52,6 @@ from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_control import LeaderControl
-from elastic_dp.train.gang.process_channel import LeaderChannel
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
 from elastic_dp.train.step.process_batches import ProcessBatches
 from elastic_dp.train.train_function import fail_worker, train_until_released
@@ -103,7 +101,7 @@ class Worker:
         job: WorkerJob,
         link: ControllerLink,
         address: str | None = None,
-        followers: Sequence[Connection] = (),
+        followers: Sequence[FollowerProcess] = (),
     ) -> None:
         """`followers` are the worker's other processes, if it has several."""
         self.identity, self._job, self._link = identity, job, link
@@ -121,7 +119,7 @@ class Worker:
             renewed_at=self._page.renewed_at,
         )
         if isinstance(self._control, LeaderControl):
-            self._control.lead(LeaderChannel(followers, link.post, self._control.follower_leaves))
+            self._control.lead([follower.connection for follower in followers], link.post)
         torch.set_num_threads(spec.scaling.num_threads)
         # Not with the variables that a process is started with: here the user's own are seen.
         for text in set_nccl_environment(os.environ):
@@ -129,7 +127,8 @@ class Worker:
         self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
         use_interface(address)
         self.hear_from(job.controller)
-        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval)
+        others = [follower.pid for follower in followers]
+        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval, others)
 
     def hear_from(self, controller: ControllerAddress) -> None:
         """Send heartbeats to this controller: the first one, or one that took over."""
@@ -231,6 +230,7 @@ class Worker:
         size = self._spec.scaling.processes_per_worker
         return lead(
             self._control,
+            self.identity,
             self._job.secret,
             size,
             is_source=self._is_source,

@@ -185,7 +185,8 @@ class ScalingConfig:
 
     @property
     def micro_batches_by_step(self) -> dict[int, int]:
-        """As `virtual_workers_by_step`, of the micro-batches: each process has its own."""
+        """The number of micro-batches, keyed as `virtual_workers_by_step`: each process has its
+        own."""
         each = self.processes_per_worker
         return {step: each * number for step, number in self.virtual_workers_by_step.items()}
 

@@ -33,9 +33,10 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
-from elastic_dp.distributed.local_shards import local_of, sharded_like
+from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
@@ -46,12 +47,17 @@ class GradientReducer:
     """Adds up gradients for one model, with the buffers and collectives of the open generation."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], wire: str | None = None
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        wire: str | None = None,
+        order: GradientOrder | None = None,
     ) -> None:
-        """`wire`: of the job; see gradient_rounding.py."""
-        self._wire = wire
+        """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's
+        gradients."""
+        self._wire, self.order = wire, order
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
+        self._sharded = any(map(is_sharded, self._all))
         self._layout = GradientLayout([])
         self._hooks: list[Any] = []
         self._plan: ReductionPlan | None = None  # of the present generation
@@ -164,6 +170,8 @@ class GradientReducer:
             self._lay_out()
         self.drop()
         self._layout.begin(seed)
+        if self.order is not None:
+            self.order.begin()
         self.late = self._is_last = False
         self._error = None
         self._used[:] = bytes(len(self._used))
@@ -352,7 +360,8 @@ class GradientReducer:
                 exchange.total_views,
                 strict=True,
             ):
-                p.grad = sharded_like(view, p) if used[i] else None
+                gradient = sharded_like(view, p) if self._sharded else view
+                p.grad = gradient if used[i] else None
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -384,11 +393,15 @@ class GradientReducer:
         def fired(parameter: torch.nn.Parameter) -> None:
             if not self._running:
                 return
-            gradient = local_of(parameter.grad)
+            gradient = parameter.grad
+            if self._sharded:
+                gradient = local_of(gradient)
             if gradient is not None and gradient.is_sparse:
                 name = self._names[parameter]
                 raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
             self._used[index] = 1
+            if self.order is not None:
+                self.order.note(index)
             if self.sequential:
                 return  # `after_leaf` and `send` take it when it is complete
             if not sums.fire(index):

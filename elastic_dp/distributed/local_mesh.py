@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, Rendezvous, prove
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
 
 DIMENSION = "process"
@@ -18,16 +20,22 @@ _FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def open_local_mesh(port: int, secret: bytes, number: int, size: int) -> DeviceMesh:
+def open_local_mesh(meet: Rendezvous, number: int, size: int) -> DeviceMesh:
     """Makes torch's default process group of these processes. Returns the mesh of it.
 
-    `port` is that of a rendezvous store on this machine. The mesh lives as long as the process, and
-    its collectives cannot be aborted.
+    They meet at a store on this machine. The mesh lives as long as the process, and its collectives
+    cannot be aborted. Raises ConnectionError if a peer does not hold the secret.
     """
-    store = RendezvousStoreClient(LOOPBACK, port, secret, _FORMING_LIMIT)
+    store = RendezvousStoreClient(meet.host, meet.port, meet.secret, _FORMING_LIMIT)
     with _on_loopback():
-        dist.init_process_group("gloo", store=store, rank=number, world_size=size)
-        return init_device_mesh("cpu", (size,), mesh_dim_names=(DIMENSION,))
+        # A peer may be in a long download. If a peer dies, this process ends.
+        dist.init_process_group(
+            "gloo", store=store, rank=number, world_size=size, timeout=OPERATION_TIMEOUT
+        )
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(DIMENSION,))
+    backend = mesh.get_group()._get_backend(torch.device("cpu"))
+    prove(backend, meet, number, size)
+    return mesh
 
 
 @contextlib.contextmanager

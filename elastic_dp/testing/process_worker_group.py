@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.followers.follower import follow
+from elastic_dp.cluster.followers.follower import FollowerProcess, follow
 from elastic_dp.cluster.worker import (
     Request,
     Worker,
@@ -157,17 +157,16 @@ class ProcessWorkerGroup:
                 daemon=True,
             )
             process.start()
-            for pipe in (theirs, *followers):
+            for pipe in (theirs, *(follower.connection for follower in followers)):
                 pipe.close()
             self.processes[worker] = process
             fail = self._controller.fail
             background(f"from {worker}", partial(self._read, worker, ours), fail).start()
             background(f"to {worker}", partial(_write, ours, outbox), fail).start()
 
-    def _start_followers(self, worker: WorkerId) -> list[Connection]:
-        """Start the processes of a worker beside its first one. Return the pipes to them, for
-        that."""
-        pipes = []
+    def _start_followers(self, worker: WorkerId) -> list[FollowerProcess]:
+        """Start the processes of a worker beside its first one. Return them, for that."""
+        started = []
         for number in range(1, self._job.processes):
             ours, theirs = _context.Pipe()
             process = _context.Process(
@@ -176,8 +175,9 @@ class ProcessWorkerGroup:
             process.start()
             theirs.close()
             self.followers.setdefault(worker, []).append(process)
-            pipes.append(ours)
-        return pipes
+            assert process.pid is not None
+            started.append(FollowerProcess(process.pid, ours))
+        return started
 
     def _read(self, worker: WorkerId, pipe: Connection) -> None:
         try:
@@ -245,7 +245,7 @@ def _main(
     job: WorkerJob,
     pipe: Connection,
     device: SimulatedDevice | None,
-    followers: Sequence[Connection],
+    followers: Sequence[FollowerProcess],
 ) -> None:
     if device is not None:
         install(SimulatedAccelerator(device))

@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from elastic_dp.distributed.local_shards import local_of
+
 # All points, in the order in which a worker passes them; tests enumerate this list.
 POINTS = (
     "forming",
@@ -137,6 +139,6 @@ def _act(fault: WorkerFault, weights: Sequence[torch.Tensor]) -> None:
     if fault.action == "sleep":
         time.sleep(fault.seconds)
     elif fault.action == "flip":  # like a memory error: the tensor's version does not change
-        weights[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+        local_of(weights[0].data).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
     else:
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

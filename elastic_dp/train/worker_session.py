@@ -34,7 +34,7 @@ from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpointing.gathering_help import GatheringHelp
+from elastic_dp.train.checkpointing.follower_checkpoints import FollowerCheckpoints
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
 from elastic_dp.train.checkpointing.requested_checkpoints import RequestedCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
@@ -101,7 +101,7 @@ class WorkerSession:
             self.worker, self.device, self.connects_devices, self.control
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._requested_checkpoints: RequestedCheckpoints | GatheringHelp | None = None
+        self._requested_checkpoints: RequestedCheckpoints | FollowerCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -213,11 +213,13 @@ class WorkerSession:
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints)
         elif self.gang is not None and self.gang.helps_to_gather:
-            self._requested_checkpoints = GatheringHelp(self.state, self.control)
+            self._requested_checkpoints = FollowerCheckpoints(
+                self.state, self.control, self.reporter
+            )
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
-        self.control.ready()
+        self.inexact_because[:] = self.control.ready(self.inexact_because)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def _try_out(self, trial: TrialRun) -> None:

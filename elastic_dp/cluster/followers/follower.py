@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -18,7 +18,11 @@ from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.local_mesh import LOOPBACK, open_local_mesh
-from elastic_dp.distributed.process_group import open_rendezvous_store, use_interface
+from elastic_dp.distributed.process_group import (
+    Rendezvous,
+    open_rendezvous_store,
+    use_interface,
+)
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
@@ -31,15 +35,28 @@ from elastic_dp.train.train_function import fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
 
+class FollowerProcess(NamedTuple):
+    """A process of a worker, as its first one knows it."""
+
+    pid: int
+    connection: Connection
+
+
 def lead(
-    control: LeaderControl, secret: bytes, size: int, *, is_source: bool, stores: bool
+    control: LeaderControl,
+    identity: WorkerId,
+    secret: bytes,
+    size: int,
+    *,
+    is_source: bool,
+    stores: bool,
 ) -> Gang:
     """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
     checkpoints."""
     port = open_rendezvous_store(LOOPBACK, secret).port
     told = {"port": port, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
-    return Gang(0, size, open_local_mesh(port, secret, 0, size), control)
+    return Gang(0, size, open_local_mesh(_meeting(identity, port, secret), 0, size), control)
 
 
 def follow(
@@ -64,7 +81,7 @@ def follow(
     control.follow(channel)
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
-    mesh = open_local_mesh(told["port"], secret, number, size)
+    mesh = open_local_mesh(_meeting(identity, told["port"], secret), number, size)
     gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
     try:
         data = open_data(
@@ -92,6 +109,10 @@ def follow(
     return train_until_released(train, session)
 
 
+def _meeting(identity: WorkerId, port: int, secret: bytes) -> Rendezvous:
+    return Rendezvous(LOOPBACK, port, f"{identity}/mesh", secret)
+
+
 class _FollowerLink:
     """Implements `ControllerLink` and `HeartbeatStatus`: the first process says the same."""
 
@@ -100,7 +121,7 @@ class _FollowerLink:
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerFailed):
-            self._channel.post(event)
+            self._channel.fail(event)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         pass

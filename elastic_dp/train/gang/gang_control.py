@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, Protocol, TypeVar
 
+from elastic_dp.coordinator.messages import WorkerFailed
 from elastic_dp.errors import GroupAborted, GroupError
 from elastic_dp.train.gang.process_channel import FollowerChannel, LeaderChannel, ProcessFailed
 from elastic_dp.train.generations.worker_control import (
+    ORPHANED,
     EnterGeneration,
     Orphaned,
     Released,
@@ -53,24 +56,34 @@ class LeaderControl(WorkerControl):
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
         self._channel: LeaderChannel | None = None
+        self._post: Callable[[WorkerFailed], None] | None = None
+        self._failed = False  # user code has raised in a follower
         self._agreed_stop: str | None = None
 
-    def lead(self, channel: LeaderChannel) -> None:
-        """Begins to hear from the followers."""
-        self._channel = channel
-        channel.open()
+    def lead(self, followers: Sequence[Connection], post: Callable[[WorkerFailed], None]) -> None:
+        """Begins to hear from the followers. `post`: to the controller."""
+        self._post = post
+        self._channel = LeaderChannel(followers, self._follower_leaves, self._follower_failed)
+        self._channel.open()
 
-    def follower_leaves(self) -> None:
-        """A follower has left the generation: nobody can go on. Any thread may call it."""
+    def _follower_leaves(self) -> None:
+        """Ends the generation, since nobody can go on in it."""
         with self._changed:
             self._end(self._generation)
+
+    def _follower_failed(self, failure: WorkerFailed) -> None:
+        """Tells the controller. The follower says this repeatedly."""
+        assert self._post is not None
+        self._failed = True
+        self._post(failure)
+        if self.orphaned_in_s() <= 0:
+            os._exit(1)  # the training thread may wait for that follower for ever
 
     def release(self, reason: str) -> None:
         self._expect_ends()
         super().release(reason)
-        assert self._channel is not None
-        if self._channel.failed:  # the training thread may wait for that process for ever
-            os._exit(0)
+        if self._failed:
+            os._exit(0)  # the training thread may wait for that follower for ever
 
     def _end(self, generation: int) -> None:
         super()._end(generation)
@@ -81,11 +94,18 @@ class LeaderControl(WorkerControl):
 
     @property
     def stop_reason(self) -> str | None:
-        """As all processes agreed before the step."""
+        """The reason on which all processes agreed before the step."""
         return self._agreed_stop
 
-    def ready(self) -> None:
-        self._decide("ready", lambda _: None)
+    def ready(self, inexact_because: Sequence[str]) -> list[str]:
+        def all_reasons(told: list[Sequence[str]]) -> list[str]:
+            return list(dict.fromkeys(chain(inexact_because, *told)))
+
+        return self._decide("ready", all_reasons)
+
+    def confirm_processes(self) -> None:
+        assert self._channel is not None
+        self._channel.confirm()
 
     def agreed(self, value: bool) -> bool:
         return self._decide("agreed", lambda _: value)
@@ -142,7 +162,7 @@ class LeaderControl(WorkerControl):
         try:
             self._channel.wait_until_all_leave()
         except ProcessFailed:
-            self.wait_for_release(threading.TIMEOUT_MAX)
+            self._wait_for_end()
         return super().leave()
 
     def _expect_ends(self) -> None:
@@ -165,8 +185,14 @@ class LeaderControl(WorkerControl):
         try:
             return self._channel.gather(point)
         except ProcessFailed:
-            self.wait_for_release(threading.TIMEOUT_MAX)  # raises Released
-            raise
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> NoReturn:
+        """Waits for the release, since the controller is told what a follower has raised. Raises
+        Released."""
+        while (left_s := self.orphaned_in_s()) > 0:
+            self.wait_for_release(left_s)
+        raise Released(ORPHANED)
 
 
 class FollowerControl(WorkerControl):
@@ -193,8 +219,9 @@ class FollowerControl(WorkerControl):
     def stop_reason(self) -> str | None:
         return self._agreed_stop
 
-    def ready(self) -> None:
-        self._arrive("ready")
+    def ready(self, inexact_because: Sequence[str]) -> list[str]:
+        found: list[str] = self._arrive("ready", list(inexact_because))
+        return found
 
     def agreed(self, value: bool) -> bool:
         return bool(self._arrive("agreed"))

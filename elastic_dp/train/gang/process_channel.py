@@ -4,12 +4,16 @@ A follower that comes to a point at which all processes must decide alike says s
 first process waits for all of them, decides, and answers. A follower that leaves the generation
 says that instead. Where a process ends, its connection closes, and the others end at once: a
 worker lives as long as all of its processes.
+
+Where a process dies in a collective of torch, those who wait for it there get an exception. That
+looks like one of user code, so no failure is posted before all processes have shown that they live.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +21,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from elastic_dp.coordinator.messages import Event, WorkerFailed
-from elastic_dp.errors import GroupAborted
+from elastic_dp.coordinator.messages import WorkerFailed
+from elastic_dp.errors import GroupAborted, LoopError
 from elastic_dp.threads import background
 
 
@@ -41,9 +45,19 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A follower has an event for the controller."""
+    """User code raised in a follower."""
 
-    event: Event
+    event: WorkerFailed
+
+
+@dataclass(frozen=True, slots=True)
+class AreYouThere:
+    """The first process asks whether this one lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A follower lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +88,20 @@ class LeaderChannel:
     def __init__(
         self,
         followers: Sequence[Connection],
-        post: Callable[[Event], None],
         on_leaving: Callable[[], None],
+        on_failure: Callable[[WorkerFailed], None],
     ) -> None:
-        """`post`: to the controller. `on_leaving`: a follower leaves; on a thread of its own."""
-        self._followers, self._post, self._on_leaving = followers, post, on_leaving
+        """`on_leaving`: a follower leaves. `on_failure`: user code has raised in one, and all
+        live. Both are called on threads of their own."""
+        self._followers = followers
+        self._on_leaving, self._on_failure = on_leaving, on_failure
         self._arrived: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
+        self._alive: list[queue.SimpleQueue[Here]] = [queue.SimpleQueue() for _ in followers]
+        self._asking = threading.Lock()
         self._waiting: set[int] = set()  # followers that wait for an answer
         self._leaving: set[int] = set()
         self._sending = threading.Lock()
         self._ends = False  # the worker ends in order: followers may end before it
-        self.failed = False
 
     def open(self) -> None:
         for number, connection in enumerate(self._followers):
@@ -94,15 +111,30 @@ class LeaderChannel:
         """From now on followers may end."""
         self._ends = True
 
+    def confirm(self) -> None:
+        """Returns when all followers have answered that they live. Where one does not live, this
+        process ends. Any thread but those that read may call it."""
+        with self._asking:
+            if self._ends:
+                return
+            self._send(range(len(self._followers)), AreYouThere())
+            for answers in self._alive:
+                answers.get()
+
     def gather(self, point: str) -> list[Any]:
         """Waits until all followers are at this point. Returns what they bring. Raises GroupAborted
-        if one leaves the generation, and ProcessFailed."""
+        if one leaves the generation, LoopError if one is elsewhere, and ProcessFailed."""
         told = []
         for number in range(len(self._followers)):
             message = None if number in self._leaving else self._next(number)
             if not isinstance(message, Arrived):
                 raise GroupAborted(f"process {number + 1} of this worker left the generation")
-            assert message.point == point, f"process {number + 1}: {message.point}, not {point}"
+            if message.point != point:
+                raise LoopError(
+                    f"process {number + 1} of this worker has come to {message.point!r}, and its "
+                    f"first process to {point!r}: all processes of a worker must run the same "
+                    "program, so call ctx.evaluate on all of them, and loop over all steps"
+                )
             told.append(message.payload)
         return told
 
@@ -151,14 +183,23 @@ class LeaderChannel:
                 message = connection.recv()
             except (EOFError, OSError):
                 if not self._ends:
+                    text = f"process {number + 1} of this worker has ended, so the worker ends"
+                    print(text, file=sys.stderr, flush=True)
                     os._exit(1)
+                self._alive[number].put(Here())  # nobody need wait for it any more
                 return
+            if isinstance(message, Here):
+                self._alive[number].put(message)
+                continue
             if isinstance(message, Posted):
-                self.failed |= isinstance(message.event, WorkerFailed)
-                self._post(message.event)
+                background(f"failure-{number + 1}", partial(self._failed, message.event)).start()
             self._arrived[number].put(message)
             if isinstance(message, Leaving):
                 self._on_leaving()
+
+    def _failed(self, event: WorkerFailed) -> None:
+        self.confirm()
+        self._on_failure(event)
 
     def _send(self, numbers: Any, message: Any) -> None:
         with self._sending:
@@ -197,7 +238,7 @@ class FollowerChannel:
         answer = self._answers.get()
         assert isinstance(answer, AllLeft), answer
 
-    def post(self, event: Event) -> None:
+    def fail(self, event: WorkerFailed) -> None:
         self._send(Posted(event))
 
     def _read(self) -> None:
@@ -208,6 +249,8 @@ class FollowerChannel:
                 os._exit(1)
             if isinstance(message, Aborted):
                 self._on_abort(message.generation)
+            elif isinstance(message, AreYouThere):
+                self._send(Here())
             else:
                 self._answers.put(message)
 

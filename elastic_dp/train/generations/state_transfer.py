@@ -168,6 +168,7 @@ class StateTransfer:
         """Takes over what the first process of this worker has restored for this one."""
         assert self._gang is not None
         self._reporter.report("restore")
+        self._reporter.pass_point("restoring")
         content = torch.frombuffer(bytearray(self._gang.control.part()), dtype=torch.uint8)
         tree = unpack_state(content, self._device, types_of(self._state))
         self._state.adopt(tree, body=True)

@@ -63,6 +63,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
+        # Whether the state is sharded over the processes of this worker.
+        self.in_parts = any(map(is_sharded, self.parameters.values()))
         self._extra = extra_states(self.model)
         references = References()
         for prefix, module in self.model.named_modules():
@@ -171,11 +173,6 @@ class TrainState:
             "evaluations": list(evaluations),
             "ended": ended,
         }
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the state is sharded over the processes of this worker."""
-        return any(map(is_sharded, self.parameters.values()))
 
     def gather(self) -> None:
         """Takes part in what another process of this worker gathers for `tree`."""

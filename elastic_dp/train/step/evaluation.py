@@ -95,11 +95,14 @@ def _complete(
 ) -> None:
     """Computes until every member has the results of all batches."""
     session.report("evaluate")
+    # The processes of a worker may have heard of different results before a member was lost.
+    for payload in reversed(session.control.exchange(_packed(known))):
+        known.update(_unpacked(payload))
     group = session.auxiliary_group()
     while True:
         session.pass_point("evaluate_exchange")
-        for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):
-            known.update({int(i): tuple(result) for i, result in json.loads(payload)})
+        for payload in group.gather_bytes(_packed(known)):
+            known.update(_unpacked(payload))
         missing = [i for i in range(data.num_batches) if i not in known]
         if not missing:
             return
@@ -111,6 +114,14 @@ def _complete(
                 session.control.may_continue()
                 session.pass_point("evaluate")
                 known[i] = _one(session, fn, data, evaluated, i)
+
+
+def _packed(results: Results) -> bytes:
+    return json.dumps(list(results.items())).encode()
+
+
+def _unpacked(payload: bytes) -> Results:
+    return {int(i): tuple(result) for i, result in json.loads(payload)}
 
 
 def _one(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic_dp.distributed.gradient_norm import gradient_square
+from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.errors import LossError, ModelError
 from elastic_dp.train.gang.gang import Gang
@@ -38,14 +39,23 @@ def refuse_change(gang: Gang | None, step: int) -> None:
         )
 
 
-def record_of_gang(gang: Gang | None, header: MemberHeader) -> bytes:
-    """Returns the record of this member: that of all processes of its worker together."""
+def record_of_gang(gang: Gang | None, header: MemberHeader, order: GradientOrder | None) -> bytes:
+    """Returns the record of this member: that of all processes of its worker together. Raises
+    ModelError if their gradients came in different orders."""
     if gang is None:
         return header.to_bytes()
+    assert order is not None
     results = {gang.key(v): result for v, result in header.results.items()}
     mine = dataclasses.replace(header, results=results).to_bytes()
-    used, changed = len(header.used), len(header.changed)
-    whole = StepHeader.of(gang.exchange(mine), used, changed)
+    used, changed, digest = len(header.used), len(header.changed), order.digest()
+    told = gang.exchange(digest + mine)
+    if len({one[: len(digest)] for one in told}) > 1:
+        raise ModelError(
+            "the processes of a worker have got the gradients of this step in different orders: "
+            "the model runs other layers for other rows. fully_shard pairs what the processes send "
+            "by its order, so all must run the same layers in the same order"
+        )
+    whole = StepHeader.of([one[len(digest) :] for one in told], used, changed)
     weights = [digest for digest in whole.weights if digest is not None]
     return MemberHeader(
         late=whole.late,

@@ -41,7 +41,7 @@ class ProcessBatches:
         return self._data.batch(step, self._key(virtual_worker))
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """Of a result's key: that of a virtual worker and a process (`Gang.key`)."""
+        """`virtual_worker` is the key of a result, so of one process (`Gang.key`)."""
         return self._data.describe(step, virtual_worker)
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
