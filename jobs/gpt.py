@@ -29,7 +29,6 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import elastic_dp as edp
 
@@ -93,6 +92,8 @@ def train(ctx: edp.TrainContext) -> None:
     config = ctx.config
     model = GPT(config["width"], config["heads"], config["layers"]).to(ctx.device)
     if config["processes"] > 1:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
         for layer in model.layers:
             fully_shard(layer, mesh=ctx.mesh)
         fully_shard(model, mesh=ctx.mesh)
