@@ -154,6 +154,10 @@ def train(ctx: Any) -> None:
         be_another_host()
     with ctx.device:  # initial weights are drawn there
         model = build(config["model"], config["width"])
+    if config["processes"] > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=ctx.mesh)
     if config.get("compile") is not None:
         model.compile(**config["compile"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -210,9 +214,10 @@ def job(
     body_s: float = 0.0,
     every_steps: int | None = None,
     exact: bool = True,
+    processes: int = 1,
     **config: Any,
 ) -> JobSpec:
-    config |= {"model": model, "precision": precision, "body_s": body_s}
+    config |= {"model": model, "precision": precision, "body_s": body_s, "processes": processes}
     config["width"] = setup.pick(128, 32)
     share = {"GPU": 0.25} if setup.on_gpu else {}
     return JobSpec(
@@ -225,6 +230,7 @@ def job(
             virtual_workers=VIRTUAL_WORKERS,
             threads_per_worker=1,
             resources_per_worker={"CPU": 1, **share},
+            processes_per_worker=processes,
         ),
         failure=FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0),
         checkpoint=CheckpointConfig(every_steps=every_steps),
@@ -369,6 +375,27 @@ def changes(setup: Setup) -> dict[str, Any]:
         raise Wrong(f"nobody was drained before the run ended: {facts}")
     if facts["killed"] < 1 or facts["lost before restore"] < 2:
         raise Wrong(f"the faults did not happen: {facts}")
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
+
+
+def gangs(setup: Setup) -> dict[str, Any]:
+    """Workers of two processes, over which the model is sharded: one worker, two, and two of which
+    a process is killed."""
+    if setup.on_gpu:
+        raise Skipped("workers of several processes are refused on GPUs: they were never tried")
+    options: dict[str, Any] = {"steps": setup.pick(12, 6), "processes": 2, "body_s": 0.05}
+    killed = str(setup.folder / "killed")
+    fault = WorkerFault("backward", step=3, rank=1, process=1, once=killed)
+    two = job(setup, workers=2, **options)
+    runs = {
+        "one": partial(group, job(setup, workers=1, **options)),
+        "two": partial(group, two),
+        "kill": partial(group, two, [fault]),
+    }
+    outcomes, _ = together(setup, runs)
+    facts = {"killed": outcomes["kill"].workers_lost}
+    if facts["killed"] < 1:
+        raise Wrong("the fault did not happen")
     return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
 
 
@@ -843,6 +870,7 @@ CHECKS: dict[str, Check] = {
     "attention-fp32": _ATTENTION["attention-fp32"],
     "faults": Check(faults, 80.0),
     "changes": Check(changes, 110.0),
+    "gangs": Check(gangs, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),
     "compile": Check(compiled, 140.0),

@@ -4,32 +4,39 @@
 
 Each system trains alone in its processes (AdamW, fp32, Gloo) for `--pairs` steps. Quoted: by how
 much the peak of a process's memory exceeds what it had before its model was made, in bytes for each
-parameter, the largest of all workers; and the formula of docs/sharding.md. Activations, buckets and
-what Gloo allocates come on top of the formula. There is no checkpoint. The last lines are on paper:
-7 billion parameters on 8 workers. Ends with 1, and says why, if a target was missed.
+parameter, the largest of all processes; and the formula of docs/sharding.md, or for two workers of
+several processes that of docs/gangs.md. Activations, buckets and what Gloo allocates come on top of
+the formula. There is no checkpoint. The last lines are on paper: 7 billion parameters on 8 workers,
+or on workers of 8 processes. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import conclude, of_pairs
 from benchmarks.sharding import ALONE, spec_of
 from benchmarks.step_overhead import session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.train_function import train_until_released
 
 WORLDS = (4, 8)
 SYSTEMS = ("not sharded", "sharded", *ALONE)
+PROCESSES = (2, 4)  # of each of two workers
 ROWS = 1  # so that activations are few
 BEYOND = 3.0  # bytes for each parameter beyond the formula: activations, buckets, Gloo
 BILLION = 10**9
@@ -39,6 +46,12 @@ def by_formula(workers: int, sharded: bool, element_bytes: int = 4) -> float:
     """The bytes for each parameter."""
     parts = 3 + 11 / workers if sharded else 5
     return element_bytes * parts
+
+
+def by_formula_of_gangs(processes: int, layer: float, rest: float, element_bytes: int = 4) -> float:
+    """The bytes for each parameter. `layer`, `rest`: the fractions of the parameters in the largest
+    layer, which `fully_shard` gathers with its gradient, and in no layer."""
+    return element_bytes * (5 / processes + 2 * layer + rest)
 
 
 def memory(field: str) -> int:
@@ -93,6 +106,69 @@ def measure(size: str, world: int, system: str, steps: int) -> dict[str, Any]:
     return found
 
 
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows made up on the spot."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(i)
+        return {"tokens": torch.randint(256, (65,), generator=drawn)}
+
+
+def train_in_gang(ctx: Any) -> None:
+    """Each process writes down its bytes, and what is in the largest layer and in none."""
+    clear = Path("/proc/self/clear_refs")
+    before = memory("VmRSS")
+    model = GPT(*SIZES[ctx.config["size"]])
+    numels = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    total = sum(p.numel() for p in model.parameters())
+    for block in model.blocks:
+        fully_shard(block, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    clear.write_text("5", encoding="utf-8")  # the whole model was there for a moment
+    for _ in ctx.steps(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn):
+        pass
+    found = {
+        "bytes_by_parameter": (memory("VmHWM") - before) / total,
+        "layer": max(numels) / total,
+        "rest": 1 - sum(numels) / total,
+    }
+    file = Path(ctx.config["folder"]) / str(os.getpid())
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def measure_gangs(size: str, processes: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = JobSpec(
+            name="bench",
+            data=MapStyleData(Tokens(), micro_batch_size=ROWS),
+            config={"size": size, "folder": folder},
+            scaling=ScalingConfig(
+                min_workers=2,
+                max_workers=2,
+                virtual_workers=2,
+                threads_per_worker=1,
+                processes_per_worker=processes,
+            ),
+            failure=FailureConfig(heartbeat_timeout_s=60.0),
+            max_steps=steps,
+        )
+        with ProcessRun(spec, train_in_gang) as run:
+            outcome = run.wait(600.0)
+        assert (outcome.error, outcome.workers_lost) == (None, 0), outcome.traceback
+        told = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    assert len(told) == 2 * processes
+    return {
+        "parameters": size,
+        "workers": 2,
+        "system": f"gangs of {processes}",
+        "bytes_by_parameter": round(max(one["bytes_by_parameter"] for one in told), 1),
+        "by_formula": round(by_formula_of_gangs(processes, told[0]["layer"], told[0]["rest"]), 1),
+    }
+
+
 def on_paper() -> Iterator[dict[str, Any]]:
     for dtype, element_bytes in (("fp32", 4), ("bf16", 2)):
         for sharded in (False, True):
@@ -104,6 +180,14 @@ def on_paper() -> Iterator[dict[str, Any]]:
                 "dtype": dtype,
                 "gigabytes_without_activations": round(nbytes / BILLION, 1),
             }
+        nbytes = 7 * BILLION * by_formula_of_gangs(8, 0.03, 0.04, element_bytes)
+        yield {
+            "parameters": "7B, on paper",
+            "workers": "any number",
+            "system": "gangs of 8",
+            "dtype": dtype,
+            "gigabytes_without_activations": round(nbytes / BILLION, 1),
+        }
 
 
 def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
@@ -121,6 +205,8 @@ def cases(sizes: Iterable[str], steps: int) -> Iterator[dict[str, Any]]:
         for world in WORLDS:
             for system in SYSTEMS:
                 yield measure(size, world, system, steps)
+        for processes in PROCESSES:
+            yield measure_gangs(size, processes, steps)
     yield from on_paper()
 
 

@@ -133,7 +133,9 @@ class RunRecord:
     seed: int
     data: str
     exact: bool
-    wire: str | None = None  # absent in runs of versions that did not have it
+    # Absent in runs of versions that did not have them:
+    wire: str | None = None
+    processes_per_worker: int = 1
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.

@@ -7,6 +7,9 @@ interpreter.
     python jobs/gpt.py --workers 4 --sharding optimizer
                                           the optimizer's state divided among the workers, each part
                                           on two of them: the same weights
+    python jobs/gpt.py --workers 2 --processes 2
+                                          each worker is two processes, over which torch's
+                                          fully_shard divides the model
     python jobs/gpt.py --local            no Ray, in this process: for a debugger
 
 Nothing is downloaded. The first run writes the text as Parquet shards into a cache folder; to train
@@ -88,6 +91,12 @@ def train(ctx: edp.TrainContext) -> None:
     """Runs in every worker."""
     config = ctx.config
     model = GPT(config["width"], config["heads"], config["layers"]).to(ctx.device)
+    if config["processes"] > 1:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        for layer in model.layers:
+            fully_shard(layer, mesh=ctx.mesh)
+        fully_shard(model, mesh=ctx.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95))
 
     def rate(step: int) -> float:  # warm up, then a half cosine down to a tenth
@@ -133,6 +142,7 @@ def make_trainer(
     min_workers: int = 1,
     standby: int = 0,
     virtual_workers: int = 4,
+    processes: int = 1,
     steps: int = 400,
     seed: int = 0,
     config: dict | None = None,
@@ -145,13 +155,15 @@ def make_trainer(
         train,
         name=name,
         storage_path=storage_path,
-        config={"width": 128, "heads": 4, "layers": 3, "lr": 2e-3} | (config or {}),
+        config={"width": 128, "heads": 4, "layers": 3, "lr": 2e-3, "processes": processes}
+        | (config or {}),
         data=edp.DataConfig(str(folder), micro_batch_size=8, seed=seed),
         scaling=edp.ScalingConfig(
             min_workers=min_workers,
             max_workers=workers,
             virtual_workers=virtual_workers,
             standby=standby,
+            processes_per_worker=processes,
         ),
         max_steps=steps,
         **options,
@@ -163,6 +175,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--virtual-workers", type=int, default=4, help="fixes the global batch")
+    parser.add_argument("--processes", type=int, default=1, help="of each worker")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the run; the same name again continues it")

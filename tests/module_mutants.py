@@ -29,6 +29,7 @@ LIMIT_S = 120.0
 class ModuleMutant(Mutant):
     module: str
     caught_by: str  # file::test
+    is_slow: bool = False  # that test is not in the default run
 
 
 def take_out(mutant: ModuleMutant) -> None:
@@ -58,7 +59,8 @@ def check_noticed(mutant: ModuleMutant, plugin: str, named_by: Mapping[str, str]
     `named_by` is the environment variable by which `plugin` knows the mutant.
     """
     plugins = ["-p", plugin, "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, mutant.caught_by]
+    marks = ["-m", "slow"] if mutant.is_slow else []
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, *marks, mutant.caught_by]
     try:
         ended = subprocess.run(
             command,

@@ -543,8 +543,8 @@ PARAMETERS = {
     """,
     "ScalingConfig": """
         *min_workers max_workers virtual_workers standby warm_processes resources_per_worker
-        threads_per_worker stabilization_s market min_on_demand zones label_selector balance
-        priority
+        processes_per_worker threads_per_worker stabilization_s market min_on_demand zones
+        label_selector balance priority
     """,
     "CheckpointConfig": """
         *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute
@@ -558,8 +558,8 @@ PARAMETERS = {
     """,
 }
 MEMBERS = {
-    "TrainContext": "checkpoint config device evaluate generation is_source log rank seed steps "
-    "steps_per_epoch stop "
+    "TrainContext": "checkpoint config device evaluate generation is_source log mesh rank seed "
+    "steps steps_per_epoch stop "
     "total_steps virtual_workers world_size",
     "Run": "checkpoint drain events interrupted logs pids result scale status stop",
     "Step": "number epoch epoch_end loss weight metrics noise grad_norm lr",

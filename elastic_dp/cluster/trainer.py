@@ -258,12 +258,17 @@ class ElasticTrainer:
     def _open_data(self, **options: Any) -> Dataset:
         return open_data(
             self.spec.data,
-            virtual_workers=self.spec.scaling.virtual_workers_by_step,
+            virtual_workers=self.spec.scaling.micro_batches_by_step,
             timeout_s=self.spec.failure.storage_timeout_s,
             **options,
         )
 
     def _fit_local(self, progress: ProgressPrinter) -> Result:
+        if self.spec.scaling.processes_per_worker > 1:
+            raise SpecError(
+                "fit(local=True) runs in one process, and ScalingConfig.processes_per_worker is "
+                f"{self.spec.scaling.processes_per_worker}: call fit(), which starts a local Ray"
+            )
         self._adopt_fixed_fields()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         set_default_environment(os.environ)

@@ -9,13 +9,14 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cluster.followers.follower import FollowerProcess, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
@@ -49,7 +50,10 @@ from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointe
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_control import LeaderControl
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
+from elastic_dp.train.step.process_batches import ProcessBatches
 from elastic_dp.train.train_function import fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
@@ -66,6 +70,7 @@ class WorkerJob:
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[WorkerFault, ...] = ()
+    processes: int = 1  # of each worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,14 @@ class Worker:
     """
 
     def __init__(
-        self, identity: WorkerId, job: WorkerJob, link: ControllerLink, address: str | None = None
+        self,
+        identity: WorkerId,
+        job: WorkerJob,
+        link: ControllerLink,
+        address: str | None = None,
+        followers: Sequence[FollowerProcess] = (),
     ) -> None:
+        """`followers` are the worker's other processes, if it has several."""
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
         self._is_source = False
@@ -102,11 +113,13 @@ class Worker:
         on_cached_read(self._page.count_cached)
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
-        self._control = WorkerControl(
+        self._control = (LeaderControl if followers else WorkerControl)(
             lease_s=spec.failure.lease,
             orphan_timeout_s=spec.failure.orphan_timeout,
             renewed_at=self._page.renewed_at,
         )
+        if isinstance(self._control, LeaderControl):
+            self._control.lead([follower.connection for follower in followers], link.post)
         torch.set_num_threads(spec.scaling.num_threads)
         # Not with the variables that a process is started with: here the user's own are seen.
         for text in set_nccl_environment(os.environ):
@@ -114,7 +127,8 @@ class Worker:
         self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
         use_interface(address)
         self.hear_from(job.controller)
-        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval)
+        others = [follower.pid for follower in followers]
+        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval, others)
 
     def hear_from(self, controller: ControllerAddress) -> None:
         """Send heartbeats to this controller: the first one, or one that took over."""
@@ -179,10 +193,11 @@ class Worker:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
+        gang, size = self._gang(), self._spec.scaling.processes_per_worker
         try:
             data = open_data(
                 self._spec.data,
-                virtual_workers=self._spec.scaling.virtual_workers_by_step,
+                virtual_workers=self._spec.scaling.micro_batches_by_step,
                 index=self._job.index,
                 pin=is_gpu(device),
                 timeout_s=self._spec.failure.storage_timeout_s,
@@ -193,7 +208,7 @@ class Worker:
         self._session = WorkerSession(
             spec=self._spec,
             worker=self.identity,
-            data=data,
+            data=data if gang is None else ProcessBatches(data, 0, size),
             device=device,
             connects_devices=has_own_communicator(
                 self._spec.scaling.resources_per_worker.get("GPU", 0)
@@ -205,8 +220,22 @@ class Worker:
             checkpoints=self._checkpoints(),
             code=code_fingerprint(self._train, constants=False),
             faults=FaultInjector(self._job.faults, self.identity),
+            gang=gang,
         )
         return train_until_released(self._train, self._session)
+
+    def _gang(self) -> Gang | None:
+        if not isinstance(self._control, LeaderControl):
+            return None
+        size = self._spec.scaling.processes_per_worker
+        return lead(
+            self._control,
+            self.identity,
+            self._job.secret,
+            size,
+            is_source=self._is_source,
+            stores=self._job.url is not None,
+        )
 
     def _checkpoints(self) -> WorkerCheckpointer | None:
         if self._job.url is None:

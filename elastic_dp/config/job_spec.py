@@ -64,6 +64,7 @@ class JobSpec:
         boolean("exact", self.exact)
         self._check_wire()
         self._check_sharding()
+        self._check_processes()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
@@ -88,6 +89,26 @@ class JobSpec:
             raise SpecError(
                 f"wire is {self.wire!r} and sharding is {self.sharding!r}, which do not work "
                 "together yet: leave out one of the two"
+            )
+
+    def _check_processes(self) -> None:
+        if self.scaling.processes_per_worker == 1:
+            return
+        name = f"ScalingConfig.processes_per_worker is {self.scaling.processes_per_worker}"
+        for field_name, value, works in (
+            ("exact", self.exact, True),
+            ("wire", self.wire, None),
+            ("sharding", self.sharding, None),
+        ):
+            if value is not works:
+                raise SpecError(
+                    f"{name} and {field_name} is {value!r}, which do not work together yet: leave "
+                    "out one of the two"
+                )
+        if self.data.tail != "drop":
+            raise SpecError(
+                f"{name} and the data's tail is {self.data.tail!r}: each process needs rows in "
+                'each micro-batch, so use tail="drop"'
             )
 
     def _check_sharding(self) -> None:

@@ -41,8 +41,11 @@ class ScalingConfig:
       some 0.3 GB of memory, and no CPU, GPU or rank while it waits. Never tried with GPUs.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
+    - `processes_per_worker`: a worker is so many processes of one node, over which its model is
+      sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
+      times V micro-batches. It is fixed at the run's first start.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
-      the worker's CPUs.
+      the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
       soon be ready, and so long after the last join, so that a burst of new nodes stops the group
       once or twice. It does not wait if it takes the last place, or if no other worker builds its
@@ -71,6 +74,7 @@ class ScalingConfig:
     standby: int = 0
     warm_processes: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
+    processes_per_worker: int = 1
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
@@ -93,6 +97,12 @@ class ScalingConfig:
         whole_number("ScalingConfig.standby", self.standby, 0)
         whole_number("ScalingConfig.warm_processes", self.warm_processes, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
+        whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
+        if self.processes_per_worker > 1 and self.resources_per_worker.get("GPU"):
+            raise SpecError(
+                f"ScalingConfig.processes_per_worker is {self.processes_per_worker}, which does "
+                'not work on GPUs yet: leave "GPU" out of resources_per_worker'
+            )
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
@@ -174,6 +184,13 @@ class ScalingConfig:
         return by_step(self.max_workers if given is None else given)
 
     @property
+    def micro_batches_by_step(self) -> dict[int, int]:
+        """The number of micro-batches, keyed as `virtual_workers_by_step`: each process has its
+        own."""
+        each = self.processes_per_worker
+        return {step: each * number for step, number in self.virtual_workers_by_step.items()}
+
+    @property
     def growth(self) -> dict[str, int]:
         """The later numbers of virtual workers, by the step after which they hold, for JSON."""
         return {str(steps): n for steps, n in [*self.virtual_workers_by_step.items()][1:]}
@@ -188,4 +205,5 @@ class ScalingConfig:
         """The number of torch's threads in each worker."""
         if self.threads_per_worker is not None:
             return self.threads_per_worker
-        return max(1, int(self.resources_per_worker.get("CPU", 1)))
+        cpus = self.resources_per_worker.get("CPU", 1)
+        return max(1, int(cpus / self.processes_per_worker))

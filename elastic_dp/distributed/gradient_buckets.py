@@ -2,7 +2,7 @@
 
 Parameters that require a gradient are taken in reverse order of registration, about the order in
 which backward computes their gradients, and cut into buckets by dtype and device. A view into a
-bucket has the strides of its parameter.
+bucket has the strides of its parameter. Of a sharded parameter all of this is its local part.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from elastic_dp.distributed.gradient_rounding import GradientRounding, rounding_of
 from elastic_dp.distributed.gradient_units import memory_stride
+from elastic_dp.distributed.local_shards import local_of
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
@@ -43,7 +44,7 @@ class GradientBucket:
         self.parameters = parameters
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.rounding, self.first_block = rounding, first_block
-        blocks = (math.ceil(p.numel() / rounding.block) for p in parameters)
+        blocks = (math.ceil(local_of(p).numel() / rounding.block) for p in parameters)
         # Where the blocks of each parameter begin and end in the bucket.
         self.cuts = list(accumulate(blocks, initial=0))
         self.blocks = self.cuts[-1]
@@ -66,7 +67,7 @@ class GradientBucket:
         """Returns a view into `flat`, of shape (numel or more,), for each parameter."""
         return [
             flat.as_strided(p.shape, memory_stride(p), cut * self.rounding.block)
-            for p, cut in zip(self.parameters, self.cuts, strict=False)
+            for p, cut in zip(map(local_of, self.parameters), self.cuts, strict=False)
         ]
 
     def sum_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -121,10 +122,10 @@ def _cut(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]
     """Returns the parameters of each bucket, in order."""
     cuts: list[list[torch.nn.Parameter]] = []
     current: list[torch.nn.Parameter] = []
-    total = sum(p.numel() * p.element_size() for p in parameters)
+    total = sum(local_of(p).nbytes for p in parameters)
     size, limit = 0, FIRST_BUCKET_BYTES if total > UNCUT_BYTES else UNCUT_BYTES
     for p in parameters:
-        p_bytes = p.numel() * p.element_size()
+        p_bytes = local_of(p).nbytes
         same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
         if current and (not same or size + p_bytes > limit):
             cuts.append(current)

@@ -33,8 +33,10 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
+from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
@@ -45,12 +47,17 @@ class GradientReducer:
     """Adds up gradients for one model, with the buffers and collectives of the open generation."""
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], wire: str | None = None
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        wire: str | None = None,
+        order: GradientOrder | None = None,
     ) -> None:
-        """`wire`: of the job; see gradient_rounding.py."""
-        self._wire = wire
+        """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's
+        gradients."""
+        self._wire, self.order = wire, order
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
+        self._sharded = any(map(is_sharded, self._all))
         self._layout = GradientLayout([])
         self._hooks: list[Any] = []
         self._plan: ReductionPlan | None = None  # of the present generation
@@ -163,6 +170,8 @@ class GradientReducer:
             self._lay_out()
         self.drop()
         self._layout.begin(seed)
+        if self.order is not None:
+            self.order.begin()
         self.late = self._is_last = False
         self._error = None
         self._used[:] = bytes(len(self._used))
@@ -236,13 +245,13 @@ class GradientReducer:
         if self._square is not None:
             for i, p in enumerate(self._layout.parameters):
                 if p.grad is not None:  # its hook has not taken it
-                    self._square.add(i, p.grad)
+                    self._square.add(i, local_of(p.grad))
         if is_last:
             return
         sums = self._sums
         for i, p in enumerate(self._layout.parameters):
             if self.sequential or (sums.merges and not sums.fired[i]):
-                sums.add_gradient(i, p.grad)
+                sums.add_gradient(i, local_of(p.grad))
                 p.grad = None
         sums.end_leaf()
 
@@ -351,7 +360,8 @@ class GradientReducer:
                 exchange.total_views,
                 strict=True,
             ):
-                p.grad = view if used[i] else None
+                gradient = sharded_like(view, p) if self._sharded else view
+                p.grad = gradient if used[i] else None
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -384,10 +394,14 @@ class GradientReducer:
             if not self._running:
                 return
             gradient = parameter.grad
+            if self._sharded:
+                gradient = local_of(gradient)
             if gradient is not None and gradient.is_sparse:
                 name = self._names[parameter]
                 raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
             self._used[index] = 1
+            if self.order is not None:
+                self.order.note(index)
             if self.sequential:
                 return  # `after_leaf` and `send` take it when it is complete
             if not sums.fire(index):
@@ -428,7 +442,7 @@ class GradientReducer:
     def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
         """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
         view = exchange.views[-1][index - exchange.bucket.first]
-        value = self._sums.sum_gradient(index, p.grad, out=view)
+        value = self._sums.sum_gradient(index, local_of(p.grad), out=view)
         self._in_last[index] = value is not None
         _write(view, value)
         p.grad = None

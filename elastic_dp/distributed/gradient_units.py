@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from elastic_dp.distributed.local_shards import local_of
+
 UNIT_BYTES = 1 << 20
 CUT_ELEMENTS = 64  # each cut is at a multiple of this
 
@@ -44,7 +46,7 @@ class UnitLayout:
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor]) -> UnitLayout:
-        return cls((p.numel(), p.dtype) for p in parameters)
+        return cls((local_of(p).numel(), p.dtype) for p in parameters)
 
     def of_parameter(self, number: int) -> range:
         """Returns the numbers of a parameter's units. A parameter without elements has none."""

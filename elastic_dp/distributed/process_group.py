@@ -47,7 +47,7 @@ from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
-_OPERATION_TIMEOUT = timedelta(hours=24)
+OPERATION_TIMEOUT = timedelta(hours=24)
 _PROOF_BYTES = 32
 _REST_S = 3.0  # from the end of a group until it is dropped
 
@@ -414,16 +414,16 @@ def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout
             options._devices = [options_device]
             options._timeout = timeout
             backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-            _prove(backend, meet, rank, world_size)
+            prove(backend, meet, rank, world_size)
     except Exception:
         if device is _gloo_device:  # unknown clients may have taken its next pairs
             use_interface(device.address)
         raise
-    backend._set_default_timeout(_OPERATION_TIMEOUT)
+    backend._set_default_timeout(OPERATION_TIMEOUT)
     return backend
 
 
-def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
+def prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
     """Has each two members prove the secret to each other, on the connection that they will use.
 
     A group's prefix is never used again, so a proof is not either. A process that listens in on a

@@ -20,7 +20,8 @@ def scaling_of(
     """Returns how the run may scale.
 
     Raises SpecError for an option that neither `ElasticTrainer` nor the adapter itself (`own`) has,
-    and for a sharded optimizer with a `precision` that it cannot have.
+    for a sharded optimizer with a `precision` that it cannot have, and for workers of several
+    processes.
     """
     known = {*_OF_ELASTIC_TRAINER, *own}
     for name in options:
@@ -39,4 +40,11 @@ def scaling_of(
     scaling = options.get("scaling")
     if not isinstance(scaling, ScalingConfig | None):
         raise SpecError(f"scaling is a {type(scaling).__name__}, must be a ScalingConfig")
-    return scaling or ScalingConfig()
+    scaling = scaling or ScalingConfig()
+    if scaling.processes_per_worker > 1:
+        raise SpecError(
+            f"ScalingConfig.processes_per_worker is {scaling.processes_per_worker}, which "
+            f"{adapter} does not work with: it does not shard the model. Write a train function, "
+            "which calls fully_shard and loops over ctx.steps"
+        )
+    return scaling

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.followers.follower import FollowerProcess, follow
 from elastic_dp.cluster.worker import (
     Request,
     Worker,
@@ -89,6 +90,8 @@ class ProcessWorkerGroup:
         self._pending: list[WorkerId] = []
         # running processes
         self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}
+        # of workers with several processes: all but the first
+        self.followers: dict[WorkerId, list[multiprocessing.process.BaseProcess]] = {}
 
     def start(self, worker: WorkerId) -> None:
         """Start a worker, or leave it pending if the limit is reached."""
@@ -147,15 +150,34 @@ class ProcessWorkerGroup:
                 self._pipes[worker] = ours
                 outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._outboxes[worker] = outbox
+            followers = self._start_followers(worker)
             process = _context.Process(
-                target=_main, args=(worker, self._job, theirs, self._device), daemon=True
+                target=_main,
+                args=(worker, self._job, theirs, self._device, followers),
+                daemon=True,
             )
             process.start()
-            theirs.close()
+            for pipe in (theirs, *(follower.connection for follower in followers)):
+                pipe.close()
             self.processes[worker] = process
             fail = self._controller.fail
             background(f"from {worker}", partial(self._read, worker, ours), fail).start()
             background(f"to {worker}", partial(_write, ours, outbox), fail).start()
+
+    def _start_followers(self, worker: WorkerId) -> list[FollowerProcess]:
+        """Start the processes of a worker beside its first one. Return them, for that."""
+        started = []
+        for number in range(1, self._job.processes):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_follow, args=(worker, number, self._job, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.followers.setdefault(worker, []).append(process)
+            assert process.pid is not None
+            started.append(FollowerProcess(process.pid, ours))
+        return started
 
     def _read(self, worker: WorkerId, pipe: Connection) -> None:
         try:
@@ -166,6 +188,9 @@ class ProcessWorkerGroup:
             pass
         process = self.processes[worker]
         process.join()
+        for follower in self.followers.pop(worker, ()):
+            follower.kill()  # if it is frozen; else it ends by itself
+            follower.join()
         with self._lock:
             del self._pipes[worker]
             self._outboxes.pop(worker).put(None)
@@ -216,7 +241,11 @@ class _PipeLink:
 
 
 def _main(
-    identity: WorkerId, job: WorkerJob, pipe: Connection, device: SimulatedDevice | None
+    identity: WorkerId,
+    job: WorkerJob,
+    pipe: Connection,
+    device: SimulatedDevice | None,
+    followers: Sequence[FollowerProcess],
 ) -> None:
     if device is not None:
         install(SimulatedAccelerator(device))
@@ -224,7 +253,7 @@ def _main(
         print_to_file()
         print_whatever_fits()
     link = _PipeLink(pipe)
-    worker = Worker(identity, job, link, _HOST)
+    worker = Worker(identity, job, link, _HOST, followers)
 
     def listen() -> None:
         while True:
@@ -238,6 +267,11 @@ def _main(
     worker.run()
     link.flush()
     os._exit(0)  # abandoned groups may block an orderly exit
+
+
+def _follow(identity: WorkerId, number: int, job: WorkerJob, leader: Connection) -> None:
+    follow(identity, number, leader, job.pickled, job.index, job.secret, job.faults, _HOST)
+    os._exit(0)
 
 
 class ProcessRun:
@@ -275,6 +309,7 @@ class ProcessRun:
             secret,
             self.controller.state_store.state.lease_token,
             faults,
+            spec.scaling.processes_per_worker,
         )
         self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, location)
 

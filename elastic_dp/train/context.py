@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
@@ -98,6 +99,19 @@ class TrainContext:
         """Where this worker trains: its GPU, or the CPU. Move the model there before the loop;
         tensors of a batch are there already."""
         return self._session.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The processes of this worker, as a one-dimensional mesh for torch's `fully_shard`.
+
+        Raises SpecError if `ScalingConfig.processes_per_worker` is 1.
+        """
+        if self._session.gang is None:
+            raise SpecError(
+                "ctx.mesh is of workers with several processes: set "
+                "ScalingConfig.processes_per_worker"
+            )
+        return self._session.gang.mesh
 
     @property
     def config(self) -> Mapping[str, Any]:

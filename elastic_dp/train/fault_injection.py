@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from elastic_dp.distributed.local_shards import local_of
+
 # All points, in the order in which a worker passes them; tests enumerate this list.
 POINTS = (
     "forming",
@@ -57,7 +59,7 @@ class WorkerFault:
     Values that are None match anything. `once` is a file that the first worker to get here creates,
     so that the fault happens only once. `after` lists such files of faults that must have happened
     in earlier generations. `settled` excludes the first step of a generation, in which members may
-    still lack the state.
+    still lack the state. `process` is the number of one within its worker.
     """
 
     point: str
@@ -71,6 +73,7 @@ class WorkerFault:
     once: str | None = None
     after: tuple[str, ...] = ()
     settled: bool = False
+    process: int | None = None
 
 
 @dataclass
@@ -79,6 +82,7 @@ class FaultInjector:
 
     plan: Sequence[WorkerFault] = ()
     worker: str = ""
+    process: int = 0
     weights: Sequence[torch.Tensor] = ()
     _passed: dict[int, int] = field(default_factory=dict)
     _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
@@ -100,6 +104,7 @@ class FaultInjector:
                 and fault.step in (None, step)
                 and fault.rank in (None, rank)
                 and fault.worker in (None, self.worker)
+                and fault.process in (None, self.process)
                 and fault.world_size in (None, world_size)
                 and settled >= fault.settled
                 and all(_generation_of(path) < generation for path in fault.after)
@@ -134,6 +139,6 @@ def _act(fault: WorkerFault, weights: Sequence[torch.Tensor]) -> None:
     if fault.action == "sleep":
         time.sleep(fault.seconds)
     elif fault.action == "flip":  # like a memory error: the tensor's version does not change
-        weights[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+        local_of(weights[0].data).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
     else:
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

@@ -44,6 +44,7 @@ def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
                 session.serve_until_released()
             except Exception as error:
                 exit_if_device_failed(session.status, error)
+                session.control.confirm_processes()
                 raise
         except Released as released:
             return str(released)
@@ -62,6 +63,7 @@ def fail_worker(
     """Reports the error repeatedly, since another controller may take over. Returns why it was
     released."""
     exit_if_device_failed(status, error)
+    control.confirm_processes()  # else this error may come from the loss of one
     failure = _failure(worker, error)
     try:
         while control.orphaned_in_s() > 0:

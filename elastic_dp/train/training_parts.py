@@ -13,6 +13,8 @@ from elastic_dp.config.field_checks import whole_number
 from elastic_dp.distributed.gradient_rounding import check_wire
 from elastic_dp.errors import SpecError
 from elastic_dp.sampling import BatchSchedule
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
@@ -90,9 +92,11 @@ class TrainingParts:
         control: WorkerControl,
         reporter: PhaseReporter,
         write_speed: Callable[[float], None],
+        gang: Gang | None = None,
     ) -> TrainingParts:
         """Checks the arguments and builds the parts. Nothing runs yet."""
         given.check()
+        check_gang(gang, given)
         check_wire(spec.wire, dict(given.model.named_parameters()))
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
@@ -112,6 +116,7 @@ class TrainingParts:
             reporter.report,
             exact=spec.exact,
             precision=given.precision,
+            gang=gang,
         )
         step_runner = StepRunner(
             state,
@@ -129,6 +134,7 @@ class TrainingParts:
             speed,
             given.noise_scale_every,
             spec.wire,
+            gang,
         )
         trial = TrialRun(
             state,
@@ -140,6 +146,7 @@ class TrainingParts:
             spec.scaling.num_virtual_workers,
             device,
             reporter.report,
+            gang,
             exact=spec.exact,
         )
         skipped = SkippedRowGroups(state, data)

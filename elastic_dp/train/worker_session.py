@@ -34,12 +34,14 @@ from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.train.checkpointing.follower_checkpoints import FollowerCheckpoints
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
 from elastic_dp.train.checkpointing.requested_checkpoints import RequestedCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.state_transfer import (
     StateTransfer,
@@ -88,6 +90,7 @@ class WorkerSession:
     checkpoints: WorkerCheckpointer | None = None
     code: str = ""  # code_fingerprint of the train function
     faults: FaultInjector = field(default_factory=FaultInjector)
+    gang: Gang | None = None  # the processes of this worker, if there are several
     timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class WorkerSession:
             self.worker, self.device, self.connects_devices, self.control
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._requested_checkpoints: RequestedCheckpoints | None = None
+        self._requested_checkpoints: RequestedCheckpoints | FollowerCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -196,19 +199,12 @@ class WorkerSession:
             self.control,
             self.reporter,
             self.status.write_speed,
+            self.gang,
         )
         self.faults.watch(list(self.state.parameters.values()))
-        self._transfer = StateTransfer(
-            self.state,
-            self.step_runner.buffers,
-            self.weights,
-            self.data,
-            self.progress,
-            self.control,
-            self.reporter,
-            self.device,
-            self.total_steps,
-        )
+        ours = self.state, self.step_runner.buffers, self.weights, self.data, self.progress
+        told = self.control, self.reporter, self.device, self.total_steps, self.gang
+        self._transfer = StateTransfer(*ours, *told)
         kind = machine_kind(self.device, self.spec.exact)
         software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
@@ -216,9 +212,14 @@ class WorkerSession:
         self.state.computed_by(kind)
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints)
+        elif self.gang is not None and self.gang.helps_to_gather:
+            self._requested_checkpoints = FollowerCheckpoints(
+                self.state, self.control, self.reporter
+            )
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
+        self.inexact_because[:] = self.control.ready(self.inexact_because)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def _try_out(self, trial: TrialRun) -> None:
@@ -273,7 +274,7 @@ class WorkerSession:
         while True:
             self.leave_if_ended()
             self.ensure_generation()
-            if self.checkpoints is not None and self.checkpoints.busy:
+            if self.control.agreed(self.checkpoints is not None and self.checkpoints.busy):
                 self.report("keep")  # the last checkpoint is taken before the run ends
                 time.sleep(_LOOK_AGAIN_S)
                 continue
@@ -383,9 +384,7 @@ class WorkerSession:
         """Restores, sends or receives the state, or neither. `group`: of those that send or
         receive. Returns the number of bytes received."""
         if role is TransferRole.RESTORE:
-            assert self.checkpoints is not None
-            alone = ProcessGroup(None, 0, 1, self.device)
-            self._transfer.restore(group or alone, self.checkpoints)
+            self._transfer.restore(group, self.checkpoints)
         if role is TransferRole.RESTORE or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)
         if payload is not None:
@@ -478,7 +477,7 @@ class WorkerSession:
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
         told = self.total_steps if self.loop.read_total_steps else None
         job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
-        checkpoints.open(self.state, self._signature, job, told)
+        checkpoints.open(self.state, self._signature, job, told, self.control)
         total = self.total_steps
         self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
         self._requested_checkpoints = RequestedCheckpoints(

@@ -169,7 +169,7 @@ def test_connection_without_a_proof_is_no_member(server, proof):
     if proof == "own":
         backend.alltoall_base = lambda taken, given, *_: (taken.copy_(given), backend)[1]
     with pytest.raises(ConnectionError, match="rank"):
-        process_group._prove(backend, meet, 0, 2)
+        process_group.prove(backend, meet, 0, 2)
 
 
 @pytest.fixture

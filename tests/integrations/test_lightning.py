@@ -288,6 +288,12 @@ def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
         LightningTrainer(Classifier(), precision="16-mixed", **options)
 
 
+def test_workers_of_several_processes_are_refused():
+    scaling = edp.ScalingConfig(processes_per_worker=2)
+    with pytest.raises(SpecError, match="processes_per_worker is 2, which LightningTrainer does"):
+        LightningTrainer(Classifier(), datamodule=PointsData(), scaling=scaling)
+
+
 @pytest.mark.slow
 def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
     three = edp.ScalingConfig(min_workers=3, max_workers=3, threads_per_worker=1)

@@ -326,6 +326,12 @@ def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling(tmp_path):
         TransformersTrainer(causal_lm(tmp_path / "b", fp16=True), sharding="optimizer")
 
 
+def test_workers_of_several_processes_are_refused(tmp_path):
+    scaling = edp.ScalingConfig(processes_per_worker=2)
+    with pytest.raises(SpecError, match="processes_per_worker is 2, which TransformersTrainer"):
+        TransformersTrainer(causal_lm(tmp_path), scaling=scaling)
+
+
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
     trainer = causal_lm(tmp_path, save_strategy="steps", save_steps=5)
     undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")

@@ -110,6 +110,25 @@ def test_gpt_with_a_sharded_optimizer_has_the_same_weights(gpt, text, tmp_path, 
     assert outcome.digest == local(plain.spec, plain.train).digest
 
 
+@pytest.mark.slow
+def test_gpt_in_gangs_has_the_same_weights_for_any_number_of_them(gpt, text, tmp_path):
+    digests = []
+    for workers in (1, 2, 3):
+        trainer = gpt.make_trainer(
+            storage_path=str(tmp_path),
+            data=str(text),
+            workers=workers,
+            min_workers=workers,
+            processes=2,
+            steps=6,
+            config=SMALL,
+        )
+        outcome, _ = group(trainer.spec, trainer.train)
+        assert (outcome.error, outcome.step) == (None, 6), outcome.traceback
+        digests.append(outcome.digest)
+    assert len(set(digests)) == 1
+
+
 @pytest.mark.parametrize("sizes", [(5,), OTHERS], ids=str)
 def test_digits_are_the_same_for_any_number_of_workers(tmp_path, sizes):
     """With BatchNorm and dropout, over the short tail of an epoch and its evaluation."""

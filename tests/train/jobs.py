@@ -35,12 +35,16 @@ def hold(ctx: Any, step: Any) -> None:
     size, pause = sizes.get(step.number, sizes.get(0)), ctx.config.get("pause")
     # The group changes as soon as this body lets it, or never will: who stops takes nobody in.
     changes = [control._over, lambda: control._planned, lambda: control.stop_reason]
+
+    def wait_for(condition: Callable[[], Any]) -> None:
+        eventually(lambda: control.agreed(bool(condition())))  # all processes of a worker together
+
     if size:
-        eventually(lambda: ctx.world_size == size or any(change() for change in changes))
+        wait_for(lambda: ctx.world_size == size or any(change() for change in changes))
     if pause:
-        eventually(lambda: not os.path.exists(pause) or any(change() for change in changes))
+        wait_for(lambda: not os.path.exists(pause) or any(change() for change in changes))
     if gate:
-        eventually(lambda: os.path.exists(gate) or control.release_reason)
+        wait_for(lambda: os.path.exists(gate) or control.release_reason)
     time.sleep(ctx.config.get("body_s", 0.0))
 
 

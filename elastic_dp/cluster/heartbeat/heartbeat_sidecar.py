@@ -2,10 +2,10 @@
 
 It runs as a script with only the standard library, so it starts in milliseconds. It reads the
 worker's position from shared memory, sends it as a datagram, and writes down when the controller
-answered, which is the worker's lease. It is silent while the worker is stopped (SIGSTOP), and ends
-with it. When a worker's identity is no longer known, the sidecar kills the worker, even if that is
-frozen or holds the GIL. Before it kills a stuck worker, it sends the stack traces of its threads,
-which `faulthandler` writes on SIGUSR2 without the GIL.
+answered, which is the worker's lease. It is silent while the worker, or another process of it, is
+stopped (SIGSTOP), and ends with it. When a worker's identity is no longer known, the sidecar kills
+the worker, even if that is frozen or holds the GIL. Before it kills a stuck worker, it sends the
+stack traces of its threads, which `faulthandler` writes on SIGUSR2 without the GIL.
 
 It also reports the worker's death. A killed process first gives back its memory, which takes tens
 of milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux
@@ -237,6 +237,12 @@ _STACKS_S = 1.5  # for all of them
 _STILL_S = 0.2  # after this time without a further byte nothing is missing
 
 
+def _look_at_all(pids: list[int]) -> tuple[bool, float]:
+    """Return (one of them stopped or dead, processor time used by all)."""
+    looks = [_look_at(pid) for pid in pids]
+    return any(stopped for stopped, _ in looks), sum(used_s for _, used_s in looks)
+
+
 def _look_at(pid: int) -> tuple[bool, float]:
     """Return (stopped or dead, processor time used), from Linux. Elsewhere a worker always counts
     as running.
@@ -328,11 +334,12 @@ def log_tail(limit: int = 3000) -> str:
     return "\n".join(words)
 
 
-def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_pid: str) -> None:
+def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: str) -> None:
     """Run the sidecar. The files are inherited descriptors; the run's secret is read from standard
-    input.
+    input. `pids`: of the worker's processes, the parent first.
     """
-    parent = int(parent_pid)  # not getppid(): the worker may be gone already
+    processes = [int(pid) for pid in pids]
+    parent = processes[0]  # not getppid(): the worker may be gone already
     interval = float(interval_s)
     page = mmap.mmap(int(page_file), PAGE_BYTES)
     stacks = int(stacks_file)
@@ -352,7 +359,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
         now = time.monotonic()
         if now >= due:
             due = now + interval
-            is_stopped, cpu_s = _look_at(parent)
+            is_stopped, cpu_s = _look_at_all(processes)
             if not is_stopped:
                 generation, step, phase = WHERE.unpack_from(page, 0)
                 beat = {

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
@@ -85,15 +86,16 @@ class SharedMemoryPage:
         heartbeat_sidecar.write_address(self._page, *address)
 
     def start_sidecar(
-        self, worker: WorkerId, secret: bytes, interval_s: float
+        self, worker: WorkerId, secret: bytes, interval_s: float, others: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        """Start the sidecar, after `point_at`. It ends by itself when this process does."""
+        """Start the sidecar, after `point_at`. It ends by itself when this process does. `others`
+        are further processes of this worker."""
         faulthandler.register(signal.SIGUSR2, file=self._stacks)
         files = (self._file, self._stacks)
         started = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", heartbeat_sidecar.__file__, *map(str, files)),
-                *(worker, str(interval_s), str(os.getpid())),
+                *(worker, str(interval_s), *map(str, (os.getpid(), *others))),
             ],
             stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
             pass_fds=files,

@@ -80,6 +80,7 @@ class ControllerActor:
             secret=job.secret,
             lease_token=state_store.state.lease_token,
             faults=job.faults,
+            processes=self._spec.scaling.processes_per_worker,
         )
         self._handle = ray.get_runtime_context().current_actor
         self._worker_group = RayWorkerGroup(worker_job, self._spec, self._controller, self._handle)

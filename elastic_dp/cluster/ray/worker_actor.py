@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from elastic_dp.cluster.followers.child_processes import start_followers
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
@@ -31,7 +32,10 @@ class WorkerActor:
     def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
         print_whatever_fits()
         self._link = ActorLink(controller, term)
-        self._worker = Worker(identity, job, self._link, ray.util.get_node_ip_address())
+        address = ray.util.get_node_ip_address()
+        given = job.pickled, job.index, job.secret, job.faults, address
+        followers = start_followers(identity, job.processes, *given)
+        self._worker = Worker(identity, job, self._link, address, followers)
         self._placed = WorkerPlaced(identity, _home())
         self._link.post(self._placed)
 

@@ -83,6 +83,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "seed": spec.data.seed,
         "exact": spec.exact,
         "wire": spec.wire,
+        "processes_per_worker": spec.scaling.processes_per_worker,
     }
 
 

@@ -64,6 +64,10 @@ class RequestedCheckpoints:
 
         `writers` are the members that share the writing, if the controller names them.
         """
+        self._take_if_requested(writers)
+        self._state_is_not_needed()
+
+    def _take_if_requested(self, writers: tuple[WorkerId, ...]) -> None:
         if not self._has_right_state() or self._state.record is None:
             return
         request = self._request(writers)
@@ -82,6 +86,12 @@ class RequestedCheckpoints:
         exists."""
         if self._has_right_state() and self._state.is_whole:
             self._checkpointer.commit_without_controller(self._state, self._progress)
+        self._state_is_not_needed()
+
+    def _state_is_not_needed(self) -> None:
+        """Tells the other processes of this worker, who help to gather the state."""
+        if self._state.in_parts:
+            self._control.agreed(False)
 
     def _has_right_state(self) -> bool:
         right = self._progress.has_state and self._weights.mismatch is None

@@ -44,6 +44,7 @@ from elastic_dp.train.checkpointing.job_match import (
     hyperparameters_of,
 )
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
+from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
@@ -81,6 +82,7 @@ class WorkerCheckpointer:
         self._naming: dict[str, Any] = {}
         self._versions: dict[str, str] = {}
         self._job = self._data = ""
+        self._control: WorkerControl | None = None
 
     def request(self) -> None:
         """The loop body requests a checkpoint of this step."""
@@ -92,20 +94,23 @@ class WorkerCheckpointer:
         signature: Signature,
         job: Mapping[str, Any],
         total_steps: int | None,
+        control: WorkerControl | None = None,
     ) -> None:
         """Prepares for checkpoints before training. Raises StateError if some state cannot be
         stored.
 
         `job` holds what determines the result besides the data, by name. `total_steps` is the total
-        that the train function has read, if it did.
+        that the train function has read, if it did. `control` tells the other processes of this
+        worker, if there are any, to help to gather the state.
         """
+        self._control = control
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
         self._job, self._data = software.pop("code", ""), signature.data
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
         if self._config.enabled:
-            encode(_tree(state, WorkerProgress()))
+            encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
         if state.sharding is not None:
             self._uploader.use(BorrowingSnapshot(state.sharding.lends))
             state.sharding.call_before_whole(lambda: self._make_room(state))
@@ -114,7 +119,8 @@ class WorkerCheckpointer:
         """Makes ready for the first snapshot, once the optimizer has its state."""
         if self._config.enabled and state.sharding is None:  # else it is not on a device
             with contextlib.suppress(StateError):  # the snapshot itself raises it
-                self._uploader.prepare(_tree(state, WorkerProgress()))
+                whole = not state.in_parts
+                self._uploader.prepare(_tree(state, WorkerProgress(), whole=whole))
 
     def _make_room(self, state: TrainState) -> None:
         """Lets go of the snapshot before the whole of a sharded state is gathered, unless it is
@@ -184,6 +190,7 @@ class WorkerCheckpointer:
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         self._began_at = time.monotonic()
+        self._ask_for_help(state)
         tree = _tree(state, progress)
         self._members, self._lineage_id = members, progress.lineage_id
         rank = members.index(self._worker)
@@ -217,6 +224,7 @@ class WorkerCheckpointer:
         with contextlib.suppress(StorageError):
             self._uploader.wait()
         snapshot = self._uploader.snapshot
+        self._ask_for_help(state)
         try:
             snapshot.take(progress.position.step, _tree(state, progress))
         except StateError as error:
@@ -231,6 +239,11 @@ class WorkerCheckpointer:
             lease_s=self._lease_s,
         )
         self._link.say(f"{self._worker}: {said}")
+
+    def _ask_for_help(self, state: TrainState) -> None:
+        if state.in_parts:
+            assert self._control is not None
+            self._control.agreed(True)
 
     def _about(self, before: CommitMetadata | None) -> CommitMetadata:
         losses, observed_s = (0, 0.0) if before is None else (before.losses, before.observed_s)
@@ -250,12 +263,14 @@ class WorkerCheckpointer:
         group: ProcessGroup,
         device: torch.device,
         enters: Callable[[str], None],
+        share: Callable[[Any, int], Any] | None = None,
     ) -> tuple[CommitRecord, list[dict[str, float]], int]:
         """Loads the newest intact checkpoint, together with all members of `group`.
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
-        step's body. `enters`: see `read_collectively`. Raises RunMismatch if the checkpoint is not
-        of this job.
+        step's body. `enters`: see `read_collectively`. `share` takes the tree and the step, and
+        returns what of the tree is for this process. Raises RunMismatch if the checkpoint is not of
+        this job.
         """
 
         def damaged(error: CheckpointDamaged) -> None:
@@ -289,10 +304,10 @@ class WorkerCheckpointer:
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        places = device_types(commit)
+        places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
+        tree = tree if share is None else share(tree | {"log_calls": calls}, commit.step)
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         self._taken = commit.step
-        calls = tree.get("log_calls", 0)  # absent in early versions
         return commit, tree["evaluations"], calls
 
     def close(self) -> None:
@@ -315,9 +330,9 @@ class WorkerCheckpointer:
         self._link.wrote(self._worker, written)
 
 
-def _tree(state: TrainState, progress: WorkerProgress) -> dict[str, Any]:
+def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) -> dict[str, Any]:
     """Returns the state without values that only some members may have computed."""
-    tree = state.tree(progress.evaluations, None, whole=True)
+    tree = state.tree(progress.evaluations, None, whole=whole)
     tree["log_calls"] = progress.log_calls_of_body()
     if state.record is not None:
         tree["step"]["record"] = dataclasses.replace(state.record, grad_norm=None)

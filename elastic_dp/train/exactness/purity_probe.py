@@ -25,6 +25,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from torch import nn
 
 from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import DataError, LossError
 from elastic_dp.train.state.weight_comparison import digest_of
 
@@ -72,10 +74,16 @@ class ProbeTarget(Protocol):
         ...
 
 
-def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> None:
+def probe(
+    runs: ProbeTarget,
+    because: list[str],
+    say: Callable[[str], None],
+    tolerates: Callable[[], AbstractContextManager[None]] = suppress_errors_of_code,
+) -> None:
     """Runs the probe. Raises DataError and LossError.
 
-    `because` holds the reasons so far why the run is not exact; the probe adds to it.
+    `because` holds the reasons so far why the run is not exact; the probe adds to it. `tolerates`
+    is what user code may raise meanwhile.
     """
     kernels = bool(because) or is_gpu(
         runs.device
@@ -83,7 +91,7 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
     left: Facts = {}
     kept: Facts = {}
     first = second = None
-    with suppress_errors_of_code():  # user code that raises here raises again in a step
+    with tolerates():  # user code that raises here raises again in a step
         left, kept = runs.holds()
         first = runs.run_trial()
         second = runs.run_trial()
@@ -218,6 +226,7 @@ def facts_of(name: str, value: Any) -> Facts:
 def _facts(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
     match value:
         case torch.Tensor():
+            value = local_of(value)
             if value.layout == torch.strided and not (value.is_meta or value.is_quantized):
                 yield name, f"#{value.dtype} {tuple(value.shape)} {digest_of([value])}"
         case np.ndarray() | np.generic():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,11 +17,17 @@ from elastic_dp.coordinator.messages import Membership, TrainingPosition, Worker
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import StatePayload, send
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.state_payload import receive_state, serialize_state
+from elastic_dp.train.state.state_payload import (
+    pack_state,
+    receive_state,
+    serialize_state,
+    unpack_state,
+)
 from elastic_dp.train.state.train_state import TrainState, types_of
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
@@ -92,10 +99,12 @@ class StateTransfer:
         reporter: PhaseReporter,
         device: torch.device,
         total_steps: int,
+        gang: Gang | None = None,
     ) -> None:
         self._state, self._buffers, self._weights, self._data = state, buffers, weights, data
         self._progress, self._control, self._reporter = progress, control, reporter
         self._device, self._total_steps = device, total_steps
+        self._gang = gang
 
     def payload(self) -> StatePayload:
         """Returns everything that another member may need. Needs no group, so it runs while one
@@ -137,19 +146,48 @@ class StateTransfer:
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
         return nbytes
 
-    def restore(self, group: ProcessGroup, checkpoints: WorkerCheckpointer) -> None:
-        """Restores the newest checkpoint, together with all members."""
+    def restore(self, group: ProcessGroup | None, checkpoints: WorkerCheckpointer | None) -> None:
+        """Restores the newest checkpoint, together with all members. The first process of a worker
+        has `checkpoints`, and hands out what it reads."""
+        if checkpoints is None:
+            self._restore_part()
+            return
 
         def enters(phase: str) -> None:
             self._reporter.report(phase)
             self._reporter.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
+        alone = ProcessGroup(None, 0, 1, self._device)
+        share = None if self._gang is None else self._share
         commit, evaluations, log_calls = checkpoints.restore(
-            self._state, group, self._device, enters
+            self._state, group or alone, self._device, enters, share
         )
-        self._state_changed(agreed=commit.step)
-        is_last = bool(self._total_steps and commit.step >= self._total_steps)
-        self._progress.restored(commit.step, evaluations, log_calls, is_last=is_last)
+        self._restored(commit.step, evaluations, log_calls)
+
+    def _restore_part(self) -> None:
+        """Takes over what the first process of this worker has restored for this one."""
+        assert self._gang is not None
+        self._reporter.report("restore")
+        self._reporter.pass_point("restoring")
+        content = torch.frombuffer(bytearray(self._gang.control.part()), dtype=torch.uint8)
+        tree = unpack_state(content, self._device, types_of(self._state))
+        self._state.adopt(tree, body=True)
+        self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
+
+    def _share(self, tree: Any, step: int) -> Any:
+        """Hands out a restored state to the processes of this worker. Returns the part of this
+        one."""
+        assert self._gang is not None
+        tree = tree | {"restored": step}
+        parts = [self._state.part(tree, process) for process in range(self._gang.size)]
+        flat = [pack_state(part).numpy().tobytes() for part in parts[1:]]
+        self._gang.control.hand_out(flat)
+        return parts[0]
+
+    def _restored(self, step: int, evaluations: list[dict[str, float]], log_calls: int) -> None:
+        self._state_changed(agreed=step)
+        is_last = bool(self._total_steps and step >= self._total_steps)
+        self._progress.restored(step, evaluations, log_calls, is_last=is_last)
 
     def _state_changed(self, agreed: int) -> None:
         self._data.mark_bad(self._state.bad_row_groups)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -177,6 +177,22 @@ class WorkerControl:
     def release_reason(self) -> str | None:
         return self._release
 
+    def ready(self, inexact_because: Sequence[str]) -> list[str]:
+        """Says that this process has built and tried what the loop needs. Returns why the run is
+        not exact, as all processes of this worker have found."""
+        return list(inexact_because)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Returns the payloads of all processes of this worker, in order. All of them call it."""
+        return [payload]
+
+    def confirm_processes(self) -> None:
+        """Returns if all processes of this worker live. If not, it ends."""
+
+    def agreed(self, value: bool) -> bool:
+        """Returns the value of the worker's first process. All of its processes call it."""
+        return value
+
     def orphaned_in_s(self) -> float:
         """Returns the seconds until this worker counts as orphaned if no controller answers.
 
@@ -212,9 +228,12 @@ class WorkerControl:
                     )  # a controller was unreachable and should answer soon
                 else:
                     self._to_enter = None
-                    self._generation, self._inside = call.membership.generation, True
-                    self._abortables = []
+                    self._enter(call)
                     return call
+
+    def _enter(self, call: EnterGeneration) -> None:
+        self._generation, self._inside = call.membership.generation, True
+        self._abortables = []
 
     def wait_for_release(self, timeout_s: float) -> None:
         """Waits for the release, up to `timeout_s`. Raises Released."""

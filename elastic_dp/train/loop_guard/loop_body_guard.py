@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import LoopError, LossError
 
 _WATCHED = 4  # parameters that are compared closely in a step
@@ -64,6 +65,7 @@ class LoopBodyGuard:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
+        self._sharded = any(map(is_sharded, self._parameters))
         held = list(_module_entries(model))
         self._held_names, self._module_entries = [h.name for h in held], [h.value for h in held]
         self._holders, self._keys = [h.holder for h in held], [h.key for h in held]
@@ -211,12 +213,13 @@ class LoopBodyGuard:
 
     def _present_versions(self) -> list[int]:
         """Returns the parameters' versions and addresses. `p.data = …` changes the latter."""
-        places = map(torch.Tensor.data_ptr, self._parameters)
+        held = map(local_of, self._parameters) if self._sharded else self._parameters
+        places = map(torch.Tensor.data_ptr, held)
         return [*self.versions(), *places]
 
     def _sample(self, i: int) -> bytes:
         """Returns the bytes of some elements of a parameter."""
-        p, sample = self._parameters[i], self._samples.get(i)
+        p, sample = local_of(self._parameters[i]), self._samples.get(i)
         if sample is None or sample.at != p.data_ptr():
             sample = self._samples[i] = _Sample(p.data_ptr(), _sampled_view(p))
         return sample.view.tobytes()

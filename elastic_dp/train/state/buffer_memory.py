@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import ModelError
 from elastic_dp.train.state.weight_comparison import INTEGERS
 
@@ -124,9 +125,9 @@ def buffer_memories(model: nn.Module) -> Iterable[BufferMemory]:
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Yields groups of tensors whose memory overlaps."""
-    empty = [tensor for tensor in tensors if tensor.numel() == 0]
+    empty = [tensor for tensor in tensors if local_of(tensor).numel() == 0]
     yield from ([tensor] for tensor in {id(tensor): tensor for tensor in empty}.values())
-    full = [tensor for tensor in tensors if tensor.numel()]
+    full = [tensor for tensor in tensors if local_of(tensor).numel()]
     group: list[torch.Tensor] = []
     until = ("", 0)
     for tensor in sorted(full, key=_first):
@@ -140,10 +141,11 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]
 
 
 def _first(tensor: torch.Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.data_ptr()
+    return str(tensor.device), local_of(tensor).data_ptr()
 
 
 def _last(tensor: torch.Tensor) -> tuple[str, int]:
+    tensor = local_of(tensor)
     return str(tensor.device), tensor.data_ptr() + _reach(tensor) * tensor.element_size()
 
 

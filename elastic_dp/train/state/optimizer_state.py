@@ -19,6 +19,13 @@ import numpy as np
 import torch
 
 from elastic_dp.checkpoint.python_objects import MISSING, Capture, References, Restore, held_in
+from elastic_dp.distributed.local_shards import (
+    is_sharded,
+    local_of,
+    part_of,
+    sharded_like,
+    whole_of,
+)
 from elastic_dp.errors import LoopError, ModelError
 
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer
@@ -98,6 +105,19 @@ class OptimizerState:
         self._check(capture)
         return tree
 
+    def gathered(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Returns the state of each parameter, whole. `gather` is its counterpart."""
+        return {
+            p: {key: whole_of(value) for key, value in self.outer.state.get(p, {}).items()}
+            for p in self._optimized()
+        }
+
+    def gather(self) -> None:
+        """Takes part in `gathered` of another process of this worker."""
+        for p in self._optimized():
+            for value in self.outer.state.get(p, {}).values():
+                whole_of(value)
+
     def owners(self) -> dict[str, torch.Tensor]:
         """Returns the tensors that every worker has, in whose memory state may lie."""
         groups = {
@@ -107,7 +127,7 @@ class OptimizerState:
             for key, item in group.items()
             if isinstance(item, torch.Tensor)
         }
-        return {f"parameter {name}": p for name, p in self._parameters.items()} | groups
+        return {f"parameter {n}": local_of(p) for n, p in self._parameters.items()} | groups
 
     def adopt(self, state: Mapping[str, Any], hyper: Mapping[str, Any], shared: set[int]) -> None:
         """Takes over `state`, as `state()` returns it, and `hyper`, as `now()` returns it.
@@ -127,7 +147,9 @@ class OptimizerState:
                 for key, item in given.items()
             }
             mine.clear()
-            mine.update({key: value for key, value in values.items() if value is not MISSING})
+            mine.update(
+                {key: _whole(value, p) for key, value in values.items() if value is not MISSING}
+            )
         rest = state["optimizer_rest"]
         pairs = rest["state"]
         pairs = [list(pair) for pair in pairs.items()] if isinstance(pairs, dict) else pairs
@@ -206,10 +228,13 @@ class OptimizerState:
         optimized = self._optimized()
         given = self.outer.state if of_parameters is None else of_parameters
         names = {p: name for name, p in self._parameters.items()}
+        entries = {p: given.get(p, {}) for p in optimized}
+        if of_parameters is None:
+            entries = {p: _local(entry, p, names[p]) for p, entry in entries.items()}
         tree: dict[str, Any] = {
             "optimizer": [
-                capture.attributes(given.get(p, {}), f"optimizer.state[{names[p]}]")
-                for p in optimized
+                capture.attributes(entry, f"optimizer.state[{names[p]}]")
+                for p, entry in entries.items()
             ]
         }
         known = set(optimized)
@@ -299,6 +324,46 @@ def same(one: Any, other: Any) -> bool:
     if type(one) in (list, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other) or (one != one and other != other)
+
+
+def _local(state: Mapping[str, Any], p: torch.Tensor, name: str) -> Mapping[str, Any]:
+    """Returns the state of a parameter; if that is sharded, the local parts of what is sharded like
+    it. Raises ModelError for what is sharded otherwise."""
+    if not is_sharded(p):
+        return state
+    layout = _layout_of(p)
+    for key, value in state.items():
+        if is_sharded(value) and _layout_of(value) != layout:
+            raise ModelError(
+                f"optimizer.state[{name}].{key} is not sharded as the parameter is: use an "
+                "optimizer that updates each element by itself, such as AdamW"
+            )
+        if not is_sharded(value) and _is_part(value, p):
+            raise ModelError(
+                f"optimizer.state[{name}].{key} has the shape of a part of the parameter and is "
+                "not sharded: it cannot be told from one that is"
+            )
+    return {key: local_of(value) for key, value in state.items()}
+
+
+def _whole(value: Any, p: torch.Tensor) -> Any:
+    """Reverses `_local` for one value."""
+    return sharded_like(value, p) if is_sharded(p) and _is_part(value, p) else value
+
+
+def part_of_state(value: Any, p: torch.Tensor, process: int) -> Any:
+    """Returns what a process of this worker has of a value of a parameter's whole state."""
+    if isinstance(value, torch.Tensor) and is_sharded(p) and value.shape == p.shape:
+        return part_of(value, p, process)
+    return value
+
+
+def _is_part(value: Any, p: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == local_of(p).shape
+
+
+def _layout_of(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.device_mesh, tensor.placements
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

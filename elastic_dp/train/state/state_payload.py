@@ -30,6 +30,19 @@ def serialize_state(tree: Any) -> StatePayload:
     return tensor_broadcast.pack_payload(text, [tensor for _, tensor in tensors])
 
 
+def pack_state(tree: Any) -> torch.Tensor:
+    """Returns a tree as one byte vector, for a process on this machine. Raises StateError."""
+    encoded, tensors = encode(tree)
+    text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+    return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in tensors]))
+
+
+def unpack_state(flat: torch.Tensor, device: torch.device, types: Mapping[str, type]) -> Any:
+    """Reverses `pack_state`. `types`: see `decode`."""
+    text, tensors = tensor_broadcast.from_flat(flat, device)
+    return decode(json.loads(text), tensors, types=types)
+
+
 def receive_state(
     group: ProcessGroup,
     device: torch.device,

@@ -24,13 +24,14 @@ from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.python_objects import References
 from elastic_dp.checkpoint.tensor_aliases import join_aliases, split_aliases
+from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.state.optimizer_state import OptimizerState, same
+from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state, same
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_record import StepRecord
 
@@ -62,6 +63,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
+        # Whether the state is sharded over the processes of this worker.
+        self.in_parts = any(map(is_sharded, self.parameters.values()))
         self._extra = extra_states(self.model)
         references = References()
         for prefix, module in self.model.named_modules():
@@ -124,10 +127,15 @@ class TrainState:
     ) -> dict[str, Any]:
         """Returns the state as the source sends it.
 
-        What is sharded is only in it with `whole`, which needs `is_whole`.
+        What is sharded is only in it with `whole`, which needs `is_whole`. Of what is sharded over
+        the processes of this worker it has the local parts, or with `whole` all of it, for which
+        the other processes call `gather`.
         """
         optimizers, sharding = self.optimizers, self.sharding
         of_parameters = sharding.whole() if sharding is not None and whole else None
+        parameters = [whole_of(p) if whole else local_of(p) for p in self.parameters.values()]
+        if whole and self.in_parts:
+            of_parameters = optimizers.gathered()
         state = optimizers.state(of_parameters)
         committed, now = optimizers.committed, optimizers.now()
         if same(now["own"], committed["own"]):
@@ -141,7 +149,7 @@ class TrainState:
         return {
             "step": {
                 **apart,
-                "parameters": list(self.parameters.values()),
+                "parameters": parameters,
                 "buffers": dict(self.model.named_buffers()),
                 **carried["state"],
                 **committed,
@@ -166,6 +174,27 @@ class TrainState:
             "ended": ended,
         }
 
+    def gather(self) -> None:
+        """Takes part in what another process of this worker gathers for `tree`."""
+        for p in self.parameters.values():
+            whole_of(p)
+        self.optimizers.gather()
+
+    def part(self, tree: Any, process: int) -> Any:
+        """Returns what a process of this worker takes over of a whole tree."""
+        step, groups = tree["step"], self.optimizer.param_groups
+        optimized = [p for group in groups for p in group["params"]]
+        parameters = zip(step["parameters"], self.parameters.values(), strict=True)
+        entries = zip(step["optimizer"], optimized, strict=True)
+        parts = {
+            "parameters": [part_of(whole, p, process) for whole, p in parameters],
+            "optimizer": [
+                {key: part_of_state(value, p, process) for key, value in entry.items()}
+                for entry, p in entries
+            ],
+        }
+        return tree | {"step": step | parts}
+
     def preallocate(self) -> None:
         """Allocates memory for the optimizer's state on a worker that will join, so that the group
         need not wait.
@@ -176,8 +205,8 @@ class TrainState:
         if self.sharding is not None:
             return
         self._preallocated = [
-            [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
-            if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
+            [torch.zeros_like(local_of(p), requires_grad=False) for _ in range(2)]
+            if p.requires_grad and local_of(p).nbytes >= _LARGE_BYTES
             else []
             for group in self.optimizer.param_groups
             for p in group["params"]
@@ -202,7 +231,7 @@ class TrainState:
         ]:
             slot = tensor_slot(given)
             if slot is not None:
-                ours[slot] = mine
+                ours[slot] = local_of(mine)
         self._preallocated = []
         return ours
 
@@ -214,7 +243,7 @@ class TrainState:
         """
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
-            copy_values(mine, given)
+            copy_values(local_of(mine), given)
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
             copy_values(buffers[name], given)
@@ -286,6 +315,7 @@ class TrainState:
         digest = hashlib.sha256()
         for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            tensor = whole_of(tensor)  # all processes of this worker call this
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

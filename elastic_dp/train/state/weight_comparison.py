@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import GroupError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -92,7 +93,7 @@ class WeightComparison:
 def digest_of(tensors: Sequence[torch.Tensor]) -> str:
     """Returns a digest of the tensors' bytes, in this order."""
     digest = xxhash.xxh3_64()
-    tensors = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    tensors = [local_of(tensor).detach().contiguous().view(-1) for tensor in tensors]
     for tensor in tensors:
         if tensor.device.type == "cpu":
             digest.update(tensor.view(torch.uint8).numpy().data)

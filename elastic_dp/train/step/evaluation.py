@@ -21,6 +21,7 @@ import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.gpu import random_state, set_random_state
+from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
@@ -94,11 +95,14 @@ def _complete(
 ) -> None:
     """Computes until every member has the results of all batches."""
     session.report("evaluate")
+    # The processes of a worker may have heard of different results before a member was lost.
+    for payload in reversed(session.control.exchange(_packed(known))):
+        known.update(_unpacked(payload))
     group = session.auxiliary_group()
     while True:
         session.pass_point("evaluate_exchange")
-        for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):
-            known.update({int(i): tuple(result) for i, result in json.loads(payload)})
+        for payload in group.gather_bytes(_packed(known)):
+            known.update(_unpacked(payload))
         missing = [i for i in range(data.num_batches) if i not in known]
         if not missing:
             return
@@ -110,6 +114,14 @@ def _complete(
                 session.control.may_continue()
                 session.pass_point("evaluate")
                 known[i] = _one(session, fn, data, evaluated, i)
+
+
+def _packed(results: Results) -> bytes:
+    return json.dumps(list(results.items())).encode()
+
+
+def _unpacked(payload: bytes) -> Results:
+    return {int(i): tuple(result) for i, result in json.loads(payload)}
 
 
 def _one(
@@ -141,6 +153,7 @@ def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.n
     finally:
         for module, training in modes:
             module.training = training
+        reshard(model)
         session.step_runner.buffers.undo()
         random.setstate(generators[0])
         np.random.set_state(generators[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,17 @@ def parse_loss(
             f"the metrics are {_described(metrics)}, must be a mapping of names to numbers"
         )
     return loss.reshape(()), number, _numbers(metrics, unread)
+
+
+def total_weight(step: int, results: Iterable[Any]) -> float:
+    """Returns the sum of the weights of a step's micro-batches. Raises LossError."""
+    weight = math.fsum(result.weight for result in results)
+    if 0 < weight < LEAST_WEIGHT:
+        raise LossError(
+            f"the weights of step {step} add up to {weight:g}, too little to divide "
+            "gradients by: only their ratios matter, so multiply all of them"
+        )
+    return weight
 
 
 def mean(values: Sequence[tuple[float, float]]) -> float:

@@ -15,6 +15,7 @@ from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import begin_graph_iteration
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
@@ -75,10 +76,12 @@ class MicroBatchRunner:
         *,
         exact: bool,
         precision: str | None,
+        gang: Gang | None = None,
     ) -> None:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._device, self._seed, self._speed, self._report = device, seed, speed, report
         self._exact, self.precision = exact, precision
+        self._key = gang.key if gang is not None else int  # of the random numbers
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `_check_written`
 
@@ -107,7 +110,8 @@ class MicroBatchRunner:
         return {v: results[v] for v in sorted(results) if results[v].weight}
 
     def batch(self, step: int, v: int) -> Any:
-        seed_everything(batch_seed(self._seed, step, v))  # a transform draws here, or in a process
+        # A transform draws here, or in a process.
+        seed_everything(batch_seed(self._seed, step, self._key(v)))
         self._report(f"data {v}")
         return to_device(self._data.batch(step, v), self._device)
 
@@ -117,7 +121,7 @@ class MicroBatchRunner:
         """Returns the scaled loss to run backward from, or None if the weight is 0; and the
         result."""
         self._report(f"compute {v}")
-        seed_everything(seed_for(self._seed, step, v))
+        seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
         self._speed.start_micro_batch()

@@ -21,7 +21,6 @@ has the same bits on all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,15 +28,15 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.gradient_norm import gradient_square
+from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
@@ -47,10 +46,11 @@ from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
-from elastic_dp.train.step.gradient_clipping import clip, norm_of
-from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, mean_metrics
+from elastic_dp.train.step.gang_step import record_of_gang, refuse_change, refuse_none
+from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
@@ -78,6 +78,7 @@ class StepRunner:
     speed: ComputeSpeed
     noise_scale_every: int | None = None
     wire: str | None = None
+    gang: Gang | None = None  # the processes of this worker, if there are several
     # Whether a checkpoint of this step is due, as far as all members know before it.
     checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
@@ -85,17 +86,15 @@ class StepRunner:
     _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
     _shares: Sequence[Share] = ()
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
-    # The gradients of the last committed step by parameter, until they are dropped.
-    _gradients: list[torch.Tensor | None] | None = None
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
-    _norm: torch.Tensor | None = None  # theirs before clipping and before the optimizer's step
 
     def __post_init__(self) -> None:
-        self.gradients = GradientReducer(self.state.parameters, self.wire)
+        order = None if self.gang is None else GradientOrder()
+        self.gradients = GradientReducer(self.state.parameters, self.wire, order)
         self.buffers = ModuleBuffers(self.state.model)
-        self._units = UnitLayout.of(self.state.parameters.values())
+        self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
 
     def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
         """Sets which steps have a checkpoint, as far as all members know before them."""
@@ -128,7 +127,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Undoes what is not committed and releases the group."""
-        self._gradients = None  # the next generation may use their memory
+        self.committed.drop()  # the next generation may use their memory
         self.gradients.drop()
         self.gradients.close()
         self.buffers.undo()
@@ -166,7 +165,7 @@ class StepRunner:
         assert group is not None
         stop = self.control.stop_reason
         self.report("compute")
-        self._gradients = None
+        self.committed.drop()
         if self.schedule.at(step) != self._virtual_workers:
             self._grow(step, group.rank)
         expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
@@ -206,13 +205,8 @@ class StepRunner:
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self.micro_batches.counting(step, header.results)
-        weight = math.fsum(result.weight for result in results.values())
-        if 0 < weight < LEAST_WEIGHT:
-            raise LossError(
-                f"the weights of step {step} add up to {weight:g}, too little to divide "
-                "gradients by: only their ratios matter, so multiply all of them"
-            )
-        loss_scale = self.state.loss_scale
+        weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
+        expected *= 1 if self.gang is None else self.gang.size  # `fully_shard` takes the mean
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         buffers = self._exchange_buffers(step, header.changed)
         norm = None
@@ -293,6 +287,8 @@ class StepRunner:
             loss, self._results[v] = self.micro_batches.forward(batch, step, v, expected)
             self.pass_point("forward", step)
             self.gradients.before_backward()
+        if loss is None and stop is None:
+            refuse_none(self.gang, step, v)
         if loss is not None:
             self.pass_point("backward", step)
             loss.backward()
@@ -338,8 +334,8 @@ class StepRunner:
 
     def _keep_finished(self) -> None:
         """Keeps what is finished of the step that was aborted."""
-        if self._finished is None:
-            return
+        if self._finished is None or self.gang is not None:
+            return  # a gang's processes have not finished the same
         step = self._finished.inputs.step
         for node, gradients in self.gradients.finished().items():
             results = {v: r for v, r in self._results.items() if node[0] <= v < node[1]}
@@ -390,7 +386,7 @@ class StepRunner:
             connected=on_device.connected if on_device is not None and connects else None,
             why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
-        self._header.launch(header.to_bytes())
+        self._header.launch(record_of_gang(self.gang, header, self.gradients.order))
         self.pass_point("header", step)
         return len(header.used), len(header.changed)
 
@@ -402,6 +398,7 @@ class StepRunner:
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
             return {}
+        refuse_change(self.gang, step)
         self._values.launch(self.buffers.payload(changed))
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self._virtual_workers)
@@ -432,30 +429,22 @@ class StepRunner:
         state = self.state
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
         seed_everything(body_seed(self.seed, step))
-        self._gradients = self._norm = None
         grad_norm = None if norm is None else float(norm)
         if norm is None:
             self.gradients.assign(header.used)
-            self._gradients = [p.grad for p in state.parameters.values()]
+            self.committed.take()
         self.buffers.commit(buffers)
         noise: dict[str, float] = {}
         if self._measures_noise(step):
-            assert self._gradients is not None
             expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
             scaled = expected / (state.loss_scale.scale if state.loss_scale else 1.0)
             leaves = [result.take_leaf_square(LEAF_SQUARE, scaled) for result in results.values()]
             if finite:
-                noise = estimated(leaves, gradient_square(self._units, self._gradients))
+                noise = estimated(leaves, self.committed.square())
         if finite:
-            if norm is None and self.clip_norm is not None:
-                norm = clip(state, self._units, self.clip_norm)
-                if self._group is not None and self._group.on_device is not None:
-                    self._norm = norm  # read with the step's `grad_norm`, for which the host waits
-                else:
-                    grad_norm = float(norm)
-            elif norm is None and not type(state.optimizer).__module__.startswith("torch.optim"):
-                assert self._gradients is not None  # the optimizer may write to them
-                self._norm = norm_of(state, self._units, self._gradients)
+            if norm is None:
+                on_device = self._group is not None and self._group.on_device is not None
+                grad_norm = self.committed.clip(reads_later=on_device)
             self.pass_point("optimizer", step)
             self._update_parameters()
             if state.scheduler is not None:
@@ -489,11 +478,6 @@ class StepRunner:
 
     def complete_record(self) -> None:
         """Adds the norm of the last committed step's gradients to its record, unless it is there
-        or they are gone. It is computed when it is first read, or before the gradients go."""
-        record = self.state.record
-        if record is None or record.grad_norm is not None or self._gradients is None:
-            return
-        norm = self._norm
-        if norm is None:
-            norm = norm_of(self.state, self._units, self._gradients)
-        record.add_grad_norm(float(norm))
+        or they are gone."""
+        if self.state.record is not None:
+            self.committed.complete(self.state.record)

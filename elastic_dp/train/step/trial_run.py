@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from elastic_dp.train.exactness.purity_probe import (
     facts_of,
     probe,
 )
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.gang_step import refuse_none
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
 
 
@@ -37,13 +40,18 @@ class TrialRun:
         virtual_workers: int,
         device: torch.device,
         report: Callable[[str], None],
+        gang: Gang | None = None,
         *,
         exact: bool,
     ) -> None:
         self.device, self.exact = device, exact
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
-        self._virtual_workers, self._report = virtual_workers, report
+        self._virtual_workers, self._report, self._gang = virtual_workers, report, gang
+        # The other processes of a worker wait for one that raises.
+        self._tolerates: Callable[[], AbstractContextManager[None]] = (
+            suppress_errors_of_code if gang is None else nullcontext
+        )
 
     def warm_up(self) -> None:
         """Runs one micro-batch and undoes it.
@@ -53,7 +61,7 @@ class TrialRun:
         unless this model is refused before that. A worker whose device fails, or has too little
         memory, does not join.
         """
-        with suppress_errors_of_code():
+        with self._tolerates():
             self._run_once(self._micro_batches.batch(1, self._largest()))
         self._undo(tried=True)
         self._report("start")
@@ -65,7 +73,7 @@ class TrialRun:
         Raises DataError and LossError.
         """
         try:
-            probe(self, because, say)
+            probe(self, because, say, self._tolerates)
         finally:
             self._undo()
             self._report("start")
@@ -109,6 +117,7 @@ class TrialRun:
         with self._micro_batches.trial():
             loss, result = self._micro_batches.forward(batch, 1, v, float(self._data.rows(1, v)))
         if loss is None:
+            refuse_none(self._gang, 1, v)
             return None
         loss.backward()
         return result

@@ -2,8 +2,11 @@
 nothing ends a thread."""
 
 import random
+import signal
 import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -298,3 +301,26 @@ def test_secret_never_travels(server):
     ]
     for datagram in datagrams:
         assert SECRET not in datagram and SECRET.hex().encode() not in datagram
+
+
+def test_worker_is_silent_while_another_process_of_it_is_stopped(server, heard):
+    """A frozen process holds up its worker as a frozen worker would."""
+    page = SharedMemoryPage()
+    page.point_at(server.address)
+    server.start()
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        sidecar = page.start_sidecar("w1", SECRET, 0.01, [other.pid])
+        try:
+            eventually(lambda: heard)
+            other.send_signal(signal.SIGSTOP)
+            eventually(lambda: heartbeat_sidecar._look_at(other.pid)[0])
+            time.sleep(0.1)  # what was on its way
+            before = len(heard)
+            time.sleep(0.3)
+            assert len(heard) == before
+            other.send_signal(signal.SIGCONT)
+            eventually(lambda: len(heard) > before)
+        finally:
+            sidecar.kill()
+            sidecar.wait()
+            other.kill()

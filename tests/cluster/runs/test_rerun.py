@@ -1,5 +1,6 @@
 """Running it again: each row of the table in docs/checkpoints.md."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.errors import CheckpointError, RunMismatch
+from elastic_dp.run_record import RunRecord
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from tests.runs import Points, group, spec_of
 from tests.train.jobs import Average, adamw, classifier, cross_entropy
@@ -114,11 +116,19 @@ def test_run_of_a_version_without_rounded_gradients_goes_on_without_them(tmp_pat
     fit(tmp_path)
     record = tmp_path / "again" / "run.json"
     stored = json.loads(record.read_text())
-    del stored["wire"]
+    del stored["wire"], stored["processes_per_worker"]
     record.write_text(json.dumps(stored))
     with pytest.raises(RunMismatch, match=r"wire is 'bf16', .* None"):
         fit(tmp_path, max_steps=6, wire="bf16")
     assert fit(tmp_path, max_steps=6)[0].step == 6
+
+
+def test_run_goes_on_only_with_as_many_processes_in_a_worker(tmp_path):
+    record = RunRecord(4, 8, seed=0, data="a", exact=True, processes_per_worker=2)
+    record.check_or_write(str(tmp_path), None)
+    record.check_or_write(str(tmp_path), None)
+    with pytest.raises(RunMismatch, match=r"processes_per_worker is 1, .* 2. Use a new name="):
+        dataclasses.replace(record, processes_per_worker=1).check_or_write(str(tmp_path), None)
 
 
 def no_optimizer_of_this_kind(ctx):

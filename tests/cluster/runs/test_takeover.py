@@ -113,7 +113,11 @@ def job_of(spec):
 def test_heartbeat_interval_of_the_job_is_that_of_controller_and_sidecar(monkeypatch):
     """The controller expects heartbeats as often as they come."""
     given = []
-    monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda page, *of: given.append(of[-1]))
+
+    def start(page, worker, secret, interval_s, others):
+        given.append(interval_s)
+
+    monkeypatch.setattr(SharedMemoryPage, "start_sidecar", start)
     failure = FailureConfig(heartbeat_interval_s=0.75)
     spec = dataclasses.replace(spec_of(), failure=failure)
     Worker("w1", job_of(spec), Heard())

@@ -1,0 +1,1 @@
+"""The processes of a worker beside its first one."""

@@ -1,0 +1,145 @@
+"""The processes of a worker beside its first one, and what all of them are told at the start.
+
+The controller knows a worker by its first process. The others hear from that alone, run the same
+train function in step with it, and end with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
+from elastic_dp.data import Index, open_data
+from elastic_dp.distributed.local_mesh import LOOPBACK, open_local_mesh
+from elastic_dp.distributed.process_group import (
+    Rendezvous,
+    open_rendezvous_store,
+    use_interface,
+)
+from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
+from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_control import FollowerControl, LeaderControl
+from elastic_dp.train.gang.process_channel import FollowerChannel
+from elastic_dp.train.generations.worker_progress import LogCall
+from elastic_dp.train.step.process_batches import ProcessBatches
+from elastic_dp.train.train_function import fail_worker, train_until_released
+from elastic_dp.train.worker_session import WorkerSession
+
+
+class FollowerProcess(NamedTuple):
+    """A process of a worker, as its first one knows it."""
+
+    pid: int
+    connection: Connection
+
+
+def lead(
+    control: LeaderControl,
+    identity: WorkerId,
+    secret: bytes,
+    size: int,
+    *,
+    is_source: bool,
+    stores: bool,
+) -> Gang:
+    """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
+    checkpoints."""
+    port = open_rendezvous_store(LOOPBACK, secret).port
+    told = {"port": port, "is_source": is_source, "stores": stores}
+    control.exchange(json.dumps(told).encode())
+    return Gang(0, size, open_local_mesh(_meeting(identity, port, secret), 0, size), control)
+
+
+def follow(
+    identity: WorkerId,
+    number: int,
+    leader: Connection,
+    pickled: bytes,
+    index: Index | None,
+    secret: bytes,
+    faults: tuple[WorkerFault, ...],
+    address: str | None = None,
+) -> str:
+    """Runs process `number` of a worker until that is released. `pickled`, `index`, `secret` and
+    `faults` are those of the `WorkerJob`. Returns why it was released."""
+    given: tuple[JobSpec, Any] = cloudpickle.loads(pickled)
+    spec, train = given
+    size = spec.scaling.processes_per_worker
+    torch.set_num_threads(spec.scaling.num_threads)
+    use_interface(address)
+    control = FollowerControl(number)
+    channel = FollowerChannel(leader, control.abort)
+    control.follow(channel)
+    link = _FollowerLink(channel)
+    told = json.loads(control.exchange(b"")[0])
+    mesh = open_local_mesh(_meeting(identity, told["port"], secret), number, size)
+    gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
+    try:
+        data = open_data(
+            spec.data,
+            virtual_workers=spec.scaling.micro_batches_by_step,
+            index=index,
+            timeout_s=spec.failure.storage_timeout_s,
+        )
+    except Exception as error:  # also what a user's dataset raises
+        return fail_worker(identity, link, control, link, error)
+    session = WorkerSession(
+        spec=spec,
+        worker=identity,
+        data=ProcessBatches(data, number, size),
+        device=torch.device("cpu"),
+        connects_devices=False,
+        link=link,
+        status=link,
+        control=control,
+        is_source=told["is_source"],
+        code=code_fingerprint(train, constants=False),
+        faults=FaultInjector(faults, identity, number),
+        gang=gang,
+    )
+    return train_until_released(train, session)
+
+
+def _meeting(identity: WorkerId, port: int, secret: bytes) -> Rendezvous:
+    return Rendezvous(LOOPBACK, port, f"{identity}/mesh", secret)
+
+
+class _FollowerLink:
+    """Implements `ControllerLink` and `HeartbeatStatus`: the first process says the same."""
+
+    def __init__(self, channel: FollowerChannel) -> None:
+        self._channel = channel
+
+    def post(self, event: Event) -> None:
+        if isinstance(event, WorkerFailed):
+            self._channel.fail(event)
+
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+        pass
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        pass
+
+    def write(self, generation: int, step: int, phase: str) -> None:
+        pass
+
+    def write_speed(self, virtual_s: float) -> None:
+        pass
+
+    def write_fault(self, kind: str, text: str) -> None:
+        pass

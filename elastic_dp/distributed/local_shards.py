@@ -1,0 +1,70 @@
+"""The part of a tensor that this process holds.
+
+A parameter may be a `DTensor`, as torch's `fully_shard` makes it. Its other parts are then with
+other processes of this worker. Sums, copies and digests here are of the local parts: an operation
+on the whole tensor would be a collective that all of those processes must call.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Returns whether this is a `DTensor`, without an import of what defines it."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_of(tensor: Any) -> Any:
+    """Returns the local part of a `DTensor`, and everything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def whole_of(tensor: Any) -> Any:
+    """Returns the whole of a `DTensor`, gathered from the processes that hold it, which all call
+    this, and everything else as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Puts the local parts of parameters back into a model that has run without a backward pass:
+    `fully_shard` leaves the whole of some of them in their place."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tensor:
+    """Returns the part of `whole` that a process would hold, if it were sharded as `like` is, over
+    a mesh of one dimension."""
+    if not is_sharded(like):
+        return whole
+    given: Any = like
+    (placement,), size = given.placements, given.device_mesh.size()
+    if not placement.is_shard():
+        return whole
+    parts = torch.chunk(whole, size, placement.dim)
+    if process < len(parts):
+        return parts[process]
+    return whole.narrow(placement.dim, 0, 0)
+
+
+def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns `local` as the local part of a tensor that is sharded as `like` is, or as it is."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor  # takes a second, and few jobs have one
+
+    given: Any = like
+    return DTensor.from_local(
+        local,
+        given.device_mesh,
+        given.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

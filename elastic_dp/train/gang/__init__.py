@@ -1,0 +1,1 @@
+"""Workers of several processes: how these agree, and what each one reads."""

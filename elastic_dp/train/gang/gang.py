@@ -1,0 +1,28 @@
+"""What one process knows of the worker that it is a part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_dp.train.gang.gang_control import GangExchange
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The processes of one worker. `number` is that of this process, from 0."""
+
+    number: int
+    size: int
+    mesh: DeviceMesh
+    control: GangExchange
+    helps_to_gather: bool = False  # the first process takes checkpoints
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Returns the payloads of all processes, in order. All of them call it."""
+        return self.control.exchange(payload)
+
+    def key(self, virtual_worker: int) -> int:
+        """Returns the number of this process's part of a virtual worker, among those of all."""
+        return virtual_worker * self.size + self.number

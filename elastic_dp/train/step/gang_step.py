@@ -1,0 +1,88 @@
+"""What is different in a step where a worker has several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from elastic_dp.distributed.gradient_norm import gradient_square
+from elastic_dp.distributed.gradient_order import GradientOrder
+from elastic_dp.distributed.gradient_units import UnitLayout
+from elastic_dp.errors import LossError, ModelError
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.step.step_header import MemberHeader, StepHeader
+
+
+def refuse_none(gang: Gang | None, step: int, virtual_worker: int) -> None:
+    """Raises LossError where a process of a gang has no loss to run backward from: the others would
+    wait for it."""
+    if gang is not None:
+        raise LossError(
+            f"virtual worker {virtual_worker} has no gradient in step {step} on process "
+            f"{gang.number} of its worker: its weight is 0, its loss is not finite, or its rows "
+            "cannot be decoded. The other processes wait for its part of the backward pass, so "
+            "each micro-batch needs one; return a loss of 0 that depends on the model"
+        )
+
+
+def refuse_change(gang: Gang | None, step: int) -> None:
+    """Raises ModelError where a buffer of a gang's model has changed."""
+    if gang is not None:
+        raise ModelError(
+            f"a buffer of the model changed in step {step}, as those of batch normalization do, "
+            "and the processes of a worker have different rows: use layers without such buffers, "
+            "or processes_per_worker=1"
+        )
+
+
+def record_of_gang(gang: Gang | None, header: MemberHeader, order: GradientOrder | None) -> bytes:
+    """Returns the record of this member: that of all processes of its worker together. Raises
+    ModelError if their gradients came in different orders."""
+    if gang is None:
+        return header.to_bytes()
+    assert order is not None
+    results = {gang.key(v): result for v, result in header.results.items()}
+    mine = dataclasses.replace(header, results=results).to_bytes()
+    used, changed, digest = len(header.used), len(header.changed), order.digest()
+    told = gang.exchange(digest + mine)
+    if len({one[: len(digest)] for one in told}) > 1:
+        raise ModelError(
+            "the processes of a worker have got the gradients of this step in different orders: "
+            "the model runs other layers for other rows. fully_shard pairs what the processes send "
+            "by its order, so all must run the same layers in the same order"
+        )
+    whole = StepHeader.of([one[len(digest) :] for one in told], used, changed)
+    weights = [digest for digest in whole.weights if digest is not None]
+    return MemberHeader(
+        late=whole.late,
+        used=whole.used,
+        changed=bytes(i in whole.changed for i in range(changed)),
+        results=whole.results,
+        stop=whole.stop,
+        keep=whole.keep,
+        keeps_late=whole.keeps_late,
+        bad=whole.bad,
+        weights=" ".join(weights) or None,
+    ).to_bytes()
+
+
+def clip_gang(
+    gang: Gang,
+    units: UnitLayout,
+    gradients: Sequence[torch.Tensor | None],
+    limit: float | None,
+) -> float:
+    """Returns the norm of a gradient of which each process has a part, and scales the parts to a
+    norm of at most `limit`. All processes call it: the squares of their parts are added in order.
+    """
+    square = struct.pack("<d", gradient_square(units, gradients))
+    squares = [struct.unpack("<d", given)[0] for given in gang.exchange(square)]
+    norm = torch.tensor(math.sqrt(sum(squares)))
+    if limit is not None:
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils does
+        torch._foreach_mul_([g for g in gradients if g is not None], factor)
+    return float(norm)

@@ -1,0 +1,74 @@
+"""What the first process of a worker does with what its others say: no loss of a process is told as
+an error of user code, and no process goes another way unnoticed."""
+
+from __future__ import annotations
+
+import queue
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from elastic_dp.coordinator.messages import WorkerFailed
+from elastic_dp.errors import GroupAborted, LoopError
+from elastic_dp.train.gang.process_channel import (
+    AreYouThere,
+    Arrived,
+    Here,
+    LeaderChannel,
+    Leaving,
+    Posted,
+)
+from tests.patience import PATIENCE_S
+
+FAILED = WorkerFailed("w1", "RuntimeError: Connection closed by peer", "", None)
+
+
+@pytest.fixture
+def leader() -> Any:
+    """Returns the channel, the other ends of its connections, and what it passes on."""
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    failures: queue.SimpleQueue[WorkerFailed] = queue.SimpleQueue()
+    channel = LeaderChannel(ours, lambda: None, failures.put)
+    channel.open()
+    yield channel, theirs, failures
+    channel.expect_ends()
+    for connection in theirs:
+        connection.close()
+
+
+def heard(connection: Any) -> Any:
+    assert connection.poll(PATIENCE_S)
+    return connection.recv()
+
+
+def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
+    leader: Any,
+) -> None:
+    _, theirs, failures = leader
+    theirs[0].send(Posted(FAILED))
+    assert [heard(connection) for connection in theirs] == [AreYouThere(), AreYouThere()]
+    theirs[0].send(Here())
+    with pytest.raises(queue.Empty):
+        failures.get(timeout=0.2)  # the other one may have died, and caused it
+    theirs[1].send(Here())
+    assert failures.get(timeout=PATIENCE_S) == FAILED
+
+
+def test_process_at_another_point_is_an_error_that_says_what_to_do(leader: Any) -> None:
+    channel, theirs, _ = leader
+    theirs[0].send(Arrived("attempt", None))
+    theirs[1].send(Arrived("exchange", b""))
+    with pytest.raises(LoopError, match=r"process 2 .* come to 'exchange'.* call ctx\.evaluate on"):
+        channel.gather("attempt")
+
+
+def test_process_that_leaves_sends_the_others_away(leader: Any) -> None:
+    channel, theirs, _ = leader
+    theirs[0].send(Arrived("commit", None))
+    theirs[1].send(Leaving())
+    with pytest.raises(GroupAborted, match="process 2 of this worker left"):
+        channel.gather("commit")
+    theirs[0].send(Leaving())  # as it does when it is refused
+    channel.wait_until_all_leave()
+    assert isinstance(heard(theirs[0]).error, GroupAborted)

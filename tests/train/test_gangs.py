@@ -1,0 +1,517 @@
+"""Workers of several processes: torch's `fully_shard` within a worker, our sums between them. The
+weights are the same for any number of workers, whatever happens to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.exporting import export
+from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.errors import SpecError
+from elastic_dp.run_record import RunOutcome
+from elastic_dp.storage import Store
+from elastic_dp.testing.process_worker_group import ProcessRun, preload
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.cluster.test_budgets import is_first
+from tests.patience import eventually
+from tests.runs import (
+    ENDLESS,
+    PATIENT,
+    Points,
+    goes_on,
+    group,
+    lines_of,
+    local,
+    losses_of,
+    never_put_off,
+    resize,
+    spec_of,
+    texts_of,
+)
+from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.test_kills import IN_A_STEP, with_faults
+
+preload("torch.distributed.fsdp", "torch.distributed.tensor")
+
+STEPS = 8
+KEYS = ("step", "norm", "average", "eval_loss")
+
+
+def model_of(ctx: Any) -> nn.Module:
+    model = classifier()
+    if ctx._session.gang is None:
+        return model
+    for layer in model:
+        if isinstance(layer, nn.Linear | nn.LayerNorm):
+            fully_shard(layer, mesh=ctx.mesh)
+    return fully_shard(model, mesh=ctx.mesh)
+
+
+def trains(ctx: Any) -> None:
+    """With clipping, a scheduler, an evaluation in a body, and an average of the losses in
+    `state=`."""
+    model = model_of(ctx)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    average = Average()
+    for step in ctx.steps(
+        model,
+        optimizer,
+        cross_entropy,
+        scheduler=scheduler,
+        clip_norm=0.5,
+        state={"average": average},
+    ):
+        average.value = 0.9 * average.value + 0.1 * step.loss
+        if step.number % 3 == 0:
+            ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
+        ctx.log({"norm": step.grad_norm, "average": average.value})
+        hold(ctx, step)
+
+
+class Average:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
+    config = {"eval": MapStyleData(Points(24), micro_batch_size=4)} | options.pop("config", {})
+    options.setdefault("min_workers", workers)
+    return spec_of(
+        steps=steps,
+        workers=workers,
+        virtual=4,
+        micro_batch_size=2,
+        processes_per_worker=2,
+        config=config,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def calm() -> tuple[RunOutcome, ProcessRun]:
+    outcome, run = group(gangs(1), trains)
+    assert (outcome.step, outcome.error) == (STEPS, None), losses_of(run)
+    return outcome, run
+
+
+@pytest.fixture
+def undisturbed(calm: tuple[RunOutcome, ProcessRun]) -> RunOutcome:
+    return calm[0]
+
+
+def test_gang_trains_as_one_process_does_on_the_same_rows(
+    calm: tuple[RunOutcome, ProcessRun],
+) -> None:
+    """Two processes with four virtual workers, and one with eight: losses, norms and evaluations of
+    the same micro-batches, dropout included."""
+    logged = [{k: v for k, v in x.items() if k in KEYS} for x in lines_of(calm[1])]
+    logged = [line for line in logged if "norm" in line or "eval_loss" in line]
+    scaling = dataclasses.replace(gangs(1).scaling, processes_per_worker=1, virtual_workers=8)
+    alone = local(dataclasses.replace(gangs(1), scaling=scaling), trains).logged
+    assert [line.keys() for line in logged] == [line.keys() for line in alone]
+    for one, other in zip(logged, alone, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_loss_of_a_process_costs_its_gang_and_no_step(
+    process: int, undisturbed: RunOutcome, tmp_path: Any
+) -> None:
+    once = str(tmp_path / "once")
+    fault = WorkerFault("backward", 3, rank=1, world_size=2, process=process, once=once)
+    outcome, run = group(gangs(2, config={"body_s": 0.05}), trains, faults=(fault,))
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert (outcome.digest, outcome.inexact_because) == (undisturbed.digest, ())
+
+
+def test_run_that_was_stopped_goes_on_with_another_number_of_gangs(
+    undisturbed: RunOutcome, tmp_path: Any
+) -> None:
+    """And its last checkpoint is exported whole."""
+    checkpoint = CheckpointConfig(every_steps=2)
+    first = dataclasses.replace(gangs(2, steps=4), checkpoint=checkpoint)
+    outcome, run = group(first, trains, url=str(tmp_path))
+    assert outcome.step == 4, losses_of(run)
+    outcome, run = group(gangs(1), trains, url=str(tmp_path))
+    assert (outcome.step, outcome.digest) == (STEPS, undisturbed.digest), losses_of(run)
+    assert digest_of_export(str(tmp_path)) == undisturbed.digest
+
+
+def digest_of_export(url: str) -> str:
+    """Returns the digest of the weights in a file that is exported from the newest checkpoint."""
+    catalog, file = Catalog(Store(url)), f"{url}/exported.safetensors"
+    export(catalog, catalog.read(catalog.names()[-1]), file)
+    exported, digest = safetensors.torch.load_file(file), hashlib.sha256()
+    for name, p in classifier().named_parameters():
+        digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
+        digest.update(exported[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.slow
+def test_run_does_not_go_on_with_another_number_of_processes(tmp_path: Any) -> None:
+    assert group(gangs(1, steps=2), trains, url=str(tmp_path))[0].step == 2
+    alone = dataclasses.replace(gangs(1).scaling, processes_per_worker=1)
+    outcome, _ = group(dataclasses.replace(gangs(1), scaling=alone), trains, url=str(tmp_path))
+    assert outcome.error is not None
+    assert "processes_per_worker is 1, but the newest checkpoint" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"exact": False}, "exact is False"),
+        ({"wire": "bf16"}, "wire is 'bf16'"),
+        ({"sharding": "optimizer"}, "sharding is 'optimizer'"),
+    ],
+)
+def test_gangs_with_other_strategies_are_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError, match=f"processes_per_worker is 2 and {named}"):
+        dataclasses.replace(gangs(2), **given)
+
+
+def test_gangs_on_gpus_and_short_batches_are_refused_by_name() -> None:
+    with pytest.raises(SpecError, match="does not work on GPUs yet"):
+        ScalingConfig(processes_per_worker=2, resources_per_worker={"GPU": 2})
+    with pytest.raises(SpecError, match="tail is 'short'"):
+        gangs(2, tail="short")
+
+
+def in_parts(ctx: Any) -> None:
+    model = classifier()
+    fully_shard(model[0], mesh=ctx.mesh)
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def tensor_parallel(ctx: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False))
+    parallelize_module(model, ctx.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def not_sharded(ctx: Any) -> None:
+    model = classifier()
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def partly_replicated(ctx: Any) -> None:
+    """A parameter on the mesh of which each process has the whole, and whose gradient nobody
+    averages."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    whole = distribute_tensor(model[1].bias.detach(), ctx.mesh, [Replicate()])
+    model[1].bias = nn.Parameter(whole)
+    fully_shard(model, mesh=ctx.mesh, ignored_params={model[1].bias})
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+class Routed(nn.Module):
+    """Two layers of equal size, of which a batch takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, taken: int) -> torch.Tensor:
+        y: torch.Tensor = self.layers[taken](x)
+        return y
+
+
+def other_layers_for_other_rows(ctx: Any) -> None:
+    model = Routed()
+    for layer in model.layers:
+        fully_shard(layer, mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+
+    def loss_fn(m: nn.Module, batch: Any) -> Any:
+        taken = ctx.mesh.get_local_rank()
+        return nn.functional.cross_entropy(m(batch["x"], taken), batch["y"])
+
+    for _ in ctx.steps(model, adamw(model), loss_fn):
+        pass
+
+
+def evaluates_on_one(ctx: Any) -> None:
+    model = model_of(ctx)
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        if ctx.mesh.get_local_rank() == 1:
+            ctx.evaluate(cross_entropy, ctx.config["eval"])
+
+
+def batch_norm(ctx: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    fully_shard(model, mesh=ctx.mesh)
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def raises_on_one(ctx: Any) -> None:
+    model = model_of(ctx)
+
+    def loss_fn(m: nn.Module, batch: Any) -> Any:
+        if ctx.mesh.get_local_rank() == 1:
+            raise KeyError("on one process")
+        return cross_entropy(m, batch)
+
+    for _ in ctx.steps(model, adamw(model), loss_fn):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("train", "named"),
+    [
+        (in_parts, "not sharded over ctx.mesh"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (not_sharded, "not sharded over ctx.mesh"),
+                (tensor_parallel, "tensor parallelism"),
+                (partly_replicated, "1.bias is a DTensor over ctx.mesh, but not one of"),
+                (other_layers_for_other_rows, "runs other layers for other rows"),
+                (evaluates_on_one, "all processes of a worker must run the same program"),
+                (batch_norm, "a buffer of the model changed"),
+                (raises_on_one, "on one process"),
+            )
+        ),
+    ],
+)
+def test_job_that_cannot_run_ends_with_its_error(train: Any, named: str) -> None:
+    outcome, _ = group(gangs(1), train)
+    assert outcome.error is not None
+    assert named in outcome.error, outcome.error
+
+
+def with_a_mesh_of_its_own(ctx: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(classifier(), mesh=init_device_mesh("cpu", (1,)))
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+def test_sharded_model_without_a_gang_is_refused() -> None:
+    outcome, _ = group(spec_of(steps=2, workers=1), with_a_mesh_of_its_own)
+    assert outcome.error is not None
+    assert "is a DTensor" in outcome.error and "processes_per_worker" in outcome.error
+
+
+# --------------------------------------------------------------------------------- the kill matrix
+
+
+def each_process_of_each_rank(point: str, workers: int, tmp_path: Any) -> tuple[WorkerFault, ...]:
+    """One after another dies at `point`, with all gangs there."""
+    victims = [(rank, process) for rank in range(workers) for process in (0, 1)]
+    files = [str(tmp_path / f"{rank}-{process}") for rank, process in victims]
+    return tuple(
+        WorkerFault(
+            point,
+            rank=rank,
+            process=process,
+            world_size=workers,
+            once=file,
+            after=tuple(files[:number]),
+            settled=True,
+        )
+        for number, ((rank, process), file) in enumerate(zip(victims, files, strict=True))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_gangs_has_the_digest_of_one(workers: int, undisturbed: RunOutcome) -> None:
+    outcome, run = group(gangs(workers), trains)
+    assert outcome.digest == undisturbed.digest, losses_of(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [p for p in IN_A_STEP if p != "buffers"])
+def test_any_process_may_die_at_any_point_of_a_step(point: str, tmp_path: Any) -> None:
+    faults = each_process_of_each_rank(point, 2, tmp_path)
+    config = {"body_s": 0.05}
+    spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config=config)
+    outcome, run = with_faults(spec, trains, faults)
+    assert outcome.workers_lost == len(faults), losses_of(run)
+    expected, _ = group(gangs(1, steps=outcome.step), trains)
+    assert outcome.digest == expected.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("point", ["forming", "sending_state", "receiving_state"])
+def test_process_may_die_while_a_joiner_gets_the_state(
+    point: str, process: int, tmp_path: Any
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    faults = (
+        WorkerFault("backward", rank=2, world_size=3, once=first, settled=True),
+        WorkerFault(point, world_size=3, process=process, once=second, after=(first,)),
+    )
+    spec = gangs(3, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
+    outcome, run = with_faults(spec, trains, faults)
+    assert (outcome.error, outcome.workers_lost) == (None, 2), losses_of(run)
+    expected, _ = group(gangs(1, steps=outcome.step), trains)
+    assert outcome.digest == expected.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_path: Any) -> None:
+    """One dies while the state is gathered for a checkpoint, then each worker loses one at once,
+    and one dies while the state is restored."""
+    url, gate = str(tmp_path / "run"), tmp_path / "gate"
+    taking, reading = str(tmp_path / "taking"), str(tmp_path / "reading")
+    faults = (
+        WorkerFault("keeping", 2, rank=1, world_size=2, process=process, once=taking),
+        WorkerFault("restoring", process=process, once=reading, after=(taking,)),
+    )
+
+    def each_loses_one(run: ProcessRun) -> None:
+        before = times_lost(run)
+        for worker, first in list(run.worker_group.processes.items()):
+            (first, *run.worker_group.followers[worker])[process].kill()
+        eventually(lambda: times_lost(run) > before, run.controller.status)
+        gate.touch()
+
+    spec = gangs(2, steps=12, min_workers=2, config={"gates": {9: str(gate)}})
+    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=2))
+    script = [(8, when_committed(url, 8, each_loses_one))]
+    outcome, run = group(spec, never_put_off(trains), faults=faults, script=script, url=url)
+    assert (outcome.error, outcome.workers_lost) == (None, 4), losses_of(run)
+    expected, _ = group(gangs(1, steps=12), trains)
+    assert outcome.digest == expected.digest
+
+
+@pytest.mark.slow
+def test_gangs_join_and_leave_while_they_train() -> None:
+    spec = gangs(1, steps=24, config={"body_s": 0.05})
+    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, min_workers=1))
+    outcome, run = group(spec, trains, script=[resize(2, 3), resize(12, 2)])
+    expected, _ = group(gangs(1, steps=24), trains)
+    assert outcome.digest == expected.digest, losses_of(run)
+
+
+def dies_in_a_collective(ctx: Any) -> None:
+    """In each generation of two, process ctx.config["process"] of some worker dies in a step while
+    the others of its worker wait for it in the forward pass: DEATHS times."""
+    model = model_of(ctx)
+    folder = Path(ctx.config["folder"])
+
+    def loss_fn(m: nn.Module, batch: Any) -> Any:
+        session = ctx._session
+        if (
+            (session.world_size, ctx.mesh.get_local_rank()) == (2, ctx.config["process"])
+            and len(list(folder.iterdir())) < DEATHS
+            and is_first(folder / str(session.generation))
+        ):
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cross_entropy(m, batch)
+
+    for step in ctx.steps(model, adamw(model), loss_fn, clip_norm=0.5):
+        hold(ctx, step)
+
+
+DEATHS = 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_death_within_a_collective_of_torch_is_no_error_of_user_code(
+    process: int, tmp_path: Any
+) -> None:
+    """The process that waits for the dead one there gets an exception."""
+
+    def all_died(run: ProcessRun) -> None:
+        eventually(lambda: len(list(tmp_path.iterdir())) == DEATHS or run.controller.ended.is_set())
+
+    config = {"body_s": 0.02, "process": process, "folder": str(tmp_path)}
+    spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config=config)
+    script = [(0, all_died), (0, goes_on), (0, StopRequested("enough"))]
+    outcome, run = group(spec, dies_in_a_collective, script=script)
+    assert (outcome.error, outcome.workers_lost) == (None, DEATHS), losses_of(run)
+    expected, _ = group(gangs(1, steps=outcome.step, config=config), dies_in_a_collective)
+    assert outcome.digest == expected.digest
+
+
+@pytest.mark.slow
+def test_evaluation_goes_on_where_one_process_had_heard_all_and_another_had_not(
+    undisturbed: RunOutcome, tmp_path: Any
+) -> None:
+    """Process 1 of a worker dies when its process 0 has sent its results, and before its own are
+    sent. So the survivor's processes know of different results."""
+    here: Any = {"rank": 1, "world_size": 2, "process": 1, "nth": 2}
+    slept, died = str(tmp_path / "slept"), str(tmp_path / "died")
+    faults = (
+        WorkerFault("evaluate_exchange", action="sleep", seconds=2.0, once=slept, **here),
+        WorkerFault("evaluate_exchange", once=died, **here),
+    )
+    spec = gangs(2, min_workers=1, config={"hold": {2: 2}})
+    outcome, run = group(spec, trains, faults=faults)
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert outcome.digest == undisturbed.digest
+
+
+@pytest.mark.slow
+def test_frozen_process_is_found_by_heartbeats(undisturbed: RunOutcome, tmp_path: Any) -> None:
+    """Whichever of its worker it is. One that hangs is found after five minutes."""
+    once = str(tmp_path / "once")
+    fault = WorkerFault(
+        "exchange", rank=1, world_size=2, process=1, action="freeze", once=once, settled=True
+    )
+    spec = dataclasses.replace(
+        gangs(2, min_workers=1, config={"hold": {3: 2}}),
+        failure=dataclasses.replace(PATIENT, heartbeat_timeout_s=5.0),
+    )
+    outcome, run = group(spec, trains, faults=(fault,))
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert outcome.digest == undisturbed.digest
+
+
+@pytest.mark.slow
+def test_bit_that_flips_in_the_part_of_any_process_is_found(tmp_path: Any) -> None:
+    """The others go back to the last checkpoint on which all agreed."""
+    url, committed, flipped = str(tmp_path / "run"), tmp_path / "committed", tmp_path / "flipped"
+    fault = WorkerFault("before_forward", 6, 1, process=1, action="flip", once=str(flipped))
+    spec = dataclasses.replace(
+        gangs(3, steps=12, config={"gates": {5: str(committed)}}),
+        checkpoint=CheckpointConfig(every_steps=4),
+        failure=dataclasses.replace(PATIENT, compare_weights_every=7),
+    )
+    script = [(4, when_committed(url, 4, lambda run: committed.touch()))]
+    outcome, run = group(spec, never_put_off(trains), faults=(fault,), script=script, url=url)
+    assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
+    assert flipped.exists() and any("back to step 4" in text for text in texts_of(run))
+    expected, _ = group(gangs(1, steps=12), trains)
+    assert outcome.digest == expected.digest
