@@ -134,6 +134,7 @@ class RunRecord:
     data: str
     exact: bool
     wire: str | None = None  # absent in runs of versions that did not have it
+    staleness: int = 0  # the same
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.
