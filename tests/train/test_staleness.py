@@ -207,6 +207,22 @@ def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
         assert torch.equal(found, mean), step
 
 
+def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None:
+    """Leaves of step 2 run again in step 3, when the body has frozen it."""
+    moved: list[bool] = []
+
+    def train(ctx: Any) -> None:
+        model = classifier()
+        before = model[0].weight.detach().clone()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            moved.append(not torch.equal(before, model[0].weight))
+            before = model[0].weight.detach().clone()
+            model[0].requires_grad_(step.number not in (2, 3))
+
+    local(delayed(spec_of(steps=6)), train)
+    assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
+
+
 def test_run_of_more_steps_passes_through_the_same_weights() -> None:
     short: list[Any] = []
     long: list[Any] = []
