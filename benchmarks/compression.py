@@ -1,4 +1,5 @@
-"""What `wire=` saves and costs in a step: bytes and time, at several speeds of the link.
+"""What `wire=` and `staleness=` save and cost in a step: bytes and time, at several speeds of the
+link.
 
     python -m benchmarks.compression [--pairs 60] [--quick]
 
@@ -6,8 +7,8 @@ Needs root and Debian's iproute2: two processes share a network namespace of the
 loopback is counted and, by `tc`, as slow as a link (both directions share it). In turn, in the same
 processes and on the same rows: one of our steps, and one of DDP. Where ours has `wire="bf16"`, DDP
 has torch's `fp16_compress_hook` (the one for bfloat16 asks for NCCL, and sends as many bytes);
-beside "int8" it has `powerSGD_hook`, since torch has none for 8 bits. Quoted: medians of rank 0.
-Ends with 1, and says why, if a target was missed.
+beside "int8" it has `powerSGD_hook`, since torch has none for 8 bits; beside `staleness=1` it is as
+it is. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,15 @@ from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.train.train_function import train_until_released
 
-Wire = Literal["bf16", "int8"] | None
-WIRES: tuple[Wire, ...] = (None, "bf16", "int8")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "None": {},
+    "bf16": {"wire": "bf16"},
+    "int8": {"wire": "int8"},
+    "delayed": {"staleness": 1},
+}
 SKIPPED = 3  # first steps allocate
 RATES = (None, "1gbit", "100mbit")  # of the link, in the words of `tc`
-MOST_BYTES = {"bf16": 0.52, "int8": 0.28}  # of those without `wire`
+MOST_BYTES = {"bf16": 0.52, "int8": 0.28, "delayed": 1.01}  # of those without any setting
 
 
 class Stopwatch:
@@ -66,14 +71,14 @@ def loopback_bytes() -> int:
     raise RuntimeError("this network namespace has no loopback")
 
 
-def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, out: Any) -> None:
+def worker(rank: int, port: int, path: str, size: str, setting: str, pairs: int, out: Any) -> None:
     torch.set_num_threads(1)
     spec = JobSpec(
         name="bench",
         data=DataConfig("none", micro_batch_size=ROWS[size]),
         scaling=ScalingConfig(max_workers=WORLD, virtual_workers=WORLD),
-        wire=wire,
         max_steps=pairs + SKIPPED + 1,
+        **SETTINGS[setting],
     )
     data = RandomTokens(ROWS[size])
     session = session_of(rank, port, spec, data)
@@ -85,9 +90,9 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         torch.manual_seed(0)
         ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
-        if wire == "bf16":
+        if setting == "bf16":
             ddp.register_comm_hook(None, fp16_compress_hook)
-        elif wire == "int8":
+        elif setting == "int8":
             # It compresses from its third step on, the first that counts.
             state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             ddp.register_comm_hook(state, powerSGD_hook)
@@ -104,9 +109,9 @@ def worker(rank: int, port: int, path: str, size: str, wire: Wire, pairs: int, o
     tell(out, rank, (ours.found, theirs.found))
 
 
-def measure(size: str, wire: Wire, pairs: int) -> dict[str, Any]:
+def measure(size: str, setting: str, pairs: int) -> dict[str, Any]:
     """In this process's network."""
-    (ours, theirs), *_ = timed_on_workers(worker, size, wire, pairs)
+    (ours, theirs), *_ = timed_on_workers(worker, size, setting, pairs)
     ours, theirs = ours[SKIPPED:], theirs[SKIPPED:][: len(ours) - SKIPPED]
     ratios = [one / other for (one, _), (other, _) in zip(ours, theirs, strict=True)]
     ratio, *interval = median_interval(ratios)
@@ -125,19 +130,18 @@ def measure(size: str, wire: Wire, pairs: int) -> dict[str, Any]:
     }
 
 
-def measure_on_link(size: str, wire: Wire, pairs: int, rate: str | None) -> dict[str, Any]:
+def measure_on_link(size: str, setting: str, pairs: int, rate: str | None) -> dict[str, Any]:
     """In a network of its own, whose loopback has this rate."""
     network = "ip link set lo up"
     if rate is not None:
         network += f" && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 2000ms"
     code = (
         "import json, sys; from benchmarks import compression; "
-        "size, wire, pairs = json.loads(sys.argv[1]); "
-        "print(json.dumps(compression.measure(size, wire, pairs)))"
+        "print(json.dumps(compression.measure(*json.loads(sys.argv[1]))))"
     )
     command = ["sh", "-c", f'{network} && exec "$@"', "sh", sys.executable, "-c", code]
     ended = subprocess.run(
-        ["unshare", "--net", *command, json.dumps([size, wire, pairs])],
+        ["unshare", "--net", *command, json.dumps([size, setting, pairs])],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -146,16 +150,22 @@ def measure_on_link(size: str, wire: Wire, pairs: int, rate: str | None) -> dict
 
 
 def measured(one: Mapping[str, Any]) -> list[str]:
-    """Return the values of `wire` other than None."""
-    return [wire for wire in one if wire != "None"]
+    """Return the settings other than none."""
+    return [setting for setting in one if setting != "None"]
+
+
+def argument(setting: str) -> str:
+    """Return how a setting is written, as `wire="bf16"`."""
+    ((name, value),) = SETTINGS[setting].items()
+    return f"{name}={json.dumps(value)}"
 
 
 def targets(results: Mapping[str, Any]) -> dict[str, bool]:
     return {
-        f"{name}, {wire}: {MOST_BYTES[wire]} of the bytes": one[wire]["ours_mb"]
-        <= MOST_BYTES[wire] * one["None"]["ours_mb"]
+        f"{name}, {setting}: {MOST_BYTES[setting]} of the bytes": one[setting]["ours_mb"]
+        <= MOST_BYTES[setting] * one["None"]["ours_mb"]
         for name, one in results.items()
-        for wire in measured(one)
+        for setting in measured(one)
     }
 
 
@@ -165,7 +175,7 @@ def cases(sizes: Sequence[str], pairs: int) -> Iterator[tuple[str, Any]]:
             where = "loopback" if rate is None else rate
             yield (
                 f"{size}, {where}",
-                {str(wire): measure_on_link(size, wire, pairs, rate) for wire in WIRES},
+                {one: measure_on_link(size, one, pairs, rate) for one in SETTINGS},
             )
 
 

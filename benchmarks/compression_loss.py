@@ -1,5 +1,5 @@
-"""What `wire=` costs in loss: a GPT of 0.2 million parameters learns the source of Python's
-standard library (`jobs/gpt.py`) with and without it, from the same seeds.
+"""What `wire=` and `staleness=` cost in loss: a GPT of 0.2 million parameters learns the source of
+Python's standard library (`jobs/gpt.py`) with and without them, from the same seeds.
 
     python -m benchmarks.compression_loss [--seeds 5] [--steps 100] [--draw] [--quick]
 
@@ -19,17 +19,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compression import SETTINGS, argument, measured
 from benchmarks.report import RESULTS, add_quick, each, exit_code
 from jobs.gpt import make_trainer
 
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "compression.svg"
 WIDTH = 64  # of the model: 0.2 million parameters; 160 gives 1.0 million
-WIRES = (None, "bf16", "int8")
 LAST = 3  # records of the loss, ten steps apart, whose mean is the loss at the end
 Curve = dict[str, float]  # the loss by the number of the step
 
 
-def trained(seed: int, wire: str | None, steps: int) -> Curve:
+def trained(seed: int, setting: str, steps: int) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             name="gpt",
@@ -38,7 +38,7 @@ def trained(seed: int, wire: str | None, steps: int) -> Curve:
             steps=steps,
             seed=seed,
             config={"width": WIDTH},
-            wire=wire,
+            **SETTINGS[setting],
         )
         trainer.fit(local=True)
         lines = map(json.loads, Path(folder, "gpt", "metrics.jsonl").read_text().splitlines())
@@ -47,31 +47,31 @@ def trained(seed: int, wire: str | None, steps: int) -> Curve:
 
 def cases(seeds: int, steps: int) -> Iterator[tuple[str, Any]]:
     for seed in range(seeds):
-        yield f"seed {seed}", {str(wire): trained(seed, wire, steps) for wire in WIRES}
+        yield f"seed {seed}", {one: trained(seed, one, steps) for one in SETTINGS}
 
 
-def ends(results: Mapping[str, Mapping[str, Curve]], wire: str) -> list[float]:
+def ends(results: Mapping[str, Mapping[str, Curve]], setting: str) -> list[float]:
     """Return the loss at the end of each seed."""
-    return [statistics.fmean([*one[wire].values()][-LAST:]) for one in results.values()]
+    return [statistics.fmean([*one[setting].values()][-LAST:]) for one in results.values()]
 
 
-def measured(results: Mapping[str, Mapping[str, Curve]]) -> list[str]:
-    """Return the values of `wire` other than None."""
-    return [wire for wire in next(iter(results.values())) if wire != "None"]
+def compared(results: Mapping[str, Mapping[str, Curve]]) -> list[str]:
+    """Return the settings other than none."""
+    return measured(next(iter(results.values())))
 
 
-def difference(results: Mapping[str, Mapping[str, Curve]], wire: str) -> tuple[float, float]:
-    """Return how much the mean loss with `wire` is above that without, and the standard deviation
-    of the latter over the seeds."""
-    without, rounded = ends(results, "None"), ends(results, wire)
-    return statistics.fmean(rounded) - statistics.fmean(without), statistics.stdev(without)
+def difference(results: Mapping[str, Mapping[str, Curve]], setting: str) -> tuple[float, float]:
+    """Return how much the mean loss with a setting is above that without, and the standard
+    deviation of the latter over the seeds."""
+    without, changed = ends(results, "None"), ends(results, setting)
+    return statistics.fmean(changed) - statistics.fmean(without), statistics.stdev(without)
 
 
 def targets(results: Mapping[str, Mapping[str, Curve]]) -> dict[str, bool]:
     found = {}
-    for wire in measured(results):
-        more, deviation = difference(results, wire)
-        name = f"{wire}: the loss within the standard deviation of the seeds"
+    for setting in compared(results):
+        more, deviation = difference(results, setting)
+        name = f"{setting}: the loss within the standard deviation of the seeds"
         found[name] = abs(more) <= deviation
     return found
 
@@ -85,14 +85,16 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
 
     matplotlib.rcParams |= {"svg.hashsalt": "elastic_dp", "svg.fonttype": "none", "font.size": 9.5}
     figure, axis = plt.subplots(figsize=(8, 3.8))
-    for wire, label, color, style in (
-        ("None", "fp32", "#9aa0a6", "-"),
-        ("bf16", 'wire="bf16"', "#1a73e8", "--"),
-        ("int8", 'wire="int8"', "#d93025", ":"),
+    for setting, color, style in (
+        ("None", "#9aa0a6", "-"),
+        ("bf16", "#1a73e8", "--"),
+        ("int8", "#d93025", ":"),
+        ("delayed", "#188038", "-."),
     ):
-        if wire not in ("None", *measured(results)):
+        if setting not in ("None", *compared(results)):
             continue
-        curves = [one[wire] for one in results.values()]
+        label = "fp32" if setting == "None" else argument(setting)
+        curves = [one[setting] for one in results.values()]
         steps = [*curves[0]]
         by_step = [[curve[step] for curve in curves] for step in steps]
         at = [int(step) for step in steps]

@@ -238,52 +238,54 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 
 def compression(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression import MOST_BYTES, measured, targets
+    from benchmarks.compression import MOST_BYTES, argument, measured, targets
 
-    beside = {"bf16": "its `fp16_compress_hook`", "int8": "its `powerSGD_hook`"}
+    hooks = {"bf16": " and its `fp16_compress_hook`", "int8": " and its `powerSGD_hook`"}
     met = iter(targets(r).values())
     for name, one in r.items():
-        for wire in measured(one):
-            without, rounded = one["None"], one[wire]
-            what = f'`wire="{wire}"`, {name}'
+        for setting in measured(one):
+            without, changed = one["None"], one[setting]
+            what = f"`{argument(setting)}`, {name}"
             yield Row(
                 f"Bytes of a step with {what}",
-                f"{rounded['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
-                f"{MOST_BYTES[wire]}",
+                f"{changed['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
+                f"{MOST_BYTES[setting]}",
                 next(met),
             )
             yield Row(
                 f"Step time without and with {what}",
-                f"{without['ours_ms']:.0f} and {rounded['ours_ms']:.0f} ms",
+                f"{without['ours_ms']:.0f} and {changed['ours_ms']:.0f} ms",
             )
             yield Row(
-                f"The same of DDP and {beside[wire]}, {name}",
-                f"{without['ddp_ms']:.0f} and {rounded['ddp_ms']:.0f} ms",
+                f"The same of DDP{hooks.get(setting, '')}, {name}",
+                f"{without['ddp_ms']:.0f} and {changed['ddp_ms']:.0f} ms",
             )
-            (low, high), (low_with, high_with) = without["interval"], rounded["interval"]
+            (low, high), (low_with, high_with) = without["interval"], changed["interval"]
             yield Row(
-                f"Ours beside DDP without and with {what}, {rounded['pairs']} pairs",
+                f"Ours beside DDP without and with {what}, {changed['pairs']} pairs",
                 f"{without['ratio']:.3f} [{low:.2f}, {high:.2f}] and "
-                f"{rounded['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
+                f"{changed['ratio']:.3f} [{low_with:.2f}, {high_with:.2f}]",
             )
 
 
 def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression_loss import difference, ends, measured
+    from benchmarks.compression import argument
+    from benchmarks.compression_loss import compared, difference, ends
 
     steps = max(map(int, next(iter(r.values()))["None"]))
     without = ends(r, "None")
-    for wire in measured(r):
-        rounded, (more, deviation) = ends(r, wire), difference(r, wire)
+    for setting in compared(r):
+        changed, (more, deviation) = ends(r, setting), difference(r, setting)
+        what = f"`{argument(setting)}`"
         yield Row(
-            f'Loss after {steps} steps without and with `wire="{wire}"`, mean of {len(r)} seeds',
-            f"{statistics.fmean(without):.5f} and {statistics.fmean(rounded):.5f}: {more:+.6f}",
+            f"Loss after {steps} steps without and with {what}, mean of {len(r)} seeds",
+            f"{statistics.fmean(without):.5f} and {statistics.fmean(changed):.5f}: {more:+.6f}",
             f"at most {deviation:.4f} apart, the standard deviation of the seeds",
             abs(more) <= deviation,
         )
-        of_each = (a - b for a, b in zip(rounded, without, strict=True))
+        of_each = (a - b for a, b in zip(changed, without, strict=True))
         yield Row(
-            f'The difference for each seed, `wire="{wire}"`',
+            f"The difference for each seed, {what}",
             ", ".join(f"{x:+.6f}" for x in of_each),
         )
 

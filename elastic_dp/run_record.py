@@ -135,6 +135,7 @@ class RunRecord:
     exact: bool
     # Absent in runs of versions that did not have them:
     wire: str | None = None
+    staleness: int = 0
     processes_per_worker: int = 1
 
     def check_or_write(self, url: str, index: Index | None) -> None:

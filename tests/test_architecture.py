@@ -377,6 +377,7 @@ NOT_OURS = {
     "train/sharding/sharded_optimizer.py": {"self._optimizer.state"},
     "train/state/buffer_memory.py": {"tensor.data", "slot.module._buffers"},
     "train/state/optimizer_state.py": {"one.state", "self.outer.state"},
+    "train/state/previous_step.py": {"module.training"},
     "train/state/train_state.py": {"module.training"},
     "train/step/evaluation.py": {"module.training"},
 }
@@ -516,7 +517,7 @@ def test_module_and_class_names_appear_once_in_the_package():
 PARAMETERS = {
     "ElasticTrainer": """
         train *data name storage_path config scaling checkpoint failure exact sharding wire
-        max_steps max_time_s loggers labels runtime_env storage_options
+        staleness max_steps max_time_s loggers labels runtime_env storage_options
     """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path storage_options",

@@ -78,6 +78,9 @@ class ElasticTrainer:
     - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
       bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
       the same. It is fixed at the run's first start.
+    - `staleness`: 1 applies each gradient one step late, so that its sum travels while the next one
+      is computed. It needs `exact` and CPUs. The result is exact all the same. It is fixed at the
+      run's first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -100,6 +103,7 @@ class ElasticTrainer:
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
         wire: Literal["bf16", "int8"] | None = None,
+        staleness: Literal[0, 1] = 0,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
@@ -138,6 +142,7 @@ class ElasticTrainer:
             "exact": exact,
             "sharding": sharding,
             "wire": wire,
+            "staleness": staleness,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,

@@ -39,6 +39,7 @@ class JobSpec:
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
     wire: Literal["bf16", "int8"] | None = None
+    staleness: Literal[0, 1] = 0
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
@@ -65,6 +66,7 @@ class JobSpec:
         self._check_wire()
         self._check_sharding()
         self._check_processes()
+        self._check_staleness()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
@@ -109,6 +111,35 @@ class JobSpec:
             raise SpecError(
                 f"{name} and the data's tail is {self.data.tail!r}: each process needs rows in "
                 'each micro-batch, so use tail="drop"'
+            )
+
+    def _check_staleness(self) -> None:
+        whole_number("staleness", self.staleness, 0)
+        if self.staleness not in (0, 1):
+            raise SpecError(f"staleness is {self.staleness}, must be 0 or 1")
+        if self.staleness == 0:
+            return
+        if not self.exact:
+            raise SpecError(
+                f"staleness is {self.staleness} and exact is False: after the loss of a worker its "
+                "part of the gradient before is computed again, and only exact sums make that the "
+                "same part; leave out one of the two"
+            )
+        if self.scaling.processes_per_worker > 1:
+            raise SpecError(
+                f"staleness is {self.staleness} and ScalingConfig.processes_per_worker is "
+                f"{self.scaling.processes_per_worker}, which do not work together yet: leave out "
+                "one of the two"
+            )
+        if self.sharding is not None:
+            raise SpecError(
+                f"staleness is {self.staleness} and sharding is {self.sharding!r}, which do not "
+                "work together yet: leave out one of the two"
+            )
+        if self.scaling.resources_per_worker.get("GPU"):
+            raise SpecError(
+                f"staleness is {self.staleness}, which has not been tried on GPUs yet: leave it "
+                'out, or leave "GPU" out of ScalingConfig.resources_per_worker'
             )
 
     def _check_sharding(self) -> None:

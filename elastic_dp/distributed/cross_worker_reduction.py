@@ -298,6 +298,12 @@ class BucketReduction:
             )
             self._launched[-1].append(operation)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `reduce` need not wait. On a device that is not known, so it is False there."""
+        latest = self._launched[-1] if self._launched else ()
+        return not self._plan.on_device and all(map(self._plan.group.is_over, latest))
+
     def reduce(self) -> None:
         """Waits for the parts of other ranks, adds them up, and sends the sums in the next round.
         After the last one, sends this rank's part of the whole sum."""

@@ -51,10 +51,17 @@ class GradientReducer:
         parameters: Mapping[str, torch.nn.Parameter],
         wire: str | None = None,
         order: GradientOrder | None = None,
+        *,
+        computes: bool = True,
+        sends: bool = True,
     ) -> None:
-        """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's
-        gradients."""
+        """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's gradients.
+
+        In exact mode two reducers may share the work: one only `computes` this worker's sums, which
+        `take_sums` returns, and the other one only `sends` what `add_finished` gives it.
+        """
         self._wire, self.order = wire, order
+        self._computes, self._sends = computes, sends
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
         self._sharded = any(map(is_sharded, self._all))
@@ -62,6 +69,8 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
+        self._turns: list[BucketReduction] = []  # in the order in which they are reduced
+        self._turns_taken = 0
         self._pool = GradientBufferPool()
         # By dtype: memory that is free from `complete_held` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
@@ -101,7 +110,7 @@ class GradientReducer:
         self._sums.clear()
         for exchange in self._exchanges:
             exchange.release(self._pool)
-        self._exchanges = []
+        self._exchanges, self._turns = [], []
         self.received_memory = {}
 
     def preallocate(self, virtual_workers: int) -> None:
@@ -115,8 +124,10 @@ class GradientReducer:
         first = self._allocate_received()
         self._exchanges = [
             BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
-            for bucket in self._layout.buckets
+            for bucket in (self._layout.buckets if self._sends else ())
         ]
+        self._turns = [one for _ in self._plan.rounds or (None,) for one in self._exchanges]
+        self._next = 0
         self._pool.keep_host_memory_only()
         if first:
             self._pool.clear()  # it has memory to receive in, too
@@ -149,11 +160,13 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._layout = GradientLayout(self._all, self._wire)
-        self._refuse_hooks(0)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(i))
-            for i, p in enumerate(self._layout.parameters)
-        ]
+        self._hooks = []
+        if self._computes:
+            self._refuse_hooks(0)
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._hook(i))
+                for i, p in enumerate(self._layout.parameters)
+            ]
         self._pool.clear()
         self._used = bytearray(len(self._layout.parameters))
         self._in_last = bytearray(len(self._layout.parameters))
@@ -176,7 +189,7 @@ class GradientReducer:
         self._error = None
         self._used[:] = bytes(len(self._used))
         self._square = LeafSquare(self._layout.parameters) if measures else None
-        self._next = 0
+        self._next = self._turns_taken = 0
         for exchange in self._exchanges:
             exchange.begin()
 
@@ -284,13 +297,27 @@ class GradientReducer:
             ]
         return found
 
+    def take_sums(self) -> dict[Node, Gradients]:
+        """Returns the sums of this worker's subtrees after its last leaf, and drops them here."""
+        sums = self._sums.finished()
+        self.drop()
+        return sums
+
     def reduce(self) -> None:
         """Finishes the sums of this rank's parts and sends them, bucket by bucket as they
         arrive."""
-        assert self._plan is not None
-        for _ in self._plan.rounds or (None,):
-            for exchange in self._exchanges:
-                exchange.reduce()
+        while self._turns_taken < len(self._turns):
+            self._take_turn()
+
+    def advance(self) -> None:
+        """Does as much of `reduce`, after `send`, as need not wait for other ranks."""
+        turns, is_sent = self._turns, self._next == len(self._exchanges)
+        while is_sent and self._turns_taken < len(turns) and turns[self._turns_taken].has_arrived:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._turns[self._turns_taken].reduce()
+        self._turns_taken += 1
 
     def settle(self) -> None:
         """Waits for what was sent, so that this generation can fill the buffers again."""

@@ -21,6 +21,7 @@ from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
@@ -98,10 +99,17 @@ class TrainingParts:
         given.check()
         check_gang(gang, given)
         check_wire(spec.wire, dict(given.model.named_parameters()))
+        if spec.staleness and given.noise_scale_every is not None:
+            raise SpecError(
+                "noise_scale_every needs the gradients of virtual workers and their sum in one "
+                f"step, and staleness={spec.staleness} has the sum one step later: leave out one "
+                "of the two"
+            )
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
         own = given.model, given.optimizer, given.scheduler
-        state = TrainState(*own, loss_scale, given.state, sharding=sharding)
+        previous = PreviousStep(given.model, loss_scale) if spec.staleness else None
+        state = TrainState(*own, loss_scale, given.state, sharding=sharding, previous=previous)
         compared = spec.failure.compare_weights_every if spec.exact else None
         weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"

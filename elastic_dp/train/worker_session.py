@@ -224,7 +224,7 @@ class WorkerSession:
 
     def _try_out(self, trial: TrialRun) -> None:
         """Runs a micro-batch before the first step, and undoes it."""
-        self.step_runner.gradients.preallocate(self.step_runner.schedule.first)
+        self.step_runner.sums.preallocate(self.step_runner.schedule.first)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:

@@ -27,7 +27,7 @@ from elastic_dp.distributed.process_group import (
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Share, cover_share, fold
 from elastic_dp.errors import ModelError
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
 
@@ -252,6 +252,8 @@ def run_leaves(
     count: int,
     finished: dict[Any, Any],
     torn_in: int | None,
+    *,
+    sends: bool = True,
 ) -> list[int]:
     """One attempt, with the nodes of `finished` in place of their leaves. Raises Aborted in the
     backward pass of leaf `torn_in`. Returns the leaves that ran."""
@@ -259,7 +261,7 @@ def run_leaves(
     leaves, ran, until = leaves_of(share, count), [], 0
     merges_of = {leaf.virtual_worker: leaf.merges for leaf in leaves}
     for leaf in leaves:
-        v, is_last = leaf.virtual_worker, leaf is leaves[-1]
+        v, is_last = leaf.virtual_worker, sends and leaf is leaves[-1]
         if v < until:
             continue
         (limit,) = [high for low, high in share if low <= v < high]
@@ -391,6 +393,43 @@ def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits
         assert sums == whole
         scaled_alone = len(shares) == 1 and factor == 0.5
         assert nodes == ([] if scaled_alone else cover_share(shares[rank], COUNT))
+
+
+@pytest.mark.parametrize(("shares", "topology"), EXCHANGES.values(), ids=EXCHANGES)
+def test_two_reducers_share_the_work_of_one(shares: list[Share], topology: Any) -> None:
+    """One computes this rank's sums of a step while the other one sends those of the step before,
+    as far as others have sent theirs. Rank 0 sends last."""
+    others_have_sent = threading.Barrier(len(shares))
+
+    def act(group: ProcessGroup) -> list[Any]:
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+        computes = GradientReducer(named(parameters), sends=False)
+        sends = GradientReducer(named(parameters), computes=False)
+        for reducer in (computes, sends):
+            reducer.open(group, shares, COUNT, True, topology)
+        sends.advance()  # nothing is there yet
+        run_leaves(computes, parameters, shares[group.rank], COUNT, {}, None, sends=False)
+        sums = computes.take_sums()
+        assert list(sums) == cover_share(shares[group.rank], COUNT)
+        sends.begin()
+        sends.advance()
+        if group.rank == 0:
+            others_have_sent.wait()
+        for node, gradients in sums.items():
+            sends.add_finished(node, gradients, 0, node == max(sums))
+        sends.send()
+        sends.advance()
+        if group.rank != 0:
+            others_have_sent.wait()
+        run_leaves(computes, parameters, shares[group.rank], COUNT, {}, None, sends=False)
+        eventually(lambda: sends.advance() or sends._turns_taken == len(sends._turns))
+        sends.reduce()
+        assert sends.complete(1.0)
+        sends.assign([1, 1])
+        return [p.grad.tolist() for p in parameters]
+
+    (whole,) = of_each(1, lambda group: undisturbed(group))
+    assert of_each(len(shares), act) == [whole] * len(shares)
 
 
 def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:

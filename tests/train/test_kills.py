@@ -24,7 +24,7 @@ from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.fault_injection import _generation_of as generation_of
 from elastic_dp.train.generations.state_transfer import state_transfer_ranks
 from elastic_dp.train.local_run import LocalRun
-from elastic_dp.train.step.step_runner import StepRunner
+from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
 from tests.runs import Points, goes_on, group, lines_of, local, losses_of, spec_of
@@ -229,7 +229,7 @@ def hears_of_the_end_late(train, dead):
     def late(ctx):
         session = ctx._session
         control, end, told = session.control, session.control.end, {}
-        run_leaf = StepRunner._run_leaf
+        run_leaf = LeafRunner._run_leaf
 
         def put_off(generation, after_step):
             told[generation] = after_step
@@ -245,7 +245,7 @@ def hears_of_the_end_late(train, dead):
                     os.kill(os.getpid(), signal.SIGKILL)
                 end(session.generation, after_step)
 
-        control.end, StepRunner._run_leaf = put_off, runs
+        control.end, LeafRunner._run_leaf = put_off, runs
         train(ctx)
 
     return late

@@ -120,7 +120,7 @@ ON_THE_HOST = {
     "ModuleBuffers.take",
     "RecordGather._make_room",
     "RecordGather.collect",
-    "StepRunner._read_device",
+    "take_read",
     "_sampled_view",  # nothing of a device's
     "digest_of",
     "squares_of_units",  # to the device of the gradients themselves

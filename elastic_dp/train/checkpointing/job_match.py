@@ -83,6 +83,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "seed": spec.data.seed,
         "exact": spec.exact,
         "wire": spec.wire,
+        "staleness": spec.staleness,
         "processes_per_worker": spec.scaling.processes_per_worker,
     }
 
@@ -166,6 +167,7 @@ def _compared(
         yield "the number of optimizers in the optimizer", len(step["inner_hyper"]), mine
     yield "a scheduler", body["scheduler"] is not None, state.scheduler is not None
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
+    yield "staleness", int("previous" in step), int(state.previous is not None)
     yield "the keys of state=", sorted(body["user"]), sorted(state.user)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -12,6 +14,15 @@ class LossScale:
     scale: float = 65536.0
     growth_interval: int = 2000
     steps_since_overflow: int = 0
+
+    @contextmanager
+    def replaced(self, scale: float) -> Iterator[None]:
+        """A context in which the scale is another one."""
+        now, self.scale = self.scale, scale
+        try:
+            yield
+        finally:
+            self.scale = now
 
     def step_ended(self, overflow: bool) -> None:
         """Adjusts the scale after a step. `overflow`: a gradient was infinite or NaN."""

@@ -21,7 +21,8 @@ Buffers that share memory are undone and combined as one; see buffer_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -227,6 +228,23 @@ class ModuleBuffers:
                 self._versions[i] = self._own[i].version
         self._leaves.clear()
 
+    def committed(self) -> tuple[list[torch.Tensor], list[bytes]]:
+        """Returns copies of all buffers, and the extra state, as each leaf of this step has found
+        them."""
+        return [committed.clone() for committed in self._committed], list(self._committed_extra)
+
+    @contextmanager
+    def replaced(self, buffers: Sequence[torch.Tensor], extra: Sequence[bytes]) -> Iterator[None]:
+        """A context in which leaves start from these values. What they write is discarded."""
+        present, leaves, unread = self.committed(), self._leaves, self._unread
+        self._leaves, self._unread = {}, {}
+        self._put(buffers, extra)
+        try:
+            yield
+        finally:
+            self._put(*present)
+            self._leaves, self._unread = leaves, unread
+
     def written_outside(self) -> str | None:
         """Returns the name of a buffer that was written outside a step, or None."""
         for i, memory in enumerate(self._own):
@@ -235,6 +253,17 @@ class ModuleBuffers:
         return None
 
     # ------------------------------------------------------------------------------ private
+
+    @torch.no_grad()
+    def _put(self, buffers: Sequence[torch.Tensor], extra: Sequence[bytes]) -> None:
+        for i, (own, value) in enumerate(zip(self._own, buffers, strict=True)):
+            own.put_back()
+            own.content.copy_(value)
+            self._committed[i].copy_(value)
+            self._versions[i] = own.version
+        for state, content in zip(self._extra, extra, strict=True):
+            state.write(content)
+        self._committed_extra = list(extra)
 
     def _written(self, i: int) -> bool:
         if self._own[i].version != self._versions[i]:

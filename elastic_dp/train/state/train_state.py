@@ -32,6 +32,7 @@ from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state, same
+from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_record import StepRecord
 
@@ -59,6 +60,7 @@ class TrainState:
     committed_extra: dict[str, bytes] = field(default_factory=dict)
     norm_over: str = UNITS  # what the norm for clipping is added over, through the whole run
     sharding: ShardedOptimizer | None = None  # it has the optimizer's state, if it is sharded
+    previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
     def __post_init__(self) -> None:
@@ -145,7 +147,11 @@ class TrainState:
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
         carried, shared = split_aliases(carried, self._owners())
         # The generation in which the step was committed; see `ShardedOptimizer.roll_forward`.
-        apart = {"sharded": sharding.committed_in} if sharding is not None and not whole else {}
+        apart: dict[str, Any] = {}
+        if sharding is not None and not whole:
+            apart["sharded"] = sharding.committed_in
+        if self.previous is not None:
+            apart["previous"] = self.previous.tree()
         return {
             "step": {
                 **apart,
@@ -266,6 +272,8 @@ class TrainState:
                 extra.write(given[extra.name])
         if self.loss_scale is not None:
             vars(self.loss_scale).update(step["loss_scale"])
+        if self.previous is not None:
+            self.previous.adopt(step["previous"])
         self.record = step["record"]
         self.bad_row_groups = set(step["bad_row_groups"])
         self.kinds = list(step["kinds"])

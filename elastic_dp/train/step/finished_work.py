@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_dp.distributed.local_reduction import Gradients
-from elastic_dp.distributed.reduction_tree import Node
+from elastic_dp.distributed.reduction_tree import Node, Share
 from elastic_dp.train.state.module_buffers import LeafBuffers
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 
@@ -44,9 +44,12 @@ class FinishedNode:
 
 @dataclass(slots=True)
 class FinishedWork:
-    """The finished nodes of one step. No two of them overlap."""
+    """The finished nodes of one step. No two of them overlap.
 
-    inputs: StepInputs
+    `inputs` is None for the last committed step; see delayed_gradient.py.
+    """
+
+    inputs: StepInputs | None = None
     nodes: dict[Node, FinishedNode] = field(default_factory=dict)
 
     def take(self, first: int, limit: int) -> tuple[Node, FinishedNode] | None:
@@ -56,6 +59,16 @@ class FinishedWork:
             if node[0] == first and node[1] <= limit:
                 return node, self.nodes.pop(node)
         return None
+
+    def covers(self, share: Share) -> bool:
+        """Returns whether these nodes are all that `take` is asked for of a share."""
+        for first, limit in share:
+            while first < limit:
+                node = next((n for n in self.nodes if n[0] == first and n[1] <= limit), None)
+                if node is None:
+                    return False
+                first = node[1]
+        return True
 
     def add(self, node: Node, finished: FinishedNode) -> None:
         """Adds a node, in place of those that it overlaps."""

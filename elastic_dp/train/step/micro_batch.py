@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,13 @@ class MicroBatchResult:
             else:
                 self.metrics[name] = value
         self.unread = {}
+
+
+def take_read(results: Mapping[int, MicroBatchResult], read: Iterable[torch.Tensor]) -> None:
+    """Gives the results their `unread` values, in order, once they are on the host."""
+    values = iter(read)
+    for result in results.values():
+        result.take([next(values).reshape(1).tolist()[0] for _ in result.unread])
 
 
 class MicroBatchRunner:

@@ -16,13 +16,13 @@ A step has its header even where nothing needs a gradient, so nobody completes o
 not enter: two members differ by one step at most. The mean over the global batch costs no pass over
 the gradient: each loss is divided by the weight expected of all (their rows), which only where the
 loss function gave others is made good afterwards. Whether the gradient is finite needs no vote: it
-has the same bits on all.
+has the same bits on all. With `staleness=1` it is that of the step before (delayed_gradient.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,7 +32,7 @@ from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
+from elastic_dp.distributed.reduction_tree import Node, Share
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling import BatchSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
@@ -48,10 +48,12 @@ from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.delayed_gradient import DelayedGradient
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
-from elastic_dp.train.step.gang_step import record_of_gang, refuse_change, refuse_none
+from elastic_dp.train.step.gang_step import record_of_gang, refuse_change
+from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
 from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
 
@@ -88,13 +90,33 @@ class StepRunner:
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
-    _results: dict[int, MicroBatchResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        parameters, previous = self.state.parameters, self.state.previous
         order = None if self.gang is None else GradientOrder()
-        self.gradients = GradientReducer(self.state.parameters, self.wire, order)
+        self.gradients = GradientReducer(parameters, self.wire, order, sends=previous is None)
+        self.sums = self.gradients  # what adds up the gradient that a step applies
+        if previous is not None:
+            self.sums = GradientReducer(parameters, self.wire, computes=False)
         self.buffers = ModuleBuffers(self.state.model)
         self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
+        self._leaves = LeafRunner(
+            self.data,
+            self.micro_batches,
+            self.gradients,
+            self.buffers,
+            self.control,
+            self.speed,
+            self.pass_point,
+            self.gang,
+            self.noise_scale_every,
+            None if previous is None else self.sums.advance,
+        )
+        self.delayed: DelayedGradient | None = None
+        if previous is not None:
+            self.delayed = DelayedGradient(
+                previous, self.sums, self._leaves, self.seed, self._expected_weight
+            )
 
     def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
         """Sets which steps have a checkpoint, as far as all members know before them."""
@@ -116,34 +138,54 @@ class StepRunner:
 
     def _distribute(self, step: int) -> None:
         """Distributes the virtual workers of `step`. The gradients of the step before it go."""
-        group, membership, total = self._group, self._membership, self.schedule.at(step)
+        self._virtual_workers = self.schedule.at(step)
+        self._shares = self._open_reducer(self.gradients, self._virtual_workers)
+        if self.delayed is not None:
+            self._distribute_delayed(step)
+
+    def _distribute_delayed(self, step: int) -> None:
+        """Distributes the virtual workers of the step before `step` whose gradient it applies."""
+        assert self._group is not None and self.delayed is not None
+        total = self.schedule.at(max(1, step - 1))
+        shares = self._open_reducer(self.sums, total)
+        self.delayed.distribute(shares[self._group.rank], total)
+
+    def _open_reducer(self, reducer: GradientReducer, virtual_workers: int) -> Sequence[Share]:
+        group, membership = self._group, self._membership
         assert group is not None and membership is not None
-        self._virtual_workers = total
-        self._shares = membership.shares(total, equal=self.equal_shares)
-        self.gradients.close()
+        shares = membership.shares(virtual_workers, equal=self.equal_shares)
         sharding, topology = self.state.sharding, membership.topology
         needed = None if sharding is None else sharding.needed()
-        self.gradients.open(group, self._shares, total, self.exact, topology, needed)
+        reducer.close()
+        reducer.open(group, shares, virtual_workers, self.exact, topology, needed)
+        return shares
 
     def close(self) -> None:
         """Undoes what is not committed and releases the group."""
         self.committed.drop()  # the next generation may use their memory
-        self.gradients.drop()
-        self.gradients.close()
+        for reducer in (self.gradients, self.sums):
+            reducer.drop()
+            reducer.close()
         self.buffers.undo()
         self._group = None
 
     def finished_nodes(self, step: int) -> tuple[Node, ...]:
         """Returns the subtrees of virtual workers that this worker has finished of an aborted
-        attempt at `step`, as ranges of those that a membership distributes."""
+        attempt at `step`, or holds of the step before, as ranges of those that a membership
+        distributes."""
         finished = self._finished
-        if finished is None or finished.inputs.step != step:
+        if self.delayed is not None and self.delayed.held:
+            total = self.schedule.at(step - 1)
+            return whole_blocks(self.delayed.held, self.schedule.first, total)
+        if finished is None or finished.inputs is None or finished.inputs.step != step:
             return ()
         return whole_blocks(finished.nodes, self.schedule.first, self.schedule.at(step))
 
     def forget_finished(self) -> None:
         """Forgets what is finished of an aborted step: the state is about to change."""
         self._finished = None
+        if self.delayed is not None:
+            self.delayed.forget()
 
     def attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         """Attempts a step. Raises GroupError if it was not completed; then nothing was applied, and
@@ -153,9 +195,11 @@ class StepRunner:
             outcome = self._attempt(step)
         except GroupError:
             self._keep_finished()
+            if self.delayed is not None:
+                self.delayed.hold_again()
             raise
         finally:
-            self._results = {}
+            self._leaves.end()
             if outcome is not None:
                 self._finished = None
         return outcome
@@ -168,22 +212,33 @@ class StepRunner:
         self.committed.drop()
         if self.schedule.at(step) != self._virtual_workers:
             self._grow(step, group.rank)
-        expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-        self.gradients.begin(rounding_seed(self.seed, step), measures=self._measures_noise(step))
+        expected = self._expected_weight(step)
         self.buffers.begin()
+        if self.delayed is not None:
+            if self.schedule.at(max(1, step - 1)) != self.delayed.virtual_workers:
+                self._distribute_delayed(step)
+            self.delayed.launch(group)
+        noise = self._leaves.measures_noise(step)
+        self.gradients.begin(rounding_seed(self.seed, step), measures=noise)
         if self.state.sharding is not None:
             self.state.sharding.begin()
         self.speed.begin()
         self._begin_finished(step, stop, expected)
-        results = self._run_mine(step, stop, expected)
+        share, stops = self._shares[group.rank], stop is not None
+        results: Mapping[int, MicroBatchResult] = self._leaves.run(
+            step, share, self._virtual_workers, expected, self._finished, stop=stops
+        )
         self.report("collective")
-        self.gradients.send()
+        if self.delayed is None:
+            self.gradients.send()
+        else:  # before the header goes out: all members launch collectives in the same order
+            self.sums.reduce()
         self.pass_point("sent", step)
         extremes: list[torch.Tensor] | None = None
         if group.on_device is None:
             lengths = self._launch_header(step, results, stop)
             self.pass_point("exchange", step)
-            self.gradients.reduce()  # while the last bucket and the header are on their way
+            self.sums.reduce()  # while the last bucket and the header are on their way
             self.pass_point("gather", step)
         else:
             extremes = self._read_device(step, results)
@@ -198,8 +253,10 @@ class StepRunner:
             self.control.commit()
             return StopAgreed(header.stop)
         if header.late:
-            self.gradients.settle()
+            self.sums.settle()
             self.gradients.add_sequentially()
+            if self.delayed is not None:
+                self.delayed.hold_again()
             self._undo()
             return RetryStep()
         if header.bad:
@@ -207,7 +264,8 @@ class StepRunner:
         results = self.micro_batches.counting(step, header.results)
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
         expected *= 1 if self.gang is None else self.gang.size  # `fully_shard` takes the mean
-        factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
+        own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
+        factor = own if self.delayed is None else self.delayed.previous.factor
         buffers = self._exchange_buffers(step, header.changed)
         norm = None
         if self._sharding is not None:
@@ -225,22 +283,26 @@ class StepRunner:
             )
             finite = norm is not None
         elif extremes is None:
-            finite = self.gradients.complete(factor)
+            finite = self.sums.complete(factor)
         else:
-            finite = self.gradients.finish(factor, extremes)
+            finite = self.sums.finish(factor, extremes)
         if not finite and loss_scale is None:
+            at = step if self.delayed is None else step - 1
             raise LossError(
-                f"the gradient of step {step} is not finite although every loss is; the rows were: "
-                + "; ".join(self.data.describe(step, v) for v in sorted(results)[:4])
+                f"the gradient of step {at} is not finite although every loss is; the rows were: "
+                + "; ".join(self.data.describe(at, v) for v in sorted(results)[:4])
             )
         group.check()
         self.speed.end_step()
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
+        applies = self.delayed is None or self.delayed.commit(step, own, results)
         self.state.skip_row_groups(header.bad)
         self.data.mark_bad(header.bad)
-        record = self._apply(step, results, weight, finite, header, buffers, norm)
+        record = self._apply(
+            step, results, weight, header, buffers, norm, finite if applies else None
+        )
         if record.kept:
             self.control.checkpoint_agreed()
         return record
@@ -253,53 +315,8 @@ class StepRunner:
         self._distribute(step)
         self.data.read_ahead(step, self.share(self._membership, rank, step))
 
-    def _run_mine(
-        self, step: int, stop: str | None, expected: float
-    ) -> dict[int, MicroBatchResult]:
-        """Runs this worker's virtual workers, forward and backward."""
-        assert self._group is not None
-        share = self._shares[self._group.rank]
-        last = share[-1][1]
-        results = self._results = {}
-        for first, limit in share:
-            leaves = fold(first, limit, self._virtual_workers)
-            reused_until = first
-            for leaf in leaves:
-                v = leaf.virtual_worker
-                if v < reused_until:
-                    continue
-                self.control.may_continue()
-                if (node := self._reuse(leaves, v, limit, last)) is not None:
-                    reused_until = node[1]
-                else:
-                    self._run_leaf(leaf, v == last - 1, step, stop, expected)
-        return results
-
-    def _run_leaf(
-        self, leaf: Leaf, is_last: bool, step: int, stop: str | None, expected: float
-    ) -> None:
-        v = leaf.virtual_worker
-        self.gradients.before_leaf(leaf, is_last)
-        loss = None
-        if stop is None and self.data.rows(step, v) > 0:
-            self.pass_point("before_forward", step)
-            batch = self.micro_batches.batch(step, v)
-            loss, self._results[v] = self.micro_batches.forward(batch, step, v, expected)
-            self.pass_point("forward", step)
-            self.gradients.before_backward()
-        if loss is None and stop is None:
-            refuse_none(self.gang, step, v)
-        if loss is not None:
-            self.pass_point("backward", step)
-            loss.backward()
-        self.buffers.after_leaf(v, contributes=loss is not None)
-        self.gradients.after_leaf(leaf, is_last)
-        if loss is not None and self._measures_noise(step):
-            self._results[v].measure(LEAF_SQUARE, self.gradients.leaf_square())
-        self.speed.end_micro_batch()
-
-    def _measures_noise(self, step: int) -> bool:
-        return self.noise_scale_every is not None and step % self.noise_scale_every == 0
+    def _expected_weight(self, step: int) -> float:
+        return float(sum(self.data.rows(step, v) for v in range(self.schedule.at(step))))
 
     def _begin_finished(self, step: int, stop: str | None, expected: float) -> None:
         """Forgets what was finished of another step, or from other inputs."""
@@ -315,30 +332,13 @@ class StepRunner:
         # With a stop requested, no leaf runs: there would be nothing to send with what is kept.
         self._finished = None if stop is not None else finished_of(inputs, self._finished)
 
-    def _reuse(self, leaves: Sequence[Leaf], v: int, limit: int, last: int) -> Node | None:
-        """Adds the finished node that begins at `v`, if there is one. Returns it.
-
-        `leaves` are those of the range of `v`, which ends at `limit`; `last` is the end of the
-        worker's last range.
-        """
-        taken = self._finished.take(v, limit) if self._finished is not None else None
-        if taken is None:
-            return None
-        (low, high), finished = taken
-        final = leaves[high - 1 - leaves[0].virtual_worker]
-        merges = final.merges - fold(low, high, self._virtual_workers)[-1].merges
-        self.gradients.add_finished((low, high), finished.gradients, merges, high == last)
-        self._results.update(finished.results)
-        self.buffers.reuse(finished.buffers)
-        return low, high
-
     def _keep_finished(self) -> None:
         """Keeps what is finished of the step that was aborted."""
-        if self._finished is None or self.gang is not None:
+        if self._finished is None or self._finished.inputs is None or self.gang is not None:
             return  # a gang's processes have not finished the same
         step = self._finished.inputs.step
         for node, gradients in self.gradients.finished().items():
-            results = {v: r for v, r in self._results.items() if node[0] <= v < node[1]}
+            results = {v: r for v, r in self._leaves.results.items() if node[0] <= v < node[1]}
             if not any(self.data.bad_row_groups(step, v) for v in results):
                 buffers = self.buffers.finished(range(*node))
                 self._finished.add(node, FinishedNode(gradients, results, buffers))
@@ -353,15 +353,13 @@ class StepRunner:
         """
         assert self._group is not None and self._group.on_device is not None
         self.pass_point("exchange", step)
-        self.gradients.reduce()
+        self.sums.reduce()
         self.pass_point("gather", step)
-        extremes = self.gradients.arrive()
+        extremes = self.sums.arrive()
         buffers = self.buffers.unread()
         values = [value for result in results.values() for value in result.unread.values()]
         read = self._group.on_device.read([*extremes, *buffers, *values])
-        of_values = iter(read[len(extremes) + len(buffers) :])
-        for result in results.values():
-            result.take([next(of_values).reshape(1).tolist()[0] for _ in result.unread])
+        take_read(results, read[len(extremes) + len(buffers) :])
         self.buffers.take(read[len(extremes) : len(extremes) + len(buffers)])
         return read[: len(extremes)]
 
@@ -375,7 +373,7 @@ class StepRunner:
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
         header = MemberHeader(
             late=self.gradients.late,
-            used=self.gradients.used,
+            used=self.sums.used,
             changed=self.buffers.changed(),
             results=results,
             stop=stop,
@@ -420,10 +418,10 @@ class StepRunner:
         step: int,
         results: Mapping[int, MicroBatchResult],
         weight: float,
-        finite: bool,
         header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
-        norm: torch.Tensor | None = None,
+        norm: torch.Tensor | None,
+        finite: bool | None,  # None: there is no gradient to apply
     ) -> StepRecord:
         self.report("apply")
         state = self.state
@@ -431,13 +429,13 @@ class StepRunner:
         seed_everything(body_seed(self.seed, step))
         grad_norm = None if norm is None else float(norm)
         if norm is None:
-            self.gradients.assign(header.used)
+            self.sums.assign(header.used)
             self.committed.take()
         self.buffers.commit(buffers)
         noise: dict[str, float] = {}
-        if self._measures_noise(step):
-            expected = float(sum(self.data.rows(step, v) for v in range(self._virtual_workers)))
-            scaled = expected / (state.loss_scale.scale if state.loss_scale else 1.0)
+        if self._leaves.measures_noise(step):
+            scale = state.loss_scale.scale if state.loss_scale else 1.0
+            scaled = self._expected_weight(step) / scale
             leaves = [result.take_leaf_square(LEAF_SQUARE, scaled) for result in results.values()]
             if finite:
                 noise = estimated(leaves, self.committed.square())
@@ -449,9 +447,11 @@ class StepRunner:
             self._update_parameters()
             if state.scheduler is not None:
                 state.scheduler.step()
-        if state.loss_scale is not None:
+        if state.loss_scale is not None and finite is not None:
             state.loss_scale.step_ended(overflow=not finite)
         # A member that takes the step over has no gradients for its body, so no member's body has.
+        if self.delayed is not None:
+            self.delayed.hold()
         self.gradients.drop()
         record = StepRecord(
             number=step,

@@ -92,6 +92,7 @@ def test_a_larger_max_steps_continues(tmp_path):
         ({"size": 8}, "micro_batch_size is 8, .* 4"),
         ({"exact": False}, "exact is False, .* True"),
         ({"wire": "bf16"}, "wire is 'bf16', .* None"),
+        ({"staleness": 1}, "staleness is 1, .* 0"),
     ],
 )
 def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, words):
@@ -110,6 +111,19 @@ def test_run_with_rounded_gradients_goes_on_only_with_them(tmp_path):
         fit(tmp_path, max_steps=6)
     (tmp_path / "again" / "run.json").unlink()
     assert fit(tmp_path, max_steps=6, wire="bf16")[0].weights_sha256 == at_once.weights_sha256
+
+
+def test_run_with_delayed_gradients_goes_on_only_with_them(tmp_path):
+    """The checkpoint has what the gradient that is not applied yet is computed from."""
+    at_once, _ = fit(tmp_path / "at once", max_steps=6, staleness=1)
+    fit(tmp_path, staleness=1)
+    for run_record_is_there in (True, False):
+        if not run_record_is_there:  # then the worker compares the checkpoint
+            (tmp_path / "again" / "run.json").unlink()
+        with pytest.raises(RunMismatch, match=r"staleness is 0, .* 1"):
+            fit(tmp_path, max_steps=6)
+    (tmp_path / "again" / "run.json").unlink()
+    assert fit(tmp_path, max_steps=6, staleness=1)[0].weights_sha256 == at_once.weights_sha256
 
 
 def test_run_of_a_version_without_rounded_gradients_goes_on_without_them(tmp_path):

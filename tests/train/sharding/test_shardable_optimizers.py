@@ -131,6 +131,7 @@ def test_noise_scale_is_refused_before_the_first_step():
         ({"exact": False}, "sharding is 'optimizer' and exact is False"),
         ({"wire": "bf16"}, "wire is 'bf16' and sharding is 'optimizer'"),
         ({"wire": "int8"}, "wire is 'int8' and sharding is 'optimizer'"),
+        ({"staleness": 1}, "staleness is 1 and sharding is 'optimizer'"),
         (
             {"scaling": ScalingConfig(resources_per_worker={"CPU": 1, "GPU": 1})},
             "does not work on GPUs yet: leave it out",

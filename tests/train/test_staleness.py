@@ -1,0 +1,476 @@
+"""Whole runs with delayed gradients (`staleness=1`): the weights of a loop in plain PyTorch; one
+digest for any number of workers, and after kills, joins and restarts; the sum of a gradient travels
+while the next one is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.data import open_data
+from elastic_dp.distributed.cross_worker_reduction import BucketReduction
+from elastic_dp.errors import LossError, SpecError
+from elastic_dp.testing.simulated_device import SimulatedDevice
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.step.delayed_gradient import DelayedGradient
+from elastic_dp.train.step.leaf_runner import LeafRunner
+from tests.patience import eventually
+from tests.runs import group, local, resize, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.train.jobs import (
+    ZOO,
+    adamw,
+    average_and_plateau,
+    batch_norm,
+    classifier,
+    cross_entropy,
+    in_small_buckets,
+    loop,
+    plain,
+    scheduler_in_the_body,
+)
+from tests.train.test_exact import evaluation
+from tests.train.test_finished_work import STEP, VIRTUAL, counted, passes
+from tests.train.test_finished_work import job as job_of_three
+from tests.train.test_growing_batch import job as growing_job
+from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
+from tests.train.test_kills import job as job_of_kills
+from tests.train.test_nodes import on_nodes
+
+SLOW = pytest.mark.slow
+LAST = 8  # step
+# Its body steps the scheduler in the first step, too, in which the optimizer is not called.
+warned_of_its_scheduler = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
+def delayed(spec: JobSpec, **changes: Any) -> JobSpec:
+    return dataclasses.replace(spec, staleness=1, **changes)
+
+
+def as_is(train: Any) -> Any:
+    return train
+
+
+# ------------------------------------------------------------------------------- what is computed
+
+
+def weights_of_each_step(kept: list[Any], clip_norm: float | None = None) -> Callable[..., None]:
+    """The weights and the norm of the gradient after each step, without anything random."""
+
+    def train(ctx: Any) -> None:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        kept.append(weights_of(model))
+        given = {"scheduler": scheduler, "clip_norm": clip_norm}
+        for step in ctx.steps(model, optimizer, cross_entropy, **given):
+            kept.append((*weights_of(model), step.grad_norm, step.loss))
+
+    return train
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The left part of a node has the largest power of two of leaves that is not all of them."""
+    if len(leaves) == 1:
+        return leaves[0]
+    left = 1 << (len(leaves) - 1).bit_length() - 1
+    return tree_sum(leaves[:left]) + tree_sum(leaves[left:])
+
+
+def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The weights before the first step and after each one: θ(t+1) = f(θ(t), g(t-1))."""
+    virtual, steps = spec.scaling.num_virtual_workers, spec.max_steps
+    data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
+    one, other = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
+    model = torch.nn.Sequential(one, torch.nn.Tanh(), other)
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for p, value in zip(parameters, initial, strict=True):
+            p.copy_(value)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    before, found = None, [weights_of(model)]
+    for step in range(1, steps + 1):
+        rows = [data.rows(step, v) for v in range(virtual)]
+        leaves = []
+        for v in range(virtual):
+            if rows[v]:
+                loss = cross_entropy(model, data.batch(step, v)) * (rows[v] / sum(rows))
+                leaves.append(torch.autograd.grad(loss, parameters))
+            else:
+                leaves.append([torch.full_like(p, -0.0) for p in parameters])
+        if before is not None:
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient
+            optimizer.step()
+            scheduler.step()
+        before = [tree_sum(list(each)) for each in zip(*leaves, strict=True)]
+        found.append(weights_of(model))
+    return found
+
+
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch() -> None:
+    """With a last, shorter batch of an epoch, whose loss has other weights."""
+    kept: list[Any] = []
+    spec = delayed(spec_of(steps=LAST, virtual=5, rows=52, tail="short"))
+    local(spec, weights_of_each_step(kept))
+    initial, *after = kept
+    expected = in_plain_torch(spec, initial)
+    for step, (values, mine) in enumerate(zip(expected, [initial, *after], strict=True)):
+        for value, p in zip(values, mine[: len(values)], strict=True):
+            assert torch.equal(value, p), step
+    assert all(map(torch.equal, expected[1], initial))  # there was no gradient to apply
+    assert not all(map(torch.equal, expected[2], initial))
+    assert after[0][-2] == 0.0 and all(one[-2] > 0.0 for one in after[1:])
+
+
+def test_norm_and_clipping_are_of_the_gradient_that_is_applied() -> None:
+    """At step 2 the weights are those of step 1, so g(1) is that of a run that is not delayed."""
+    ordinary: list[Any] = []
+    late: list[Any] = []
+    spec = spec_of(steps=3)
+    local(spec, weights_of_each_step(ordinary, clip_norm=0.1))
+    local(delayed(spec), weights_of_each_step(late, clip_norm=0.1))
+    assert late[2][-2] == ordinary[1][-2] > 0.1  # the norm before clipping
+    assert all(map(torch.equal, late[2][:4], ordinary[1][:4]))
+    assert late[1][-1] == ordinary[1][-1]  # a loss is that of its own step
+    assert late[2][-1] != ordinary[2][-1]
+
+
+def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> None:
+    """The mean of a step's losses is by the weights of that step, which the loss function gives."""
+
+    def weighs_the_step(model: torch.nn.Module, batch: Any) -> Any:
+        rows = float(len(batch["y"]))
+        return cross_entropy(model, batch), rows * (1.0 + float(batch["i"].min()) / 64)
+
+    def weighs_rows(model: torch.nn.Module, batch: Any) -> Any:
+        return cross_entropy(model, batch)
+
+    def trained(loss_fn: Any) -> list[torch.Tensor]:
+        kept: list[Any] = []
+
+        def train(ctx: Any) -> None:
+            model = torch.nn.Linear(16, 4)
+            for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn):
+                pass
+            kept.extend(weights_of(model))
+
+        local(delayed(spec_of(steps=5, virtual=1, workers=1)), train)
+        return kept
+
+    # With one virtual worker the mean is its loss, whatever that weighs.
+    for one, other in zip(trained(weighs_the_step), trained(weighs_rows), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
+    """Leaves of step 2 run again in step 3, and their loss reads a buffer that each step moves."""
+
+    class Moving(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(16, 4)
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.head(x - self.mean)
+            self.mean.lerp_(x.mean(0), 0.5)
+            return found
+
+    moved: list[torch.Tensor] = []
+
+    def train(ctx: Any) -> None:
+        model = Moving()
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy):
+            moved.append(model.mean.clone())
+
+    spec = delayed(spec_of(steps=4, virtual=2, workers=1))
+    local(spec, train)
+    data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
+    mean = torch.zeros(16)
+    for step, found in enumerate(moved, 1):
+        left = [mean.lerp(data.batch(step, v)["x"].mean(0), 0.5) for v in range(2)]
+        mean = (left[0] + left[1]) / 2
+        assert torch.equal(found, mean), step
+
+
+def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None:
+    """Leaves of step 2 run again in step 3, when the body has frozen it."""
+    moved: list[bool] = []
+
+    def train(ctx: Any) -> None:
+        model = classifier()
+        before = model[0].weight.detach().clone()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            moved.append(not torch.equal(before, model[0].weight))
+            before = model[0].weight.detach().clone()
+            model[0].requires_grad_(step.number not in (2, 3))
+
+    local(delayed(spec_of(steps=6)), train)
+    assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
+
+
+def test_run_of_more_steps_passes_through_the_same_weights() -> None:
+    short: list[Any] = []
+    long: list[Any] = []
+    local(delayed(spec_of(steps=4)), weights_of_each_step(short))
+    local(delayed(spec_of(steps=6)), weights_of_each_step(long))
+    assert all(map(torch.equal, short[4][:4], long[4][:4]))
+
+
+# --------------------------------------------------------------------------------- for any fleet
+
+
+@pytest.mark.parametrize(
+    ("workers", "cut"),
+    [
+        (3, in_small_buckets),
+        *(pytest.param(n, as_is, marks=SLOW) for n in (1, 2, 4, 5, 6, 7, 8)),
+    ],
+)
+def test_any_number_of_workers_has_the_digest_of_one_process(workers: int, cut: Any) -> None:
+    """11 virtual workers, of which some have fewer rows in the last step of an epoch."""
+    options = {"steps": 10, "virtual": 11, "rows": 150, "tail": "short"}
+    spec = delayed(spec_of(workers=workers, min_workers=workers, **options))
+    outcome, _ = group(spec, cut(plain))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, plain).digest
+    assert outcome.digest != local(dataclasses.replace(spec, staleness=0), plain).digest
+
+
+def test_lost_worker_only_its_leaves_of_both_steps_run_again(tmp_path: Path) -> None:
+    """In the next generation all of g(STEP - 1) is there but what the dead worker held."""
+    dead = WorkerFault("backward", step=STEP, rank=1, nth=4, once=str(tmp_path / "dead"))
+    spec = delayed(job_of_three(min_workers=2))
+    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert sum(passes(tmp_path).values()) == VIRTUAL + 4 + 4
+    assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
+@pytest.mark.slow
+@warned_of_its_scheduler
+@pytest.mark.parametrize("train", [plain, batch_norm, scheduler_in_the_body])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_worker_killed_anywhere_in_a_step_changes_no_bit(point, rank, train, tmp_path):
+    dead = WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / "dead"))
+    spec = delayed(job_of_three(min_workers=2))
+    outcome, _ = group(spec, train, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, train).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", ["backward", "sent", "before_commit"])
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_two_workers_killed_one_after_the_other_change_no_bit(point, second, tmp_path):
+    """The second one in the step in which lost leaves of the one before run again."""
+    first = WorkerFault(point, step=STEP, rank=0, once=str(tmp_path / "first"))
+    files = {"once": str(tmp_path / "second"), "after": (str(tmp_path / "first"),)}
+    spec = delayed(job_of_three(min_workers=1))
+    faults = (first, WorkerFault(second, rank=0, world_size=2, **files))
+    outcome, _ = group(spec, batch_norm, faults=faults)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, batch_norm).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_two_workers_killed_at_once_change_no_bit(point, ranks, tmp_path):
+    faults = tuple(
+        WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / str(rank))) for rank in ranks
+    )
+    spec = delayed(job_of_three(min_workers=1))
+    outcome, _ = group(spec, plain, faults=faults)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, plain).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", SECONDS, ids=str)
+def test_workers_killed_while_a_generation_forms_change_no_bit(seconds, tmp_path):
+    """A first kill makes a generation of three workers with state and a joiner form; then these die
+    in that."""
+    first = str(tmp_path / "first")
+    faults = (
+        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
+        *(
+            WorkerFault(point, rank=rank, once=str(tmp_path / f"{point}-{rank}"), after=(first,))
+            for point, rank in seconds
+        ),
+    )
+    outcome, _ = with_faults(delayed(job_of_kills(workers=4)), batch_norm, faults)
+    assert outcome.error is None, outcome.traceback
+    assert (
+        outcome.digest == local(delayed(job_of_kills(outcome.step, workers=4)), batch_norm).digest
+    )
+
+
+# What its loss function reads changes in the body, so it is refused.
+READS_THE_BODY = ("average_and_plateau", "lazy_optimizer_state")
+NO_NORM_AT_FIRST = ("clipped_average_norm",)  # it wants one in the first step
+IN_CI = ("batch_norm",)
+
+
+@warned_of_its_scheduler
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_CI else SLOW)
+        for name in ZOO
+        if name not in (*READS_THE_BODY, *NO_NORM_AT_FIRST)
+    ],
+)
+def test_zoo_model_through_changing_sizes_has_the_local_digest(name: str) -> None:
+    """1 → 3 → 2 workers while it trains."""
+    sizes = {2: 3, 9: 2}
+    shape = (3, 8, 8) if name == "channels_last" else ()
+    config = {"eval": evaluation(), "hold": sizes, "body_s": 0.02}
+    spec = delayed(spec_of(steps=14, workers=1, virtual=6, shape=shape, config=config))
+    script = [resize(step, size) for step, size in sizes.items()]
+    outcome, _ = group(spec, ZOO[name], script=script)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.generations >= 2
+    assert outcome.digest == local(spec, ZOO[name]).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit", "after_commit"])
+def test_rounded_gradients_have_the_local_digest_after_a_kill(point, wire, tmp_path):
+    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
+    spec = delayed(job_of_three(min_workers=2), wire=wire)
+    outcome, _ = group(spec, batch_norm, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, batch_norm).digest
+    assert outcome.digest != local(dataclasses.replace(spec, wire=None), batch_norm).digest
+
+
+@pytest.mark.slow
+def test_growing_batch_on_two_nodes_with_a_kill_has_the_local_digest(tmp_path):
+    """In the first step of more virtual workers a gradient of fewer is applied."""
+    spec = delayed(growing_job(config={"hold": dict.fromkeys(range(1, 5), 3)}))
+    dead = WorkerFault("backward", step=7, rank=2, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, batch_norm, faults=(dead,), location=on_nodes(2))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, batch_norm).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_steps", [4, 1])
+def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(every_steps, tmp_path):
+    url, gate = tmp_path / "run", tmp_path / "gate"
+    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
+    spec = delayed(spec, checkpoint=CheckpointConfig(every_steps=every_steps))
+    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
+    outcome, _ = group(spec, batch_norm, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost >= 2
+    assert outcome.digest == local(dataclasses.replace(spec, config={}), batch_norm).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit"])
+@pytest.mark.parametrize("cut", [as_is, in_small_buckets])
+def test_run_on_a_simulated_device_has_the_same_bits_after_a_kill(cut, point, tmp_path):
+    dead = WorkerFault(point, step=STEP, rank=2, once=str(tmp_path / "dead"))
+    spec = delayed(job_of_three(min_workers=2))
+    outcome, _ = group(spec, cut(batch_norm), faults=(dead,), device=SimulatedDevice())
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, batch_norm).digest
+
+
+# ------------------------------------------------------------------------------------ it overlaps
+
+
+def in_order_of_events(train: Any, folder: Path) -> Any:
+    """Rank 1 sends nothing of its gradients before rank 0 has run its first leaf of the step, and
+    rank 0 does not begin its last leaf before it has sent its part of their sum."""
+
+    def ordered(ctx: Any) -> None:
+        session = ctx._session
+        launch, run_leaf, reduce = (
+            DelayedGradient.launch,
+            LeafRunner._run_leaf,
+            BucketReduction.reduce,
+        )
+        reduced: list[int] = []
+        ran: list[int] = []
+
+        def file(step: int) -> Path:
+            return folder / f"rank 0 has run a leaf of step {step}"
+
+        def launches(gradient: DelayedGradient, *given: Any) -> None:
+            step = session.position.step + 1
+            if session.world_size == 2 and session.rank == 1 and step > 3:
+                eventually(file(step).exists)
+            launch(gradient, *given)
+            reduced.clear()
+            ran.clear()
+
+        def reduces(exchange: BucketReduction) -> None:
+            reduced.append(exchange.bucket.number)
+            reduce(exchange)
+
+        def runs(leaves: LeafRunner, leaf: Any, is_last: bool, step: int, *given: Any) -> None:
+            if session.world_size == 2 and session.rank == 0 and step > 3:
+                if ran:
+                    file(step).touch()
+                if len(ran) == 3:
+                    eventually(lambda: leaves.meanwhile() or reduced)
+                    with open(folder / "order", "a", encoding="utf-8") as order:
+                        order.write(f"{step} {len(reduced)} of the sum, then leaf {len(ran)}\n")
+                ran.append(leaf.virtual_worker)
+            run_leaf(leaves, leaf, is_last, step, *given)
+
+        DelayedGradient.launch, LeafRunner._run_leaf = launches, runs
+        BucketReduction.reduce = reduces
+        train(ctx)
+
+    return ordered
+
+
+def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path: Path) -> None:
+    spec = delayed(spec_of(steps=6, workers=2, virtual=8, min_workers=2))
+    outcome, _ = group(spec, in_order_of_events(plain, tmp_path))
+    assert outcome.error is None, outcome.traceback
+    order = (tmp_path / "order").read_text(encoding="utf-8").splitlines()
+    assert order == [f"{step} 1 of the sum, then leaf 3" for step in (4, 5, 6)]
+    assert outcome.digest == local(spec, plain).digest
+
+
+# ------------------------------------------------------------------------------------- is refused
+
+
+def test_loss_that_depends_on_the_body_is_refused_by_name() -> None:
+    """In the third step, and not only after the loss of a worker."""
+    spec = delayed(spec_of(steps=6, config={"eval": evaluation()}))
+    with pytest.raises(LossError, match=r"loss of step 2 on virtual worker 0 .* staleness=1"):
+        local(spec, average_and_plateau)
+
+
+def test_noise_scale_is_refused_before_the_first_step() -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        loop(ctx, model, adamw(model), noise_scale_every=1)
+
+    with pytest.raises(SpecError, match=r"noise_scale_every needs .* staleness=1"):
+        local(delayed(spec_of(steps=2)), train)
