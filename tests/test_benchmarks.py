@@ -242,10 +242,9 @@ def _attention_as_before():
     [
         "communicators",
         "exact-gpt-fp32",
-        "exact-conv-bf16",
         "attention-fp16",
         "faults",
-        "changes",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("exact-conv-bf16", "changes")),
     ],
 )
 @pytest.mark.usefixtures("_attention_as_before")

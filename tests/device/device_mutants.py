@@ -608,7 +608,6 @@ IN_CI = frozenset(
         "a generation is left while the device is busy",
         "staging memory is used again while a peer reads it",
         "the next generation is formed with a broken device",
-        "a process goes on after a fault of its device",
     }
 )
 _PATIENCE_S, _PATIENCE_WITH_RUNS_S = 5.0, 30.0

@@ -170,7 +170,7 @@ class FailsInHook(pl.Callback):
             raise RuntimeError("once")
 
 
-@pytest.mark.parametrize("schedule", ["step", "plateau"])
+@pytest.mark.parametrize("schedule", [pytest.param("step", marks=pytest.mark.slow), "plateau"])
 def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_one(
     schedule, tmp_path
 ):

@@ -1,4 +1,4 @@
-"""Runs of the simulator, each with another cluster and other faults: a thousand in CI, two and a
+"""Runs of the simulator, each with another cluster and other faults: six hundred in CI, two and a
 half thousand with `make slow`."""
 
 import sys
@@ -10,7 +10,7 @@ from elastic_dp.coordinator.coordinator import Coordinator
 from tests.simulation.__main__ import sources
 from tests.simulation.world import World
 
-SEEDS, CHUNKS, CHUNKS_IN_CI = 2500, 25, 10
+SEEDS, CHUNKS, CHUNKS_IN_CI = 2500, 25, 6
 
 
 @pytest.mark.parametrize(

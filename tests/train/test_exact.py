@@ -54,13 +54,17 @@ def evaluation():
 
 
 @pytest.mark.parametrize(
-    ("train", "cut"),
-    [(plain, lambda train: train), pytest.param(batch_norm, in_small_buckets, marks=SLOW)],
-    ids=["plain", "batch_norm in small buckets"],
+    ("train", "cut", "sizes"),
+    [
+        (plain, lambda train: train, (1, 3, 5)),
+        pytest.param(plain, lambda train: train, (2, 4, 8), marks=SLOW),
+        pytest.param(batch_norm, in_small_buckets, (1, 2, 3, 4, 5, 8), marks=SLOW),
+    ],
+    ids=["plain", "plain, other sizes", "batch_norm in small buckets"],
 )
-def test_fixed_size_has_the_local_digest(train, cut):
+def test_fixed_size_has_the_local_digest(train, cut, sizes):
     digests = {0: local(spec_of(steps=10), train).digest}
-    for workers in (1, 2, 3, 4, 5, 8):
+    for workers in sizes:
         outcome, _ = group(spec_of(steps=10, workers=workers, min_workers=workers), cut(train))
         assert outcome.error is None, outcome.traceback
         digests[workers] = outcome.digest
@@ -187,7 +191,7 @@ def holders(run, now):
     return {member.worker for member in membership.members if member.has_state or all_do}
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=SLOW) for n in range(2, 20))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=SLOW) for n in range(20) if n != 1)])
 def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
 

@@ -62,9 +62,8 @@ def disturbed(habit, folder):
 
 # The others are disturbed with `make slow`.
 DISTURBED_IN_CI = frozenset(
-    """zero_grad gradient_penalty manual_seed buffers autocast_around_the_loop scheduler_as_state
-    experts aliasing_buffers clock writes_in_the_body evaluates_in_the_loss
-    teacher_not_passed determinism_off""".split()  # noqa: SIM905
+    """gradient_penalty manual_seed autocast_around_the_loop scheduler_as_state experts
+    aliasing_buffers clock writes_in_the_body teacher_not_passed""".split()  # noqa: SIM905
 )
 
 
