@@ -154,7 +154,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
         rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
         return rows.reshape(len(array), kind.byte_width)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return _view(array)
+        return view(array)
     if pa.types.is_boolean(kind):
         bools: Array = array.to_numpy(zero_copy_only=False)
         return bools
@@ -165,7 +165,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
     )
 
 
-def _view(array: pa.Array) -> Array:
+def view(array: pa.Array) -> Array:
     """Like `to_numpy`, but writable where Arrow's memory is."""
     dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
     if not len(array):
