@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
-from elastic_dp.data.pipeline.array_memory import BlockPool, aligned
+from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
 from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
@@ -135,7 +135,7 @@ class PackedStream(MicroBatchStream):
             if needed:
                 made.append(failed[min(needed)])
             else:
-                arrays = {name: aligned(out[start:stop]) for name, out in columns.items()}
+                arrays = {n: aligned_part(out, start, stop) for n, out in columns.items()}
                 made.append(self._finish(arrays, m, producer))
         return made, sum(out.nbytes for out in columns.values())
 
