@@ -126,13 +126,13 @@ def _lists(array: pa.Array, where: str) -> Array | Lists:
     if array.null_count:
         lists = f"null list{'s' * (array.null_count != 1)}"
         raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
-    offsets = array.offsets.to_numpy().astype(np.int64)
+    offsets = array.offsets.to_numpy()
     values = _values(array.flatten(), where)
-    lengths = np.diff(offsets)
+    lengths = offsets[1:] - offsets[:-1]
     same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
     if same and not isinstance(values, Lists):
         return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
-    return Lists(values, offsets - offsets[0])
+    return Lists(values, (offsets - offsets[0]).astype(np.int64))
 
 
 def _numbers(array: pa.Array, where: str) -> Array:
