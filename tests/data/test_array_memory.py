@@ -10,6 +10,7 @@ from elastic_dp.data.pipeline.array_memory import (
     SMALLEST_BYTES,
     BlockPool,
     aligned,
+    aligned_part,
     is_aligned,
 )
 
@@ -94,3 +95,15 @@ def test_every_array_begins_where_torchs_own_would():
         piece = aligned(whole[start:])
         assert address(piece) % ALIGNED_TO == 0 and np.array_equal(piece, whole[start:])
         assert np.shares_memory(piece, whole) == (start % 16 == 0)
+
+
+def test_part_of_an_aligned_array_is_copied_only_where_it_begins_elsewhere():
+    blocks = BlockPool(2)
+    for width, dtype in ((1, np.int8), (17, np.float32), (16, np.int32)):
+        whole = blocks.empty((100, width), np.dtype(dtype))
+        whole[...] = np.arange(100 * width).reshape(100, width).astype(dtype)
+        for start in range(100):
+            part = aligned_part(whole, start, start + 7)
+            assert is_aligned(part) and np.array_equal(part, whole[start : start + 7])
+            shares = is_aligned(whole[start:])
+            assert np.shares_memory(part, whole) == shares

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_dp.data.columns.arrow_arrays import Lists, decode_column
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned_copy, is_aligned
-from elastic_dp.data.pipeline.batch_assembler import BatchAssembler
+from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, distinct
 
 
 def decoded(values):
@@ -131,3 +131,9 @@ def test_rows_that_make_no_array_begin_where_arrays_do():
                 assembler.copy(group, {"x": columns[group]})
             handed_out = assembler.cut(0, 14)["x"]
             assert len(handed_out) == 14 and all(map(is_aligned, handed_out))
+
+
+@given(st.lists(st.integers(-5, 5)))
+def test_distinct_numbers_are_those_of_numpy(numbers):
+    array = np.array(numbers, np.int64)
+    assert distinct(array).tolist() == np.unique(array).tolist()

@@ -126,13 +126,13 @@ def _lists(array: pa.Array, where: str) -> Array | Lists:
     if array.null_count:
         lists = f"null list{'s' * (array.null_count != 1)}"
         raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
-    offsets = array.offsets.to_numpy().astype(np.int64)
+    offsets = array.offsets.to_numpy()
     values = _values(array.flatten(), where)
-    lengths = np.diff(offsets)
+    lengths = offsets[1:] - offsets[:-1]
     same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
     if same and not isinstance(values, Lists):
         return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
-    return Lists(values, offsets - offsets[0])
+    return Lists(values, (offsets - offsets[0]).astype(np.int64))
 
 
 def _numbers(array: pa.Array, where: str) -> Array:
@@ -154,7 +154,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
         rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
         return rows.reshape(len(array), kind.byte_width)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return _view(array)
+        return view(array)
     if pa.types.is_boolean(kind):
         bools: Array = array.to_numpy(zero_copy_only=False)
         return bools
@@ -165,7 +165,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
     )
 
 
-def _view(array: pa.Array) -> Array:
+def view(array: pa.Array) -> Array:
     """Like `to_numpy`, but writable where Arrow's memory is."""
     dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
     if not len(array):

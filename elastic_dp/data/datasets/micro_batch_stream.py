@@ -15,6 +15,7 @@ import numpy as np
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import BlockPool
+from elastic_dp.data.pipeline.batch_assembler import distinct
 from elastic_dp.data.pipeline.collation import Collator, located, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
@@ -210,7 +211,7 @@ def _at_once(threads: int, cache: DiskCache | None) -> int:
 
 
 def _groups_of(works: Sequence[Any]) -> list[int]:
-    found: list[int] = np.unique(np.concatenate([groups for groups, *_ in works])).tolist()
+    found: list[int] = distinct(np.concatenate([groups for groups, *_ in works])).tolist()
     return found
 
 

@@ -21,12 +21,14 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
+from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
-from elastic_dp.data.pipeline.array_memory import BlockPool, aligned
-from elastic_dp.data.pipeline.batch_assembler import Ints
+from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
+from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
@@ -133,7 +135,7 @@ class PackedStream(MicroBatchStream):
             if needed:
                 made.append(failed[min(needed)])
             else:
-                arrays = {name: aligned(out[start:stop]) for name, out in columns.items()}
+                arrays = {n: aligned_part(out, start, stop) for n, out in columns.items()}
                 made.append(self._finish(arrays, m, producer))
         return made, sum(out.nbytes for out in columns.values())
 
@@ -236,34 +238,29 @@ class _PackedRows:
         """All columns [rows, length], with int32 `ids`."""
         if not self._out:
             return {}
-        ids = {name: self._blocks.empty(self._shape, _ID) for name in self._ids}
-        if ids:
-            self._number({name: out.reshape(-1) for name, out in ids.items()})
+        ids = self._numbered() if self._ids else {}
         gaps = self._gaps()
         for name, out in (self._out | ids).items():
             for start, stop in gaps:
                 out.reshape(-1)[start:stop] = -1 if name == DOCUMENTS and name in ids else 0
         return self._out | ids
 
-    def _number(self, ids: Mapping[str, Array]) -> None:
-        """Fills `ids`, flat, as if there were no gaps."""
+    def _numbered(self) -> dict[str, Array]:
+        """The `ids` [rows, length], as if there were no gaps."""
         rows, length = self._shape
         row_begins = np.arange(rows + 1) * length
-        begins = np.unique(np.concatenate([row_begins, *self._begins]))
-        first = np.searchsorted(begins, row_begins)
-        lengths = np.diff(begins)
-        numbers = (np.arange(len(lengths)) - np.repeat(first[:-1], np.diff(first))).astype(_ID)
-        at_once = max(1, _TOKENS_AT_ONCE // length)
-        tokens = np.arange(min(rows, at_once) * length, dtype=_ID)
-        for row in range(0, rows, at_once):
-            end = min(rows, row + at_once)
-            of = slice(first[row], first[end])
-            place, stop = row * length, end * length
-            if DOCUMENTS in ids:
-                ids[DOCUMENTS][place:stop] = np.repeat(numbers[of], lengths[of])
-            if POSITIONS in ids:
-                begin = np.repeat((begins[of] - place).astype(_ID), lengths[of])
-                np.subtract(tokens[: stop - place], begin, out=ids[POSITIONS][place:stop])
+        begins = distinct(np.concatenate([row_begins, *self._begins]))
+        begins, ends = begins[:-1], begins[1:]
+        row = begins // length
+        ids: dict[str, Array] = {}
+        for name in self._ids:
+            if name == DOCUMENTS:
+                first = np.searchsorted(begins, row_begins[:-1])
+                ids[name] = _spread(np.arange(len(begins)) - first[row], ends, self._shape)
+            else:
+                out = ids[name] = _spread(begins - row * length, ends, self._shape)
+                np.subtract(np.arange(length, dtype=_ID), out, out=out)
+        return ids
 
     def _gaps(self) -> list[tuple[int, int]]:
         """The places that no token was copied to: padding, and what cannot be decoded."""
@@ -327,6 +324,13 @@ def _pieces_of(layout: _Layout, part: _Part) -> _Pieces:
         kept = lengths > 0
         sources, places, lengths = sources[kept], places[kept], lengths[kept]
     return _Pieces(sources, places, lengths)
+
+
+def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
+    """An array of this shape with `values[i]` at ends[i - 1] ≤ place < ends[i], in memory
+    that Arrow has kept, where `np.repeat` would get fresh pages, which takes longer than all."""
+    runs = pa.RunEndEncodedArray.from_arrays(ends, pa.array(values.astype(_ID)))
+    return aligned(view(pc.run_end_decode(runs)).reshape(shape))
 
 
 def _copy_long(values: Array, runs: _Pieces, out: Array) -> None:

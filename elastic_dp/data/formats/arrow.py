@@ -19,6 +19,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
+_HEADS_KNOWN = 64  # most shards have the same one
+_KNOWN_BYTES = 1 << 16  # of a head that stays decoded; dictionaries may take much more
 _OLD_FEATHER = b"FEA1"
 _TEXT_FACTOR = 4  # assumed compression ratio of text
 _DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary occurs
@@ -68,6 +71,7 @@ class Arrow:
 
     def __init__(self) -> None:
         self._headers = RowGroupHeaders()
+        self._head_of = lru_cache(_HEADS_KNOWN)(_Head.of)
         self._lock = threading.Lock()
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
@@ -127,14 +131,15 @@ class Arrow:
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
-        head = self._headers.read(shard, shard.head, head_of_footer if shard.tail else None)
+        content = self._headers.read(shard, shard.head, head_of_footer if shard.tail else None)
+        head = self._head_of(content) if len(content) <= _KNOWN_BYTES else _Head.of(content)
         path = shard.local
         if path is None:
             content = shard.read(location.start, location.end)
-            return _decode(_Head.of(head), content, schema.names, is_mapped=False)
-        mapped = self._map(shard, path, head)
+            return _decode(head, content, schema.names, is_mapped=False)
+        mapped = self._map(shard, path)
         content = mapped.content.slice(location.start, location.end - location.start)
-        table = _decode(mapped.head, content, schema.names, is_mapped=True)
+        table = _decode(head, content, schema.names, is_mapped=True)
         if _stamp(path) != mapped.stamp:
             raise ObjectRewritten(shard.name)
         return table
@@ -144,14 +149,14 @@ class Arrow:
         with self._lock:
             self._mapped.clear()
 
-    def _map(self, shard: ShardAt, path: str, head: bytes) -> _Mapped:
+    def _map(self, shard: ShardAt, path: str) -> _Mapped:
         stamp = _stamp(path)
         with self._lock:
             mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp:
             shard.read(0, 1)  # raises if the file has another version than in the index
             with pa.memory_map(path) as file:
-                mapped = _Mapped(file.read_buffer(), stamp, _Head.of(head))
+                mapped = _Mapped(file.read_buffer(), stamp)
         with self._lock:
             self._mapped[shard.key] = mapped
             self._mapped.move_to_end(shard.key)
@@ -179,7 +184,6 @@ class _Head:
 class _Mapped:
     content: pa.Buffer
     stamp: tuple[int, ...]  # of the file, taken before it was mapped
-    head: _Head
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
@@ -198,7 +202,7 @@ def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> 
 
     `content`: the message of the record batch, with its body.
     """
-    body = pa.py_buffer(content)
+    body = content if isinstance(content, pa.Buffer) else pa.py_buffer(content)
     schema = head.schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
     there = set(schema.names)

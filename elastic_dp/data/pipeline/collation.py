@@ -96,11 +96,18 @@ class Collator:
                 "dict of arrays; "
                 "what makes the micro-batch itself is collate_fn"
             )
-        tensors = {
-            name: _to_tensor(name, value, is_audio(self._decode.get(name)))
-            for name, value in arrays.items()
-        }
+        tensors = {name: self._to_tensor(name, value) for name, value in arrays.items()}
         return pinned(tensors) if self._pin else tensors
+
+    def _to_tensor(self, name: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+            if value.flags.carray:  # in order, and to be written to
+                tensor = torch.from_numpy(value)
+                if tensor.data_ptr() % ALIGNED_TO == 0:
+                    return tensor
+            return torch.from_numpy(aligned_copy(value))
+        _check_list(name, value, is_audio(self._decode.get(name)))
+        return value
 
 
 def takes_rng(transform: Callable[..., Any]) -> bool:
@@ -188,13 +195,8 @@ def nbytes_of(batch: Any) -> int:
     return _OBJECT_BYTES
 
 
-def _to_tensor(name: str, value: Any, is_audio: bool) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        if value.flags.c_contiguous and value.flags.writeable:
-            tensor = torch.from_numpy(value)
-            if tensor.data_ptr() % ALIGNED_TO == 0:
-                return tensor
-        return torch.from_numpy(aligned_copy(value))
+def _check_list(name: str, value: Any, is_audio: bool) -> None:
+    """Raises DataError for a list of arrays, which has no tensor."""
     first = value
     while isinstance(first, list) and first:
         first = first[0]
@@ -216,7 +218,6 @@ def _to_tensor(name: str, value: Any, is_audio: bool) -> Any:
             "micro-batch; pad "
             "them in DataConfig.collate_fn, or leave the column out by DataConfig.columns"
         )
-    return value
 
 
 def _is_image(value: Any) -> bool:

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from elastic_dp.data.pipeline.row_group_residency import Key
@@ -66,7 +67,7 @@ class ChunkPacker:
 
     def pack(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Chunk]:
         rows, together = 0, list[MicroBatch]()
-        for m in sorted(micro_batches, key=lambda m: m.slot):
+        for m in sorted(micro_batches, key=attrgetter("step", "virtual_worker")):
             if together and self._is_enough(rows, together[-1], m):
                 yield self._chunk(together[0].slot, together)
                 rows, together = 0, []
@@ -218,20 +219,24 @@ class MicroBatchPlan:
         are not needed any more."""
         stale = []
         for micro_batch in micro_batches:
-            chunk, by_worker = micro_batch.chunk, self._steps[micro_batch.step]
-            assert chunk is not None
-            del by_worker[micro_batch.virtual_worker]
-            if not by_worker:
-                del self._steps[micro_batch.step]
-            self._rows -= micro_batch.rows
-            chunk.left -= 1
-            if not chunk.left:
-                if chunk.begun:
-                    self._waiting.remove(chunk)
-                if not chunk.awaited:
-                    stale.append(chunk.key)
-                self._let_go(chunk)
+            chunk = self._discard(micro_batch)
+            if not (chunk.left or chunk.awaited):
+                stale.append(chunk.key)
         return stale
+
+    def _discard(self, micro_batch: MicroBatch) -> Chunk:
+        chunk, by_worker = micro_batch.chunk, self._steps[micro_batch.step]
+        assert chunk is not None
+        del by_worker[micro_batch.virtual_worker]
+        if not by_worker:
+            del self._steps[micro_batch.step]
+        self._rows -= micro_batch.rows
+        chunk.left -= 1
+        if not chunk.left:
+            if chunk.begun:
+                self._waiting.remove(chunk)
+            self._let_go(chunk)
+        return chunk
 
     def take(self, step: int, virtual_worker: int) -> MicroBatch | None:
         """Removes a micro-batch for which the caller waits; None if it is not planned."""
@@ -239,7 +244,7 @@ class MicroBatchPlan:
         if micro_batch is not None:
             assert micro_batch.chunk is not None
             micro_batch.chunk.awaited = True
-            self.discard([micro_batch])
+            self._discard(micro_batch)
         return micro_batch
 
     def pass_to(self, step: int) -> list[Key]:

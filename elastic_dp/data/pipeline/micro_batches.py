@@ -169,7 +169,8 @@ class MicroBatches:
 
     def _take(self, step: int, virtual_worker: int) -> Any:
         with self._lock:
-            self._start()
+            if not self._threads:
+                self._start()
             stale = self._planned.pass_to(step) if step > self._planned.step else []
             micro_batch = self._planned.take(step, virtual_worker)
             if micro_batch is not None:
