@@ -33,10 +33,12 @@ install: .venv/installed
 
 # pip knows where a torch for the CPU alone lies (pip.conf). uv, which keeps what is there, installs
 # the other 250 packages in a fraction of pip's time. Nothing is compiled ahead: of 29,000 files most
-# are never imported, and Python compiles the others when they are.
+# are never imported, and Python compiles the others when they are. Where only pip is configured for
+# the index, pip installs all.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --no-compile --no-deps --disable-pip-version-check torch==2.13.0 uv
-	.venv/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[dev,jobs]'
+	.venv/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[dev,jobs]' \
+	  || .venv/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,jobs]'
 	touch .venv/installed
