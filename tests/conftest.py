@@ -126,8 +126,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_plans(request):
-    """Else each data set that is opened costs half a second. Whether the package's own length is
-    right is for the tests of it to see."""
+    """Each data set that is opened would be planned ahead for half a second. Modules that look at
+    that are left out."""
     opens_data = "elastic_dp.data.pipeline.micro_batches" in sys.modules
     if opens_data and request.module.__name__ not in PLAN_AHEAD:
         from tests.short_plans import short_plans
