@@ -1,6 +1,6 @@
 """For all tests: one S3 server, started when the first asks for it; patience, as a machine may be
 loaded; and Ctrl-C, which a shell has those ignore that it starts in the background, and all whom
-they start; and one Ray at a time, each of which fills the machine while it starts."""
+they start; and two Rays at a time, each of which fills the machine while it starts."""
 
 import functools
 import gc
@@ -25,46 +25,59 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
-# Ray gives its own processes 30 s to start. Several at once need longer on two cores.
+# Ray gives its own processes 30 s to start. More than two at once need longer on two cores.
 ON_ONE_RAY = (
     *("tests/ray/test_run.py", "tests/ray/test_commands.py"),
     *("tests/ray/test_controller_restart.py", "tests/ray/test_gpu.py"),
 )
-START_RAY = (
-    *ON_ONE_RAY,
-    "tests/ray/",
-    "tests/chaos/",
-    "tests/k8s/test_emulated.py",
-    "tests/cluster/ray/",
-)
+ON_OTHERS = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/cluster/ray/")
+START_RAY = (*ON_ONE_RAY, *ON_OTHERS)
 # These parse the package, which takes seconds.
-READ_THE_SOURCE = ("tests/test_architecture.py", "tests/test_docs.py", "tests/test_largest.py")
+READ_THE_SOURCE = (
+    *("tests/test_architecture.py", "tests/test_docs.py", "tests/test_largest.py"),
+    *("tests/test_wording.py", "tests/test_packaging.py"),
+)
+# Each process with one of these starts the servers that stand for S3, Azure and Google.
+ASK_STORES = (
+    *("tests/storage/", "tests/data/test_listing.py", "tests/dataprep/test_destination.py"),
+    *("tests/dataprep/test_source_changes.py", "tests/dataprep/test_source_files.py"),
+    *("tests/train/checkpointing/test_store_faults.py", "tests/train/test_cached_shards.py"),
+    *("tests/train/test_iterable_data.py", "tests/test_secrets_written.py"),
+)
+# Modules that look at how many micro-batches are planned ahead.
+PLAN_AHEAD = ("tests.data.test_sharded",)
 # Files that take longest, which begin first, so that the processes end together.
 LONG = (
     *START_RAY,
-    "tests/train/test_exact.py",
-    "tests/data/test_rows_in_rows_out.py",
-    "tests/train/test_exactly_once.py",
-    "tests/simulation/test_exhaustive.py",
-    "tests/report/test_report_in_browser.py",
-    "tests/train/",
-    "tests/jobs/",
+    *("tests/train/test_frozen.py", "tests/train/test_exact.py"),
+    *("tests/train/test_exactly_once.py", "tests/test_benchmarks.py"),
+    *ASK_STORES,
+    *("tests/simulation/", "tests/data/test_rows_in_rows_out.py"),
+    *READ_THE_SOURCE,
+    *("tests/report/test_report_in_browser.py", "tests/test_quick_wheel.py", "tests/ui/"),
+    *("tests/train/", "tests/jobs/", "tests/device/", "tests/integrations/", "tests/cluster/"),
 )
 
 
-class OneRayAtATime(LoadFileScheduling):
-    """The tests of a file run in one process, those that start a Ray all in the same, and those
-    that read the source, too."""
+class TwoRaysAtATime(LoadFileScheduling):
+    """The tests of a file run in one process. So do those that share a Ray, those that start one of
+    their own, one after the other, those that ask stores, and those that read the source."""
+
+    SCOPES = (
+        ("one ray", ON_ONE_RAY),
+        ("other rays", ON_OTHERS),
+        ("stores", ASK_STORES),
+        ("source", READ_THE_SOURCE),
+    )
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(START_RAY):
-            return "ray"
-        return "source" if nodeid.startswith(READ_THE_SOURCE) else super()._split_scope(nodeid)
+        found = (name for name, paths in self.SCOPES if nodeid.startswith(paths))
+        return next(found, None) or super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return OneRayAtATime(config, log)
+    return TwoRaysAtATime(config, log)
 
 
 @functools.cache
@@ -109,6 +122,20 @@ def pytest_terminal_summary(terminalreporter):
         reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
         for reason, count in reasons.most_common():
             terminalreporter.line(f"{count:4} {reason}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_plans(request):
+    """Each data set that is opened would be planned ahead for half a second. Modules that look at
+    that are left out."""
+    opens_data = "elastic_dp.data.pipeline.micro_batches" in sys.modules
+    if opens_data and request.module.__name__ not in PLAN_AHEAD:
+        from tests.short_plans import short_plans
+
+        with short_plans():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,14 @@ T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], T], told: Callable[[], object] = lambda: "") -> T:
-    """What `condition` gives once it holds. `told()` is said where it never does."""
-    until = time.monotonic() + PATIENCE_S
+    """What `condition` gives once it holds. `told()` is said where it never does. A look that takes
+    long is taken less often: else it keeps the processor from what it waits for."""
+    until = (looked := time.monotonic()) + PATIENCE_S
     while not (found := condition()):
-        assert time.monotonic() < until, told()
-        time.sleep(0.01)
+        now = time.monotonic()
+        assert now < until, told()
+        time.sleep(min(0.1, max(0.01, 4 * (now - looked))))
+        looked = time.monotonic()
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG, START_RAY, OneRayAtATime
+from tests.conftest import LONG, ON_ONE_RAY, ON_OTHERS, START_RAY, TwoRaysAtATime
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -93,8 +93,12 @@ def test_files_that_begin_first_exist():
         assert (ROOT / path).exists(), path
 
 
-def test_tests_of_a_ray_run_in_one_process_and_begin_first():
-    scheduler = object.__new__(OneRayAtATime)
-    scopes = [scheduler._split_scope(f"{path}/test_x.py::test_y") for path in START_RAY]
-    assert set(scopes) == {"ray"} and LONG[: len(START_RAY)] == START_RAY
+def test_tests_of_a_ray_run_in_two_processes_and_begin_first():
+    scheduler = object.__new__(TwoRaysAtATime)
+
+    def scopes(paths):
+        return {scheduler._split_scope(f"{path}/test_x.py::test_y") for path in paths}
+
+    assert scopes(ON_ONE_RAY) == {"one ray"} and scopes(ON_OTHERS) == {"other rays"}
+    assert LONG[: len(START_RAY)] == START_RAY == (*ON_ONE_RAY, *ON_OTHERS)
     assert scheduler._split_scope("tests/train/test_x.py::test_y") == "tests/train/test_x.py"

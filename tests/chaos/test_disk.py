@@ -61,7 +61,7 @@ def with_frequent_checkpoints(ctx):
 
 def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
     monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.3)
-    spec = job(steps=100_000, workers=2, body_s=0.05)
+    spec = job(steps=100_000, workers=2, body_s=0.1)
     failure = dataclasses.replace(spec.failure, storage_timeout_s=0.5)
     keep = dataclasses.replace(spec.checkpoint, num_to_keep=10)  # a removal would make room
     spec = dataclasses.replace(spec, failure=failure, checkpoint=keep)

@@ -121,7 +121,7 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
         assert second.wait(4 * PATIENCE_S) == 0
         goes_on(run)
 
-    config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": 0.02}
+    config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": 0.1}
     spec = spec_of(steps=ENDLESS, workers=3, config=config)
     script = [(3, under_fire), (3, StopRequested("enough"))]
     outcome, run = group(spec, average_and_plateau, script=script)

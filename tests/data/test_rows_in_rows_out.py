@@ -26,7 +26,6 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.dataprep import convert
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
-from tests.short_plans import short_plans
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
 Row = dict[str, Any]
@@ -153,8 +152,7 @@ def rows_of(batch: Row) -> list[Row]:
 def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
     """The rows of each step of an epoch, from data sets of as many workers, each asked for its own
     virtual workers."""
-    with short_plans():
-        data = [open_data(config, virtual_workers=V) for _ in range(workers)]
+    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
     for number, one in enumerate(data):
         one.read_ahead(1, range(number, V, workers))
     steps = []

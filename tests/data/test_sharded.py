@@ -22,6 +22,7 @@ from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, User
 from elastic_dp.sampling import Mixture, MixtureSource, Order, batch_seed, generator_for
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
 from tests.patience import PATIENCE_S, eventually
+from tests.short_plans import short_plans
 
 V, B = 4, 8
 SIZES = [70, 12, 45, 1, 30, 30, 9, 64]
@@ -76,7 +77,8 @@ def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness,
     groups = FakeRowGroups(SIZES, mapped=mapped)
     order = order_of(shuffle=shuffle, tail="short")
     memory = [int(groups.nbytes.sum()), 1 << 20, 1 << 30][tightness]
-    data = opened(groups, shuffle=shuffle, tail="short")
+    with short_plans():
+        data = opened(groups, shuffle=shuffle, tail="short")
     data._stream.reader.budget.limit = memory
     step = 1
     for what, number, who in history:

@@ -103,7 +103,7 @@ def two_train(run):
 
 def test_report_of_a_real_run_with_a_kill_and_a_join_has_both(tmp_path):
     path = str(tmp_path)
-    spec = spec_of(steps=ENDLESS, workers=2, virtual=4, config={"body_s": 0.02})
+    spec = spec_of(steps=ENDLESS, workers=2, virtual=4, config={"body_s": 0.1})
     with ProcessRun(spec, plain, journal=Journal(path), url=path) as run:
         eventually(lambda: two_train(run), run.controller.status)
         killed = members(run)[-1]

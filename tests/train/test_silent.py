@@ -14,7 +14,7 @@ TIMEOUT_S = 5.0
 
 def test_a_silent_node_is_found_in_time_and_the_result_is_the_same():
     spec = dataclasses.replace(
-        spec_of(steps=ENDLESS, config={"body_s": 0.02}, min_workers=2),
+        spec_of(steps=ENDLESS, config={"body_s": 0.1}, min_workers=2),
         failure=dataclasses.replace(PATIENT, heartbeat_timeout_s=TIMEOUT_S),
     )
     found = []
