@@ -219,11 +219,7 @@ class ChaosRun:
         return json.loads(path.read_text()) if path.exists() else None
 
     def wait(self, condition: Callable[[ChaosRun], Any]) -> Any:
-        def look() -> Any:
-            time.sleep(0.1)  # it reads files
-            return condition(self)
-
-        return eventually(look, self.tail)
+        return eventually(lambda: condition(self), self.tail)
 
     def whole(self, members: int, step: int) -> None:
         """At least `step` steps made, and a generation of so many."""

@@ -2,7 +2,8 @@
 other and follow one another.
 
 Each has the processes that a test needs, and no others: no workers started in advance (ours have an
-environment of their own, which those lack), no autoscaler, nobody who reads logs. And none stands
+environment of their own, which those lack), no autoscaler, nobody who reads logs, and no agents of
+a dashboard; and workers without torch's compiler. See minimal/sitecustomize.py. And none stands
 behind the other processes of the machine.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import ray
 
 import tests
@@ -20,11 +23,12 @@ from tests.patience import eventually
 
 SHARED_PLACES = 3
 ROOT = os.path.dirname(os.path.dirname(tests.__file__))
+MINIMAL = os.path.join(ROOT, "tests", "ray", "minimal")
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
 def connect(address: str) -> None:
-    environment = {"env_vars": {"PYTHONPATH": ROOT}}
+    environment = {"env_vars": {"PYTHONPATH": f"{MINIMAL}{os.pathsep}{ROOT}"}}
     ray.init(address=address, log_to_driver=False, runtime_env=environment)
 
 
@@ -63,10 +67,20 @@ def nodes(places: int) -> Iterator[Any]:
 
     without = dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
     head = {"num_cpus": places, "no_monitor": True, **without}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        connect(cluster.address)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with _as_without_extras():
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            connect(cluster.address)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@contextlib.contextmanager
+def _as_without_extras() -> Iterator[None]:
+    """Nodes that this process starts have no agents of a dashboard."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
+        patch.setenv("PYTHONPATH", MINIMAL, prepend=os.pathsep)
+        yield

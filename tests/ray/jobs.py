@@ -1,7 +1,6 @@
 """A job for tests on a real Ray, and how to follow its run."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ def wait_for(run: edp.Run, condition: Callable[[dict[str, Any]], bool]) -> dict[
         if condition(status):
             return status
         assert status["phase"] != "over", status
-        time.sleep(0.03)
         return None
 
     return eventually(look, run.status) or {}

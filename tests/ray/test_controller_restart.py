@@ -47,7 +47,7 @@ def drive(address, path, once):
 
 
 def away(path):
-    return trainer(path, "away", steps=FOR_EVER, workers=2, body_s=0.05, every_steps=50)
+    return trainer(path, "away", steps=FOR_EVER, workers=2, body_s=0.1, every_steps=25)
 
 
 def start_in_another_process(path, once):

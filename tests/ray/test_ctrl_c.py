@@ -1,8 +1,10 @@
 """Ctrl-C, or SIGTERM, of a driver whose fit() started its own Ray: a checkpoint first, and running
-it again goes on from there. What it says reads as what it is, and not as a crash."""
+it again goes on from there. What it says reads as what it is, and not as a crash; a second terminal
+reaches its Ray by the command that it names."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.storage import Store
+from tests.patience import PATIENCE_S
 from tests.ray import clusters
 from tests.runs import local, spec_of
 from tests.train.jobs import clipped_average_norm as plain
@@ -21,7 +24,7 @@ DRIVER = """
 import elastic_dp as edp, sys
 from tests.runs import spec_of
 from tests.train.jobs import clipped_average_norm as plain
-spec = spec_of(workers=1, config={"body_s": 0.05})
+spec = spec_of(workers=1, warm_processes=int(sys.argv[2]), config={"body_s": 0.2})
 edp.ElasticTrainer(
     plain, name="mine", storage_path=sys.argv[1], data=spec.data, config=spec.config,
     scaling=spec.scaling, failure=spec.failure, max_steps=100_000,
@@ -29,15 +32,32 @@ edp.ElasticTrainer(
 """
 
 
+def asked_in_a_second_terminal(said, environment):
+    """What the command that the driver names answers. Its Ray asks for the token that it has saved
+    in the user's home."""
+    named = re.search(r"elastic-dp (status mine --address \S+)", said)
+    assert named, said
+    words = [sys.executable, "-m", "elastic_dp.cli", *named[1].split(), "--json"]
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    ("number", "warm_processes"),
+    [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow)],
 )
-def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_path, number):
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(
+    tmp_path, number, warm_processes
+):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
+    environment |= {"PYTHONPATH": clusters.ROOT, "HOME": str(tmp_path)}
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path)],
+        [sys.executable, "-c", DRIVER, str(tmp_path), str(warm_processes)],
         cwd=clusters.ROOT,
-        env=environment | {"PYTHONPATH": clusters.ROOT},
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -48,6 +68,8 @@ def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_p
         while " loss " not in lines[-1]:  # it follows the run
             lines.append(driver.stderr.readline())
             assert lines[-1], "".join(lines)
+        assert asked_in_a_second_terminal("".join(lines), environment)["phase"] == "running"
+        assert (tmp_path / ".ray" / "auth_token").exists()
         if number is signal.SIGINT:
             os.killpg(driver.pid, number)  # a terminal tells the whole group
         else:

@@ -76,11 +76,11 @@ def drain(node, within_s):
 
 def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, tmp_path):
     pause = tmp_path / "pause"
-    config = {"body_s": 0.05, "pause": str(pause)}
+    config = {"body_s": 0.2, "pause": str(pause)}
     run = trainer(tmp_path, "pending", steps=FOR_EVER, workers=2, **config).start()
     before = wait_for(run, lambda s: is_whole(s, 1) and s["step"] >= 5)
     assert sorted(before["workers"].values()) == ["member", "starting"]
-    wait_for(run, lambda s: s["step"] >= before["step"] + 20)  # it holds nobody up
+    wait_for(run, lambda s: s["step"] >= before["step"] + 5)  # it holds nobody up
     wait_for(run, lambda s: "no node has room for another worker now" in s["waits_for"])
     node = cluster.add_node(num_cpus=1)
     after = wait_for(run, lambda s: is_whole(s, 2))
@@ -144,7 +144,7 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
 
 def test_a_run_outlives_the_gcs(two, tmp_path):
     """The controller dies meanwhile, too."""
-    run = trainer(tmp_path, "head", steps=FOR_EVER, workers=2, body_s=0.05).start()
+    run = trainer(tmp_path, "head", steps=FOR_EVER, workers=2, body_s=0.2).start()
     whole = wait_for(run, lambda s: is_whole(s, 2) and s["step"] >= 5)
     pids, controller = pids_of(run, members(whole)), pid_of_controller("head")
     two.head_node.kill_gcs_server()

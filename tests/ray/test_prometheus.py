@@ -55,8 +55,8 @@ def prometheus(exported, tmp_path):
 def test_dashboard_has_data_and_alerts_follow_a_run_with_a_kill(prometheus, tmp_path):
     assert "$run" in (K8S / "monitoring/dashboard.json").read_text()
     pause = tmp_path / "pause"
-    config = {"body_s": 0.05, "pause": str(pause)}
-    job = trainer(tmp_path / "runs", "seen", steps=FOR_EVER, workers=2, every_steps=20, **config)
+    config = {"body_s": 0.2, "pause": str(pause)}
+    job = trainer(tmp_path / "runs", "seen", steps=FOR_EVER, workers=2, every_steps=5, **config)
     run = job.start()
     whole = wait_for(run, lambda status: is_whole(status, 2))
     victim = members(whole)[-1]

@@ -40,7 +40,7 @@ def cluster():
 
 
 def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
-    run = trainer(tmp_path, "kill", steps=FOR_EVER, workers=2, standby=1, body_s=0.05).start()
+    run = trainer(tmp_path, "kill", steps=FOR_EVER, workers=2, standby=1, body_s=0.2).start()
     whole = wait_for(run, lambda s: is_whole(s, 2) and "ready" in s["workers"].values())
     before = pids_of(run, whole["workers"])
     victim = members(whole)[-1]
@@ -148,7 +148,7 @@ def test_a_run_whose_storage_is_reached_by_options_survives_its_controller(
     key = s3_options(moto)
     options = {"key": key["key"], "secret": key["secret"], "endpoint_url": moto}
     send("PUT", f"{moto}/by-options")
-    path, every = "s3://by-options/runs", {"every_steps": 10, "body_s": 0.05}
+    path, every = "s3://by-options/runs", {"every_steps": 10, "body_s": 0.1}
     run = trainer(path, "far", steps=FOR_EVER, storage_options=options, **every).start()
     wait_for(run, lambda s: s["step"] >= 12)
     os.kill(pid_of_controller("far"), signal.SIGKILL)

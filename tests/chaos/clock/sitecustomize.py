@@ -1,5 +1,5 @@
-"""A wall clock that can be set, for all Python processes of one host: Python imports this by its
-name, from PYTHONPATH.
+"""A wall clock that can be set, for all Python processes of one host, and Ray and torch without
+what they do not need: Python imports this by its name, from PYTHONPATH.
 
 `CHAOS_CLOCK` names a file of eight bytes: by how many seconds `time.time` is wrong, at any moment.
 Processes of one machine share its clock, so it is what Python takes for it; clocks that nobody can
@@ -10,6 +10,8 @@ import mmap
 import os
 import struct
 import time
+
+import tests.ray.minimal.sitecustomize  # noqa: F401
 
 
 def _follow(path: str) -> None:
