@@ -127,7 +127,8 @@ class DelayedGradient:
                     step, self._share, self.virtual_workers, self._expected(step), held
                 )
             except GroupError:
-                self._add(gradients.take_sums())
+                late, sums = gradients.late, gradients.take_sums()
+                self._add({} if late else sums)
                 raise
         unread = [value for one in results.values() for value in one.unread.values()]
         if unread:
