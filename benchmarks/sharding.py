@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
@@ -44,6 +43,8 @@ PeerStep = Callable[[RandomTokens, int, int], None]  # (rows, step, rank)
 
 
 def zero(size: str) -> tuple[PeerStep, torch.optim.Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own code
+
     ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-4)
 
