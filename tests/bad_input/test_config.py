@@ -145,6 +145,10 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         ({"staleness": None}, "staleness is None, must be 0 or 1"),
         ({"staleness": 1, "exact": False}, "staleness is 1 and exact is False: after the loss"),
         (
+            {"staleness": 1, "scaling": edp.ScalingConfig(processes_per_worker=2)},
+            "staleness is 1 and ScalingConfig.processes_per_worker is 2, which do not work",
+        ),
+        (
             {"staleness": 1, "scaling": edp.ScalingConfig(resources_per_worker={"GPU": 1})},
             "staleness is 1, which has not been tried on GPUs yet",
         ),
