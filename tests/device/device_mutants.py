@@ -419,7 +419,7 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "memory for snapshots is made ready at the first one",
-        "RequestedCheckpoints.take_if_requested",
+        "RequestedCheckpoints._take_if_requested",
         "self._checkpointer.prepare(self._state)",
         "pass",
         module="elastic_dp.train.checkpointing.requested_checkpoints",
