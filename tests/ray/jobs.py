@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -54,6 +54,7 @@ def trainer(
     warm_processes: int = 0,
     every_steps: int | None = None,
     failure: edp.FailureConfig = PATIENT,
+    sharding: Literal["optimizer"] | None = None,
     storage_options: dict[str, Any] | None = None,
     **config: Any,
 ) -> edp.ElasticTrainer:
@@ -72,6 +73,7 @@ def trainer(
         ),
         checkpoint=edp.CheckpointConfig(every_steps=every_steps),
         failure=failure,
+        sharding=sharding,
         max_steps=steps,
         storage_options=storage_options,
     )

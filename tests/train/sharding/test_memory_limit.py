@@ -1,0 +1,74 @@
+"""A model whose training does not fit in the memory of one worker trains with a sharded optimizer.
+
+No worker is lost here: with a limit so near, the generation after a loss is refused memory, since
+it makes its buffers before those of the last one are free.
+
+The limit is RLIMIT_DATA: it counts the heap, private mappings that can be written to, and stacks of
+threads. RLIMIT_AS would count libraries, too, and what allocators and threads reserve and do not
+touch: gigabytes in a process with torch, and more with each generation, beside which the difference
+that is shown here is small.
+"""
+
+import dataclasses
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runs import group, local, spec_of
+from tests.train.jobs import loop
+
+pytestmark = pytest.mark.slow
+
+WORKERS = 8
+WIDTH, DEPTH = 2048, 12
+STEPS = 6
+# For each parameter. Without sharding a worker needs 24: 4 for the parameter, 8 for its gradient,
+# sent and received, and 12 for its state (AMSGrad). With it, 12 + 60 / 8 = 19.5; see
+# docs/sharding.md. Stacks of threads, activations and so on come on top of both.
+LIMIT_BYTES = 27.5
+
+
+def deep():
+    inner = (layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    return nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), *inner, nn.Linear(WIDTH, 4))
+
+
+def limit_memory():
+    """Lets this process take LIMIT_BYTES for each parameter of the model beside what it has."""
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmData:\s+(\d+) kB", status).group(1)) << 10
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in deep().parameters())
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + int(LIMIT_BYTES * numel), most))
+
+
+def train(ctx):
+    if ctx.config.get("is_limited"):
+        limit_memory()
+    model = deep()
+    loop(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-4, amsgrad=True))
+
+
+def job(**config):
+    return spec_of(
+        steps=STEPS, workers=WORKERS, min_workers=WORKERS, virtual=WORKERS, config=config
+    )
+
+
+def test_model_that_does_not_fit_trains_sharded():
+    spec = dataclasses.replace(job(is_limited=True), sharding="optimizer")
+    outcome, _ = group(spec, train, timeout_s=500)
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.step, outcome.workers_lost) == (STEPS, 0)
+    assert outcome.digest == local(job(), train).digest
+
+
+def test_the_same_job_without_sharding_fails_for_lack_of_memory():
+    outcome, _ = group(job(is_limited=True), train, timeout_s=500)
+    told = ("can't allocate memory", "can't start new thread")  # whose stack is memory, too
+    assert any(text in outcome.error for text in told)
