@@ -27,8 +27,9 @@ MINIMAL = os.path.join(ROOT, "tests", "ray", "minimal")
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
-def connect(address: str) -> None:
-    environment = {"env_vars": {"PYTHONPATH": f"{MINIMAL}{os.pathsep}{ROOT}"}}
+def connect(address: str, *, minimal: bool = True) -> None:
+    path = f"{MINIMAL}{os.pathsep}{ROOT}" if minimal else ROOT
+    environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(address=address, log_to_driver=False, runtime_env=environment)
 
 
@@ -61,8 +62,9 @@ def kill_all_that_are_left() -> None:
 
 
 @contextlib.contextmanager
-def nodes(places: int) -> Iterator[Any]:
-    """A head with so many places, to which nodes may be added."""
+def nodes(places: int, *, minimal: bool = True) -> Iterator[Any]:
+    """A head with so many places, to which nodes may be added. `minimal`: its workers have no
+    compiler of torch, which torch.distributed needs."""
     from ray.cluster_utils import Cluster
 
     without = dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
@@ -70,7 +72,7 @@ def nodes(places: int) -> Iterator[Any]:
     with _as_without_extras():
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            connect(cluster.address)
+            connect(cluster.address, minimal=minimal)
             yield cluster
         finally:
             ray.shutdown()

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with clusters.nodes(2):
+    with clusters.nodes(2, minimal=False):
         yield
 
 
