@@ -62,6 +62,11 @@ class _Located(NamedTuple):
     group: Ints
     row: Ints
 
+    def has(self, epoch: int, first: int, last: int) -> bool:
+        """Return whether the rows from `first` up to `last` of the share are among these."""
+        within = self.first <= first and last <= self.first + len(self.row)
+        return self.epoch == epoch and within
+
 
 class Order:
     """The order of rows of one data set. Steps count from 1 and epochs from 0.
@@ -158,17 +163,11 @@ class Order:
         order.
         """
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
-        epoch, first = (
-            self.epoch_of(step),
-            (step - 1) % self.steps_per_epoch * self.micro_batch_size,
-        )
+        epoch = self.epoch_of(step)
+        first = (step - 1) % self.steps_per_epoch * self.micro_batch_size
         last = first + self.rows(step, virtual_worker)
         near = self._located.get(virtual_worker)
-        if (
-            near is None
-            or near.epoch != epoch
-            or not (near.first <= first and last <= near.first + len(near.row))
-        ):
+        if near is None or not near.has(epoch, first, last):
             ahead = max(last, min(first + _ROWS_AHEAD, self.share(virtual_worker)))
             index = np.arange(first, ahead, dtype=np.int64)
             near = _Located(epoch, first, *self.locate_in_share(epoch, virtual_worker, index))
