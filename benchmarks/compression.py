@@ -1,10 +1,9 @@
-"""What `wire=` and `staleness=` save and cost in a step: bytes and time, at several speeds of the
-link.
+"""What `wire=` and `staleness=` save and cost in a step: bytes and time, on several links.
 
     python -m benchmarks.compression [--pairs 60] [--quick]
 
-Needs root and Debian's iproute2: two processes share a network namespace of their own, whose
-loopback is counted and, by `tc`, as slow as a link (both directions share it). In turn, in the same
+Two workers are on two [hosts](slow_link.py), which needs root and Debian's iproute2. What the
+device of the first one sends is counted. In turn, in the same
 processes and on the same rows: one of our steps, and one of DDP. Where ours has `wire="bf16"`, DDP
 has torch's `fp16_compress_hook` (the one for bfloat16 asks for NCCL, and sends as many bytes);
 beside "int8" it has `powerSGD_hook`, since torch has none for 8 bits; beside `staleness=1` it is as
@@ -14,13 +13,13 @@ it is. Quoted: medians of rank 0. Ends with 1, and says why, if a target was mis
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import each, exit_code, median_interval, of_pairs
+from benchmarks.slow_link import DEVICE, Host, bytes_sent, hosts
 from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
+from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.train.train_function import train_until_released
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -43,35 +44,44 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "delayed": {"staleness": 1},
 }
 SKIPPED = 3  # first steps allocate
-RATES = (None, "1gbit", "100mbit")  # of the link, in the words of `tc`
+LINKS = {  # bits/s, and seconds one way
+    "no limit": (None, 0.0),  # 3.6 Gb/s with one connection, on two idle cores
+    "1 Gb/s, 1 ms": (1e9, 0.001),
+    "1 Gb/s, 25 ms": (1e9, 0.025),
+    "0.1 Gb/s, 25 ms": (0.1e9, 0.025),
+}
 MOST_BYTES = {"bf16": 0.52, "int8": 0.28, "delayed": 1.01}  # of those without any setting
 
 
 class Stopwatch:
-    """Times and bytes on the loopback of what is between `begin` and `end`, on all ranks."""
+    """Times of what is between `begin` and `end`, on all ranks, and the bytes that this host sends
+    meanwhile."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, int]] = []
 
     def begin(self) -> None:
         dist.barrier()
-        self._bytes, self._time = loopback_bytes(), time.perf_counter()
+        self._bytes, self._time = bytes_sent(), time.perf_counter()
 
     def end(self) -> None:
         took = time.perf_counter() - self._time
         dist.barrier()
-        self.found.append((took, loopback_bytes() - self._bytes))
+        self.found.append((took, bytes_sent() - self._bytes))
 
 
-def loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])  # transmitted
-    raise RuntimeError("this network namespace has no loopback")
-
-
-def worker(rank: int, port: int, path: str, size: str, setting: str, pairs: int, out: Any) -> None:
+def worker(
+    rank: int,
+    port: int,
+    path: str,
+    size: str,
+    setting: str,
+    pairs: int,
+    on: Sequence[Host],
+    out: Any,
+) -> None:
+    on[rank].enter()
+    use_interface(on[rank].address)
     torch.set_num_threads(1)
     spec = JobSpec(
         name="bench",
@@ -81,7 +91,7 @@ def worker(rank: int, port: int, path: str, size: str, setting: str, pairs: int,
         **SETTINGS[setting],
     )
     data = RandomTokens(ROWS[size])
-    session = session_of(rank, port, spec, data)
+    session = session_of(rank, port, spec, data, on[0].address)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = Stopwatch(), Stopwatch()
 
@@ -109,9 +119,10 @@ def worker(rank: int, port: int, path: str, size: str, setting: str, pairs: int,
     tell(out, rank, (ours.found, theirs.found))
 
 
-def measure(size: str, setting: str, pairs: int) -> dict[str, Any]:
-    """In this process's network."""
-    (ours, theirs), *_ = timed_on_workers(worker, size, setting, pairs)
+def measure(size: str, setting: str, pairs: int, on: Sequence[Host]) -> dict[str, Any]:
+    """This process is on the first host."""
+    given = (size, setting, pairs, on)
+    (ours, theirs), *_ = timed_on_workers(worker, *given, host=on[0].address)
     ours, theirs = ours[SKIPPED:], theirs[SKIPPED:][: len(ours) - SKIPPED]
     ratios = [one / other for (one, _), (other, _) in zip(ours, theirs, strict=True)]
     ratio, *interval = median_interval(ratios)
@@ -130,23 +141,13 @@ def measure(size: str, setting: str, pairs: int) -> dict[str, Any]:
     }
 
 
-def measure_on_link(size: str, setting: str, pairs: int, rate: str | None) -> dict[str, Any]:
-    """In a network of its own, whose loopback has this rate."""
-    network = "ip link set lo up"
-    if rate is not None:
-        network += f" && tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 2000ms"
-    code = (
-        "import json, sys; from benchmarks import compression; "
-        "print(json.dumps(compression.measure(*json.loads(sys.argv[1]))))"
-    )
-    command = ["sh", "-c", f'{network} && exec "$@"', "sh", sys.executable, "-c", code]
-    ended = subprocess.run(
-        ["unshare", "--net", *command, json.dumps([size, setting, pairs])],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(ended.stdout)
+def measure_on_link(size: str, setting: str, pairs: int, link: str) -> dict[str, Any]:
+    rate, delay = LINKS[link]
+    with (
+        hosts(rate_bits_s=rate, delay_s=delay) as on,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), on[0].enter) as first,
+    ):
+        return first.submit(measure, size, setting, pairs, on).result()
 
 
 def measured(one: Mapping[str, Any]) -> list[str]:
@@ -169,23 +170,24 @@ def targets(results: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def cases(sizes: Sequence[str], pairs: int) -> Iterator[tuple[str, Any]]:
+def cases(sizes: Sequence[str], pairs: int, links: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for size in sizes:
-        for rate in RATES:
-            where = "loopback" if rate is None else rate
+        for link in links:
             yield (
-                f"{size}, {where}",
-                {one: measure_on_link(size, one, pairs, rate) for one in SETTINGS},
+                f"{size}, {link}",
+                {one: measure_on_link(size, one, pairs, link) for one in SETTINGS},
             )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = of_pairs(__doc__, ["4.9M"], arguments)
+    links = list(LINKS)
     if options.quick:
-        options.sizes, options.pairs = list(SIZES)[:1], 3
+        options.sizes, options.pairs, links = list(SIZES)[:1], 3, links[:1]
     prepare_environment(os.environ, 1)  # as workers have it, for both
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE  # DDP's
     keep = not (options.quick or options.no_write)
-    results = each("compression", cases(options.sizes, options.pairs), keep=keep)
+    results = each("compression", cases(options.sizes, options.pairs, links), keep=keep)
     return 0 if options.quick else exit_code(targets(results))
 
 

@@ -50,14 +50,15 @@ TARGETS, TARGET_ACCUMULATING = {"fast": 1.0, "exact": 1.03}, 1.02
 class StaticLink:
     """A controller that forms one generation of all workers, once."""
 
-    def __init__(self, control: WorkerControl, membership: Membership, port: int) -> None:
-        self._control, self._membership, self._port = control, membership, port
+    def __init__(
+        self, control: WorkerControl, membership: Membership, port: int, host: str
+    ) -> None:
+        self._control, self._membership = control, membership
+        self._rendezvous = Rendezvous(host, port, "bench", b"secret")
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
-            self._control.form(
-                self._membership, Rendezvous("127.0.0.1", self._port, "bench", b"secret")
-            )
+            self._control.form(self._membership, self._rendezvous)
         elif type(event).__name__ == "WorkerFinished":
             self._control.release("finished")
         elif type(event).__name__ == "WorkerFailed":
@@ -131,7 +132,9 @@ def tell(out: Any, rank: int, found: Any) -> NoReturn:
     os._exit(0)
 
 
-def session_of(rank: int, port: int, spec: JobSpec, data: RandomTokens) -> WorkerSession:
+def session_of(
+    rank: int, port: int, spec: JobSpec, data: RandomTokens, host: str = "127.0.0.1"
+) -> WorkerSession:
     """One of `spec.scaling.max_workers` workers that stay, without a controller."""
     workers = spec.scaling.max_workers
     each = spec.scaling.num_virtual_workers // workers
@@ -140,17 +143,19 @@ def session_of(rank: int, port: int, spec: JobSpec, data: RandomTokens) -> Worke
         for r in range(workers)
     )
     control = WorkerControl()
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
+    link = StaticLink(control, Membership(1, members, "w0", 60.0), port, host)
     return WorkerSession(
         spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
     )
 
 
-def timed_on_workers(target: Callable[..., None], *args: Any, workers: int = WORLD) -> list[Any]:
+def timed_on_workers(
+    target: Callable[..., None], *args: Any, workers: int = WORLD, host: str = "127.0.0.1"
+) -> list[Any]:
     """Runs `target(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
-    rank."""
+    rank. `host`: address of the rendezvous store, which is in this process."""
     context = multiprocessing.get_context("spawn")
-    store = open_rendezvous_store("127.0.0.1", b"secret")
+    store = open_rendezvous_store(host, b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         given = (store.port, f"{folder}/store", *args, out)
