@@ -44,6 +44,8 @@ ASK_STORES = (
     *("tests/train/checkpointing/test_store_faults.py", "tests/train/test_cached_shards.py"),
     *("tests/train/test_iterable_data.py", "tests/test_secrets_written.py"),
 )
+# Each process with one of these has `kubectl` make the manifests, half a second each.
+READ_MANIFESTS = ("tests/k8s/",)
 # Modules that look at how many micro-batches are planned ahead.
 PLAN_AHEAD = ("tests.data.test_sharded",)
 # Files that take longest, which begin first, so that the processes end together.
@@ -54,6 +56,7 @@ LONG = (
     *ASK_STORES,
     *("tests/simulation/", "tests/data/test_rows_in_rows_out.py"),
     *READ_THE_SOURCE,
+    *READ_MANIFESTS,
     *("tests/report/test_report_in_browser.py", "tests/test_quick_wheel.py", "tests/ui/"),
     *("tests/train/", "tests/jobs/", "tests/device/", "tests/integrations/", "tests/cluster/"),
 )
@@ -61,13 +64,15 @@ LONG = (
 
 class TwoRaysAtATime(LoadFileScheduling):
     """The tests of a file run in one process. So do those that share a Ray, those that start one of
-    their own, one after the other, those that ask stores, and those that read the source."""
+    their own, one after the other, those that ask stores, those that read the source, and those
+    that read the manifests."""
 
     SCOPES = (
         ("one ray", ON_ONE_RAY),
         ("other rays", ON_OTHERS),
         ("stores", ASK_STORES),
         ("source", READ_THE_SOURCE),
+        ("manifests", READ_MANIFESTS),
     )
 
     def _split_scope(self, nodeid: str) -> str:

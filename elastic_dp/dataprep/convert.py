@@ -14,7 +14,8 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from elastic_dp.config.csv_options import CsvOptions
-from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill
+from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill_column
+from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.destination import Destination
 from elastic_dp.dataprep.shard_writer import (
@@ -103,7 +104,7 @@ def convert(
     if pack is None:
         rows = open_rows(found, wanted)
         schema, without_rows = rows.schema, rows.empty
-        values = check_nulls(Nulls(), fill_nulls, schema, "fill_nulls")
+        values = check_nulls(Nulls(), fill_nulls, leaves(schema), "fill_nulls")
         batches: Iterator[pa.RecordBatch] = (_filled(batch, values) for batch in rows.batches())
     else:
         assert tokenizer is not None
@@ -151,10 +152,11 @@ def _check_schema(schema: pa.Schema, format: OutputFormat, source: str) -> None:
 
 
 def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
-    for name, value in values.items():
-        at = batch.schema.get_field_index(name)
-        batch = batch.set_column(at, batch.schema.field(at), fill(batch.column(at), value))
-    return batch
+    if not values:
+        return batch
+    named = zip(batch.schema.names, batch.columns, strict=True)
+    columns = [fill_column(column, name, values) for name, column in named]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _has_lists_of_no_items(kind: pa.DataType) -> bool:

@@ -160,7 +160,7 @@ class Order:
 
     def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
         """Return the row groups and the rows in them, one pair per row of the micro-batch, in
-        order.
+        order; both are read-only.
         """
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
         epoch = self.epoch_of(step)
@@ -171,6 +171,8 @@ class Order:
             ahead = max(last, min(first + _ROWS_AHEAD, self.share(virtual_worker)))
             index = np.arange(first, ahead, dtype=np.int64)
             near = _Located(epoch, first, *self.locate_in_share(epoch, virtual_worker, index))
+            for kept in near.group, near.row:
+                kept.flags.writeable = False  # callers get views of them
             self._located[virtual_worker] = near
         cut = slice(first - near.first, last - near.first)
         return near.group[cut], near.row[cut]

@@ -283,6 +283,31 @@ def test_convert_writes_a_value_for_each_null(write, form, tmp_path):
     assert columns["n"].tolist() == [-1 if row["n"] is None else row["n"] for row in ROWS]
 
 
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_convert_writes_a_value_for_each_null_of_a_struct_as_training_reads_it(form, tmp_path):
+    inner = pa.struct({"a": pa.int64(), "l": pa.list_(pa.int64(), 2), "t": pa.string()})
+    rows = [
+        {"s": {"a": 1, "in": {"a": 2, "l": [3, None], "t": "x"}}},
+        {"s": {"a": None, "in": None}},
+        {"s": None},
+    ]
+    table = pa.Table.from_pylist(rows, pa.schema({"s": pa.struct({"a": pa.int64(), "in": inner})}))
+    write_arrow(tmp_path / "a.arrow", table, stream=False)
+    fills = {"s.a": -1, "s.in.a": -2, "s.in.l": -3}
+    convert(f"{tmp_path}/a.arrow", f"{tmp_path}/to", format=form, fill_nulls=fills)
+    converted = opened(config(tmp_path / "to")).read(0)[0]
+    assert {name: plain_values(column) for name, column in converted.items()} == {
+        "s.a": [1, -1, -1],
+        "s.in.a": [2, -2, -2],
+        "s.in.l": [[3, -3], [-3, -3], [-3, -3]],
+        "s.in.t": ["x", None, None],
+    }
+    read = opened(config(tmp_path / "a.arrow", fill_nulls=fills)).read(0)[0]
+    assert {name: plain_values(column) for name, column in read.items()} == {
+        name: plain_values(column) for name, column in converted.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("fills", "said"),
     [

@@ -9,42 +9,54 @@ import types
 
 import torch
 
-from elastic_dp.device.accelerator import install
+from elastic_dp.device.accelerator import Accelerator, install
 from elastic_dp.distributed import device_transport, process_group
 from elastic_dp.distributed.device_connection import DeviceConnection
-from elastic_dp.distributed.device_transport import DeviceTransport
+from elastic_dp.distributed.device_transport import DeviceTransport, StagingMemory
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedCommunicator
 from tests.distributed.test_device_transport import CPU, of_each, steps_of, switch, transport_of
 from tests.patience import PATIENCE_S, eventually
 
 SHARES = [(0, 2), (2, 4)]
-# A few more where a peer is late: what is still in flight is not used again.
-ROOM = 1.5
-
-
-def alive(*kinds: type) -> int:
-    # Not gc.get_objects: it also lists tuples that other threads are making, and spoils them.
-    return sum(type(one) in kinds for one in gc.get_referrers(*kinds))
-
-
-def staged_bytes() -> int:
-    free = device_transport._staging_memory._free
-    return sum(nbytes * len(memories) for nbytes, memories in free.items())
-
-
+KINDS = ProcessGroup, DeviceTransport, DeviceConnection, SimulatedCommunicator
 # One for each thread that launches, one for each store of this test, and one that drops groups.
 LASTING = {"device", "rendezvous", "abandoned-groups"}
 
 
-def threads() -> int:
-    return sum(thread.name not in LASTING for thread in threading.enumerate())
+def alive() -> set[object]:
+    """What exists of KINDS, and which threads run that do not last."""
+    gc.collect()
+    # Not gc.get_objects: it also lists tuples that other threads are making, and spoils them.
+    found = {one for one in gc.get_referrers(*KINDS) if type(one) in KINDS}
+    return found | {thread for thread in threading.enumerate() if thread.name not in LASTING}
+
+
+class CountedMemory(StagingMemory):
+    """Counts the bytes that are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken_bytes = 0
+
+    def take(self, accelerator: Accelerator, like: torch.Tensor) -> torch.Tensor:
+        memory = super().take(accelerator, like)
+        with self._lock:
+            self.taken_bytes += memory.nbytes
+        return memory
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(nbytes * len(memories) for nbytes, memories in self._free.items())
 
 
 def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
-    """Every second one ends while a collective waits for a peer that never enters it."""
+    """Every second one ends while a collective waits for a peer that never enters it. What is
+    staged in the memory of the host is at most what both members take in one generation, however
+    late a peer is."""
     monkeypatch.setattr(process_group, "_REST_S", 0.0)
-    numbers, pending = {0: 0, 1: 0}, []
+    monkeypatch.setattr(device_transport, "_staging_memory", staging := CountedMemory())
+    numbers, pending, generations = {0: 0, 1: 0}, [], 50
 
     def act(group):
         numbers[group.rank] += 1
@@ -56,20 +68,11 @@ def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeyp
                 transport.wait(transport.all_gather(torch.zeros(2), torch.ones(1)))
             group.abort()
 
-    def left():
-        kinds = ProcessGroup, DeviceTransport, DeviceConnection, SimulatedCommunicator
-        gc.collect()
-        return alive(*kinds), threads()
-
-    nothing = left()
-    of_each(2, act, generations=10)
+    others = alive()
+    of_each(2, act, generations=generations)
     install(None)
-    eventually(lambda: left() == nothing, left)
-    staged = staged_bytes()
-    of_each(2, act, generations=50)
-    install(None)
-    eventually(lambda: left() == nothing, left)
-    assert staged_bytes() <= ROOM * staged
+    eventually(lambda: alive() <= others, lambda: alive() - others)
+    assert 0 < staging.free_bytes <= staging.taken_bytes / generations
     assert max(pending) == 0
 
 

@@ -172,21 +172,31 @@ def with_other_values(folder: str) -> list[dict[str, Any]]:
         return with_values(Path(made), folder, {key: OTHER_VALUES[key] for key in params(cloud)})
 
 
+@functools.cache
+def leaves_with_other_values(folder: str) -> dict[str, Any]:
+    return by_place(with_other_values(folder))
+
+
+@functools.cache
+def has_a_job(folder: str) -> bool:
+    return ray_object(build(folder))["kind"] == "RayJob"
+
+
 def has(place: str, leaf: Any, value: str) -> bool:
     return value in leaf if place.endswith("entrypoint") else str(leaf) == value
 
 
 @pytest.mark.parametrize(("folder", "key"), CASES)
 def test_params_each_value_reaches_its_places_and_no_other(folder, key):
-    objects = with_other_values(folder)
     if key == "name":
+        objects = with_other_values(folder)
         named = {o["metadata"]["name"] for o in objects if o["kind"] != "PersistentVolumeClaim"}
         assert named == {"other", "other-head", "other-workers"}
         old = ray_object(build(folder))["metadata"]["name"]
         assert not re.search(rf"name[=:] ?{old}\b", yaml.safe_dump(objects))
         return
-    value, leaves = OTHER_VALUES[key], by_place(objects)
-    reached = {place: leaf for place, leaf in leaves.items() if has(place, leaf, value)}
+    value, everywhere = OTHER_VALUES[key], leaves_with_other_values(folder)
+    reached = {place: leaf for place, leaf in everywhere.items() if has(place, leaf, value)}
     places = places_of(folder, key)
     assert {plain(place) for place in reached} == places
     groups = [place for place in reached if "workerGroupSpecs" in place]
@@ -202,9 +212,7 @@ def places_of(folder: str, key: str) -> set[str]:
     if key in ("engineers", "operators", IN_THE_NAMESPACE.get(cloud, [""])[0]):
         return set()  # the namespace's, below
     places = PLACES.get(key) or {WORKERS + f"template.spec.nodeSelector.{GPU_KIND[cloud]}"}
-    if ray_object(build(folder))["kind"] == "RayCluster":
-        places = places - {"entrypoint", "backoffLimit"}
-    return places
+    return places if has_a_job(folder) else places - {"entrypoint", "backoffLimit"}
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
@@ -219,9 +227,8 @@ def test_params_change_nothing_but_the_places_of_their_values(folder):
 
 
 @pytest.mark.parametrize("folder", [f for f in OVERLAYS if f.endswith("-spot")])
-def test_params_entrypoint_has_each_value_under_its_own_option(folder, tmp_path):
-    objects = with_values(tmp_path, folder, {"arguments": OTHER_VALUES["arguments"]})
-    values = params(cloud_of(folder)) | ANSWERS[cloud_of(folder)]
+def test_params_entrypoint_has_each_value_under_its_own_option(folder):
+    values = OTHER_VALUES
     options = (
         f"name={values['name']}",
         f"storage_path={values['storage_path']}",
@@ -231,7 +238,7 @@ def test_params_entrypoint_has_each_value_under_its_own_option(folder, tmp_path)
         "scaling.resources_per_worker.GPU=1",
         "config.lr=0.1",
     )
-    assert shlex.split(ray_object(objects)["spec"]["entrypoint"]) == [
+    assert shlex.split(ray_object(with_other_values(folder))["spec"]["entrypoint"]) == [
         *("elastic-dp", "run", values["script"]),
         *(word for option in options for word in ("--set", option)),
         *("--", "--flag", "two words"),
@@ -242,17 +249,19 @@ def test_params_entrypoint_has_each_value_under_its_own_option(folder, tmp_path)
 def test_params_namespace_has_the_clouds_identity_and_groups(cloud, tmp_path):
     key, annotation = IN_THE_NAMESPACE[cloud]
     folder = f"namespaces/{cloud}"
-    for name, places in {
+    objects = {
         key: {"ServiceAccount/0", "ServiceAccount/1"},
         "engineers": {"RoleBinding/0"},
         "operators": {"RoleBinding/1"},
-    }.items():
-        value = OTHER_VALUES[name]
-        differs = changed(build(folder), with_values(tmp_path / name, folder, {name: value}))
-        assert {place.partition(" ")[0] for place in differs} == places
-        assert set(differs.values()) == {value}
+    }
+    values = {name: OTHER_VALUES[name] for name in objects}
+    differs = changed(build(folder), with_values(tmp_path, folder, values))
+    assert set(differs.values()) == set(values.values())
+    for name, of_name in objects.items():
+        places = [place for place, value in differs.items() if value == values[name]]
+        assert {place.partition(" ")[0] for place in places} == of_name
         if name == key:
-            assert all(place.endswith(f"annotations.{annotation}") for place in differs)
+            assert all(place.endswith(f"annotations.{annotation}") for place in places)
 
 
 @pytest.mark.parametrize("folder", [f for f in READERS if f.startswith("prepull/")])
@@ -297,20 +306,19 @@ def test_params_as_shipped_are_refused_by_name(folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong", "said"),
+    ("cloud", "key", "wrong", "said"),
     [
-        ("image", "", "image-must-have-registry-and-tag"),
-        ("image", "elastic-dp:0.1.0-cuda", "image-must-have-registry-and-tag"),
-        ("image", "registry.example.com/elastic-dp", "image-must-have-registry-and-tag"),
-        ("storage_path", "", "storage_path-must-be-a-url"),
-        ("storage_path", "/tmp/runs", "storage_path-must-be-a-url"),
-        ("data_url", "", "data_url-must-be-a-url"),
+        ("gke", "image", "", "image-must-have-registry-and-tag"),
+        ("eks", "image", "elastic-dp:0.1.0-cuda", "image-must-have-registry-and-tag"),
+        ("aks", "image", "registry.example.com/elastic-dp", "image-must-have-registry-and-tag"),
+        ("gke", "storage_path", "", "storage_path-must-be-a-url"),
+        ("eks", "storage_path", "/tmp/runs", "storage_path-must-be-a-url"),
+        ("eks", "data_url", "", "data_url-must-be-a-url"),
     ],
 )
-def test_params_wrong_value_is_refused_by_name(key, wrong, said, tmp_path):
-    for folder in ("overlays/gke-spot", "overlays/eks-spot"):
-        k8s = copy_filled(tmp_path / cloud_of(folder), {cloud_of(folder): {key: wrong}})
-        assert said in refused(k8s, folder)
+def test_params_wrong_value_is_refused_by_name(cloud, key, wrong, said, tmp_path):
+    k8s = copy_filled(tmp_path / "k8s", {cloud: {key: wrong}})
+    assert said in refused(k8s, f"overlays/{cloud}-spot")
 
 
 def test_params_a_second_run_overrides_only_what_differs(tmp_path):

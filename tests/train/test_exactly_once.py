@@ -118,9 +118,9 @@ def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
     committed: dict[str, list[int]] = {}
     for file in folder.iterdir():
         for line in file.read_text().splitlines(keepends=True):
-            step, what = line.split(" ", 1)
             if not line.endswith("\n"):
-                continue  # its writer was killed
+                continue  # its writer was killed, or is about to write the rest
+            step, what = line.split(" ", 1)
             if what == "committed\n":
                 committed.setdefault(file.name, []).append(int(step))
             else:

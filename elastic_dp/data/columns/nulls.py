@@ -19,7 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from elastic_dp.data.columns.column_types import type_name
-from elastic_dp.data.columns.schema import has_lengths, is_object, is_text, is_time, plain_type
+from elastic_dp.data.columns.schema import (
+    has_lengths,
+    is_object,
+    is_text,
+    is_time,
+    leaves,
+    plain_type,
+)
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
@@ -80,7 +87,7 @@ class Nulls:
 def check_nulls(
     nulls: Nulls,
     fills: Mapping[str, Any] | None,
-    leaves: Iterable[pa.Field],
+    columns: Iterable[pa.Field],
     parameter: str = "DataConfig.fill_nulls",
 ) -> dict[str, Any]:
     """The values that replace nulls, in the types of their columns.
@@ -88,7 +95,7 @@ def check_nulls(
     Raises DataError if a value does not fit its column, or if a column has nulls and no value for
     them. `parameter`: the name of `fills` in messages.
     """
-    kinds = {leaf.name: leaf.type for leaf in leaves}
+    kinds = {leaf.name: leaf.type for leaf in columns}
     if missing := [name for name in fills or () if name not in kinds]:
         raise DataError(
             f"{parameter}: no column {', '.join(map(repr, missing))} is read, but "
@@ -104,7 +111,7 @@ def check_nulls(
                 f"{type_name(kinds[name])}{why}"
             )
         values[name] = fitting
-    for leaf in leaves:
+    for leaf in columns:
         if message := nulls.refused(leaf, filled=leaf.name in values):
             raise DataError(message)
     return values
@@ -138,6 +145,19 @@ def fill(array: pa.Array, value: Any) -> pa.Array:
     """Replaces each null, and each null item of lists, by `value`. A null list of variable length
     stays null."""
     return array if count_nulls(array) == 0 else _filled(array, value, None)
+
+
+def fill_column(array: pa.Array, name: str, values: Mapping[str, Any]) -> pa.Array:
+    """Replaces the nulls of the column `name` by its value in `values`, if it has one; of a struct,
+    those of each field "name.field" that has one. A null struct then becomes one of such fields."""
+    if not pa.types.is_struct(array.type):
+        return fill(array, values[name]) if name in values else array
+    if not any(leaf.name in values for leaf in leaves(array.type, prefix=f"{name}.")):
+        return array
+    fields = list(array.type)
+    items = zip(fields, array.flatten(), strict=True)  # where a struct is null, its fields are
+    filled = [fill_column(item, f"{name}.{field.name}", values) for field, item in items]
+    return pa.StructArray.from_arrays(filled, fields=fields)
 
 
 def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> pa.Array:
