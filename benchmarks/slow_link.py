@@ -75,7 +75,7 @@ def hosts(*, rate_bits_s: float | None, delay_s: float) -> Iterator[tuple[Host, 
 
 
 def bytes_sent() -> int:
-    """Of the host that this thread is on, by its device."""
+    """Return what the device of the host has sent that this thread is on."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == DEVICE:

@@ -36,6 +36,7 @@ from elastic_dp.checkpoint.python_objects.object_kinds import (
     is_state,
     mark,
     refused,
+    wrapped_tensors,
 )
 from elastic_dp.errors import ModelError
 
@@ -141,11 +142,17 @@ class Capture:
         if plain and value.layout is torch.strided and not value.is_quantized:
             self.tensors.append((path, value))
             return value.clone() if self._clones else value
+        if wrapped := wrapped_tensors(value):
+            tensors, context = wrapped
+            inner = {name: self._tensor(part, f"{path}.{name}") for name, part in tensors.items()}
+            size, stride = tuple(value.shape), value.stride()
+            fields = {"tensors": inner, "context": context, "size": size, "stride": stride}
+            return self._made(value, path, mark("wrapped", **fields))
         if type(value) not in TENSORS or value.layout is not torch.strided or value.is_quantized:
             raise ModelError(
                 f"{path} is a {type(value).__name__} ({value.layout}, {value.dtype}), and "
-                "only plain dense tensors are sent to a worker that joins; use to_dense() or "
-                "dequantize()"
+                "only dense tensors, and subclasses that __tensor_flatten__ makes such tensors and "
+                "numbers of, are sent to a worker that joins; use to_dense() or dequantize()"
             )
         if value.grad_fn is not None:
             raise ModelError(

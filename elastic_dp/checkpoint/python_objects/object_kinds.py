@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastic_dp.checkpoint.extra_state import packed
 from elastic_dp.errors import ModelError
@@ -144,6 +145,29 @@ def cannot_make(path: str, name: str) -> ModelError:
 def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
     shapes = one.shape == other.shape and one.stride() == other.stride()
     return shapes and one.dtype == other.dtype and one.device == other.device
+
+
+def wrapped_tensors(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Returns the tensors that a tensor subclass wraps, by name, and what else it is made of; None
+    if it is not such a subclass, requires a gradient, or is made of more than tensors and values.
+
+    Subclasses take themselves apart by torch's protocol for them, `__tensor_flatten__`. Quantized
+    tensors of torchao do.
+    """
+    if type(value) in TENSORS or value.requires_grad or not is_traceable_wrapper_subclass(value):
+        return None
+    names, context = value.__tensor_flatten__()
+    if not _is_of_scalars(context):
+        return None
+    return {name: getattr(value, name) for name in names}, context
+
+
+def _is_of_scalars(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_of_scalars, [*value.keys(), *value.values()]))
+    if type(value) in (list, tuple):
+        return all(map(_is_of_scalars, value))
+    return type(value) in SCALARS
 
 
 def carries_itself(value: Any) -> bool:

@@ -234,20 +234,22 @@ class Restore:
                     cells[name].cell_contents = value
         return mine
 
+    def _wrapped(self, given: dict[str, Any], mine: Any, path: str) -> Any:
+        """Returns a new tensor of a subclass."""
+        cls = _class_of(given, mine, path)
+        inner = {
+            name: self.value(item, MISSING, f"{path}.{name}", in_place=False)
+            for name, item in given["tensors"].items()
+        }
+        size, stride = torch.Size(given["size"]), given["stride"]
+        return cls.__tensor_unflatten__(inner, given["context"], size, stride)
+
     def _named(self, given: dict[str, Any], mine: Any, path: str) -> Any:
-        cls: Any = (
-            type(mine) if type_name(type(mine)) == given["type"] else class_named(given["type"])
-        )
-        if cls is None:
-            raise cannot_make(path, given["type"])
+        cls = _class_of(given, mine, path)
         return tuple.__new__(cls, self._items(given["items"], mine, path))
 
     def _enum(self, given: dict[str, Any], mine: Any, path: str) -> Any:
-        cls: Any = (
-            type(mine) if type_name(type(mine)) == given["type"] else class_named(given["type"])
-        )
-        if cls is None:
-            raise cannot_make(path, given["type"])
+        cls = _class_of(given, mine, path)
         return cls[given["name"]]
 
     def _object(self, given: dict[str, Any], mine: Any, path: str) -> Any:
@@ -275,6 +277,7 @@ _RESTORERS: dict[str, Callable[[Restore, dict[str, Any], Any, str], Any]] = {
     "deque": Restore._deque,
     "bytearray": Restore._bytearray,
     "leaf": Restore._leaf,
+    "wrapped": Restore._wrapped,
     "generator": Restore._generator,
     "state_dict": Restore._state_dict,
     "parts": Restore._parts,
@@ -309,7 +312,17 @@ class Plain(Restore):
             return tuple(self._items(given["items"], MISSING, path))
         if kind == "object":
             return self.named(given["attributes"], path)
+        if kind == "wrapped":
+            return self.named(given["tensors"], path)
         return super()._container(given, mine, path)
+
+
+def _class_of(given: Mapping[str, Any], mine: Any, path: str) -> Any:
+    """Returns the class of a captured value, which a script may have defined where `mine` is."""
+    cls = type(mine) if type_name(type(mine)) == given["type"] else class_named(given["type"])
+    if cls is None:
+        raise cannot_make(path, given["type"])
+    return cls
 
 
 def _there(mine: Any, path: str) -> Any:

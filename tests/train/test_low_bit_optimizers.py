@@ -1,0 +1,142 @@
+"""Optimizers of torchao, whose state has 4 or 8 bits a value, or which round at random: the same
+bits on one worker and on three, with a join, a kill and a restore."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_dp as edp
+from elastic_dp.errors import ModelError
+from tests.runs import Points, local, spec_of
+from tests.train.jobs import cross_entropy, hold
+from tests.train.test_habits import disturbed
+from tests.train.test_habits import job as job_of_habit
+
+low_bit = pytest.importorskip("torchao.optim")
+
+OPTIMIZERS = {
+    "8bit": low_bit.AdamW8bit,
+    "4bit": low_bit.AdamW4bit,
+    "fp8": low_bit.AdamWFp8,
+    "rounded at random": low_bit._AdamW,
+}
+
+
+def model_of(name):
+    """Return a model whose matrices are large enough to be quantized: 4096 values."""
+    model = nn.Sequential(nn.Linear(16, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 64))
+    return model.to(torch.bfloat16) if name == "rounded at random" else model
+
+
+def optimizer_of(name, model):
+    options = {"bf16_stochastic_round": True} if name == "rounded at random" else {}
+    return OPTIMIZERS[name](model.parameters(), lr=3e-3, **options)
+
+
+def loss_of(model, batch):
+    dtype = next(model.parameters()).dtype
+    return cross_entropy(lambda x: model(x.to(dtype)).float(), batch)
+
+
+def training(name, stance="force_eager"):
+    def train(ctx):
+        with torch.compiler.set_stance(stance):  # torchao compiles the update of a parameter
+            model = model_of(name)
+            for step in ctx.steps(model, optimizer_of(name, model), loss_of):
+                ctx.log({"loss": step.loss})
+                hold(ctx, step)
+
+    return train
+
+
+def fit(folder, train, max_steps):
+    return edp.ElasticTrainer(
+        train,
+        name="low",
+        storage_path=str(folder),
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=4),
+        checkpoint=edp.CheckpointConfig(every_steps=2),
+        max_steps=max_steps,
+    ).fit(local=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(name, tmp_path):
+    at_once = fit(tmp_path / "at once", training(name), 12)
+    fit(tmp_path / "parts", training(name), 3)
+    restored = fit(tmp_path / "parts", training(name), 12)
+    assert restored.weights_sha256 == at_once.weights_sha256
+    assert at_once.metrics["loss"] < 3.5  # of 64 classes, of which 4 occur; at first about 4.2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_compiled_updates_are_restored_too(tmp_path):
+    train = training("8bit", "default")
+    at_once = fit(tmp_path / "at once", train, 12)
+    fit(tmp_path / "parts", train, 3)
+    assert fit(tmp_path / "parts", train, 12).weights_sha256 == at_once.weights_sha256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_low_bit_optimizer_has_one_digest_with_a_join_a_kill_and_a_restore(name, tmp_path):
+    habit = SimpleNamespace(train=training(name), rows=None)
+    outcome, _ = disturbed(habit, tmp_path)
+    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
+
+
+def test_restored_state_has_few_bits(tmp_path):
+    def train(ctx):
+        with torch.compiler.set_stance("force_eager"):
+            model = model_of("8bit")
+            optimizer = optimizer_of("8bit", model)
+            for _ in ctx.steps(model, optimizer, loss_of):
+                moment = optimizer.state[model[3].weight]["exp_avg"]
+                ctx.log({"quantized": float(type(moment).__name__ == "OptimState8bit")})
+
+    for steps in (1, 2):
+        assert fit(tmp_path, train, steps).metrics["quantized"] == 1.0
+
+
+class Wrapping(torch.Tensor):
+    """A subclass that is made of more than tensors and values."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], object()
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapping(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Wraps(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["wrapped"] = Wrapping(torch.zeros(3))
+
+
+def test_tensor_made_of_other_objects_is_refused_by_name():
+    def train(ctx):
+        model = model_of("8bit")
+        for _ in ctx.steps(model, Wraps(model.parameters(), lr=0.1), loss_of):
+            pass
+
+    with pytest.raises(ModelError, match=r"optimizer.state\[0.weight\].wrapped is a Wrapping"):
+        local(spec_of(steps=2), train)
