@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
+from elastic_dp.errors import GroupError
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE
@@ -115,21 +116,28 @@ class LeafRunner:
     def _run_inner_steps(
         self, leaf: Leaf, is_last: bool, step: int, stop: bool, expected: float
     ) -> None:
+        """Runs a leaf of several inner steps to its end, also where the group is lost meanwhile:
+        the next generation needs it."""
         v, inner = leaf.virtual_worker, self.inner
         assert inner is not None
+        lost: list[GroupError] = []
 
         def passes(point: str) -> None:
-            if point == "backward" and self.meanwhile is not None:
-                self.meanwhile()
+            if point == "backward" and self.meanwhile is not None and not lost:
+                try:
+                    self.meanwhile()
+                except GroupError as error:
+                    lost.append(error)
             self.pass_point(point, step)
 
         found: PseudoGradients = {}
         if not stop and self.data.rows(step, v) > 0:
-            batches = inner.batches(step, v)
-            given = batches, expected, self.gradients, passes
+            given = inner.batches(step, v), expected, self.gradients, passes
             found, self.results[v] = inner.run(step, v, *given)
         contributes = v in self.results and self.results[v].weight > 0
         self.buffers.after_leaf(v, contributes=contributes)
         self.gradients.add_leaf(leaf, found, is_last)
+        if lost:
+            raise lost.pop()
         if self.meanwhile is not None:
             self.meanwhile()
