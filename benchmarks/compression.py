@@ -1,4 +1,5 @@
-"""What `wire=` and `staleness=` save and cost in a step: bytes and time, on several links.
+"""What `wire=`, `staleness=` and `inner_steps=` save and cost in a step: bytes and time, on several
+links.
 
     python -m benchmarks.compression [--pairs 60] [--quick]
 
@@ -6,8 +7,9 @@ Two workers are on two [hosts](slow_link.py), which needs root and Debian's ipro
 device of the first one sends is counted. In turn, in the same
 processes and on the same rows: one of our steps, and one of DDP. Where ours has `wire="bf16"`, DDP
 has torch's `fp16_compress_hook` (the one for bfloat16 asks for NCCL, and sends as many bytes);
-beside "int8" it has `powerSGD_hook`, since torch has none for 8 bits; beside `staleness=1` it is as
-it is. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
+beside "int8" it has `powerSGD_hook`, since torch has none for 8 bits; beside the others it is as it
+is. With `inner_steps`, a step is an inner step: one of our steps and as many of DDP are divided by
+their number. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"wire": "bf16"},
     "int8": {"wire": "int8"},
     "delayed": {"staleness": 1},
+    "inner": {"inner_steps": 8},
 }
 SKIPPED = 3  # first steps allocate
 LINKS = {  # bits/s, and seconds one way
@@ -50,7 +53,8 @@ LINKS = {  # bits/s, and seconds one way
     "1 Gb/s, 25 ms": (1e9, 0.025),
     "0.1 Gb/s, 25 ms": (0.1e9, 0.025),
 }
-MOST_BYTES = {"bf16": 0.52, "int8": 0.28, "delayed": 1.01}  # of those without any setting
+# Of those without any setting; with H inner steps 1 / (H / 2).
+MOST_BYTES = {"bf16": 0.52, "int8": 0.28, "delayed": 1.01, "inner": 0.25}
 
 
 class Stopwatch:
@@ -68,6 +72,19 @@ class Stopwatch:
         took = time.perf_counter() - self._time
         dist.barrier()
         self.found.append((took, bytes_sent() - self._bytes))
+
+
+def inner_steps(setting: str) -> int:
+    """Return how many steps of DDP one of ours is to be compared with."""
+    return SETTINGS[setting].get("inner_steps", 1)
+
+
+def optimizers(model: torch.nn.Module, setting: str) -> tuple[torch.optim.Optimizer, Any]:
+    """Return the optimizer of our loop, and that of its inner steps, if there are any."""
+    if "inner_steps" not in SETTINGS[setting]:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4), None
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return outer, lambda model, step: torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def worker(
@@ -97,7 +114,7 @@ def worker(
 
     def train(ctx: Any) -> None:
         model = GPT(*SIZES[size])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer, inner = optimizers(model, setting)
         torch.manual_seed(0)
         ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
         if setting == "bf16":
@@ -107,11 +124,12 @@ def worker(
             state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             ddp.register_comm_hook(state, powerSGD_hook)
         ddp_optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
-        for step in ctx.steps(model, optimizer, loss_fn):
+        for step in ctx.steps(model, optimizer, loss_fn, inner_optimizer=inner):
             if step.number > 1:
                 ours.end()
             theirs.begin()
-            ddp_step(ddp, ddp_optimizer, data, step.number, rank, 1)
+            for _ in range(inner_steps(setting)):
+                ddp_step(ddp, ddp_optimizer, data, step.number, rank, 1)
             theirs.end()
             ours.begin()
 
@@ -128,7 +146,7 @@ def measure(size: str, setting: str, pairs: int, on: Sequence[Host]) -> dict[str
     ratio, *interval = median_interval(ratios)
     (ours_ms, ours_mb), (ddp_ms, ddp_mb) = (
         (1e3 * statistics.median(t for t, _ in one), statistics.median(b for _, b in one) / 1e6)
-        for one in (ours, theirs)
+        for one in (each_step(ours, setting), each_step(theirs, setting))
     )
     return {
         "ours_ms": round(ours_ms, 1),
@@ -139,6 +157,11 @@ def measure(size: str, setting: str, pairs: int, on: Sequence[Host]) -> dict[str
         "ddp_mb": round(ddp_mb, 3),
         "pairs": len(ratios),
     }
+
+
+def each_step(found: Sequence[tuple[float, int]], setting: str) -> list[tuple[float, float]]:
+    number = inner_steps(setting)
+    return [(took / number, sent / number) for took, sent in found]
 
 
 def measure_on_link(size: str, setting: str, pairs: int, link: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""What `wire=` and `staleness=` cost in loss: a GPT of a million parameters learns the source of
-Python's standard library (`jobs/gpt.py`) with and without them, from the same seeds.
+"""What `wire=`, `staleness=` and `inner_steps=` cost in loss: a GPT of a million parameters
+learns the source of Python's standard library (`jobs/gpt.py`) with and without them, from the same
+seeds.
 
     python -m benchmarks.compression_loss [--seeds 5] [--steps 200] [--draw] [--quick]
 
-Each seed draws its own initial weights and order of rows. Draws `docs/assets/compression.svg`;
-drawing needs matplotlib (`pip install 'elastic_dp[bench]'`). Ends with 1 if the mean loss at the
-end differs by more than the standard deviation of the seeds.
+Each seed draws its own initial weights and order of rows. Steps are those of equal tokens: with
+`inner_steps` they are inner steps, and a loss is the mean over those of one step. Draws
+`docs/assets/compression.svg`; drawing needs matplotlib (`pip install 'elastic_dp[bench]'`). Ends
+with 1 if the mean loss at the end differs by more than the standard deviation of the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compression import SETTINGS, argument, measured
+from benchmarks.compression import SETTINGS, argument, inner_steps, measured
 from benchmarks.report import RESULTS, add_quick, each, exit_code
 from jobs.gpt import make_trainer
 
@@ -31,19 +33,20 @@ Curve = dict[str, float]  # the loss by the number of the step
 
 
 def trained(seed: int, setting: str, steps: int) -> Curve:
+    each = inner_steps(setting)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             name="gpt",
             storage_path=folder,
             workers=1,
-            steps=steps,
+            steps=steps // each,
             seed=seed,
             config={"width": WIDTH, "lr": RATE},
             **SETTINGS[setting],
         )
         trainer.fit(local=True)
         lines = map(json.loads, Path(folder, "gpt", "metrics.jsonl").read_text().splitlines())
-        return {str(line["step"]): line["loss"] for line in lines if "loss" in line}
+        return {str(line["step"] * each): line["loss"] for line in lines if "loss" in line}
 
 
 def cases(seeds: int, steps: int) -> Iterator[tuple[str, Any]]:
@@ -91,6 +94,7 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
         ("bf16", "#1a73e8", "--"),
         ("int8", "#d93025", ":"),
         ("delayed", "#188038", "-."),
+        ("inner", "#9334e6", (0, (5, 1))),
     ):
         if setting not in ("None", *compared(results)):
             continue

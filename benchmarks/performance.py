@@ -246,14 +246,16 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
         for setting in measured(one):
             without, changed = one["None"], one[setting]
             what = f"`{argument(setting)}`, {name}"
+            inner = setting == "inner"
+            step, step_time = ("an inner step", "Its time") if inner else ("a step", "Step time")
             yield Row(
-                f"Bytes of a step with {what}",
+                f"Bytes of {step} with {what}",
                 f"{changed['ours_mb'] / without['ours_mb']:.3f} of {without['ours_mb']:.1f} MB",
                 f"{MOST_BYTES[setting]}",
                 next(met),
             )
             yield Row(
-                f"Step time without and with {what}",
+                f"{step_time} without and with {what}",
                 f"{without['ours_ms']:.0f} and {changed['ours_ms']:.0f} ms",
             )
             yield Row(

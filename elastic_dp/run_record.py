@@ -136,6 +136,7 @@ class RunRecord:
     # Absent in runs of versions that did not have them:
     wire: str | None = None
     staleness: int = 0
+    inner_steps: int | None = None
     processes_per_worker: int = 1
 
     def check_or_write(self, url: str, index: Index | None) -> None:
@@ -160,7 +161,9 @@ class RunRecord:
                 if index is not None:
                     store.write(path_in(store, _INDEX), index.to_bytes())
                 return
-        for name, mine in dataclasses.asdict(self).items():
+        values = dataclasses.asdict(self)
+        values["data"] = values.pop("data")  # at last: it changes with what the order depends on
+        for name, mine in values.items():
             then = getattr(stored, name)
             if then != mine:
                 what = "data (its fingerprint)" if name == "data" else name

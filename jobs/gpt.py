@@ -10,6 +10,9 @@ interpreter.
     python jobs/gpt.py --workers 2 --processes 2
                                           each worker is two processes, over which torch's
                                           fully_shard divides the model
+    python jobs/gpt.py --workers 2 --inner-steps 10 --steps 40
+                                          ten inner steps in each step (DiLoCo): gradients travel
+                                          once in ten batches
     python jobs/gpt.py --local            no Ray, in this process: for a debugger
 
 Nothing is downloaded. The first run writes the text as Parquet shards into a cache folder; to train
@@ -97,15 +100,31 @@ def train(ctx: edp.TrainContext) -> None:
         for layer in model.layers:
             fully_shard(layer, mesh=ctx.mesh)
         fully_shard(model, mesh=ctx.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95))
+    each = config["inner_steps"] or 1  # batches of a step
 
-    def rate(step: int) -> float:  # warm up, then a half cosine down to a tenth
-        progress = min(step / ctx.total_steps, 1.0)
-        return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * progress))
+    def rate(batch: int) -> float:  # warm up, then a half cosine down to a tenth
+        progress = min(batch / (ctx.total_steps * each), 1.0)
+        return min(1.0, (batch + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for step in ctx.steps(model, optimizer, loss_fn, scheduler=scheduler, clip_norm=1.0):
-        if step.number % 10 == 0 or step.number == ctx.total_steps:
+    def adamw(model: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95))
+
+    def inner(model: nn.Module, step: int) -> torch.optim.AdamW:
+        optimizer, first = adamw(model), (step - 1) * each
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(first + i))
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    if config["inner_steps"]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        how = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
+    else:
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        how = {"scheduler": scheduler, "clip_norm": 1.0}
+    every = max(1, 10 // each)
+    for step in ctx.steps(model, optimizer, loss_fn, **how):
+        if step.number % every == 0 or step.number == ctx.total_steps:
             ctx.log({"loss": step.loss, "lr": step.lr})
     # The loop is over: every worker holds the final weights.
     ctx.log({"sample": model.continue_text("def main(", 300, ctx.seed)})
@@ -144,6 +163,7 @@ def make_trainer(
     virtual_workers: int = 4,
     processes: int = 1,
     steps: int = 400,
+    inner_steps: int | None = None,
     seed: int = 0,
     config: dict | None = None,
     **options: object,
@@ -155,7 +175,8 @@ def make_trainer(
         train,
         name=name,
         storage_path=storage_path,
-        config={"width": 128, "heads": 4, "layers": 3, "lr": 2e-3, "processes": processes}
+        config={"width": 128, "heads": 4, "layers": 3, "lr": 2e-3}
+        | {"processes": processes, "inner_steps": inner_steps}
         | (config or {}),
         data=edp.DataConfig(str(folder), micro_batch_size=8, seed=seed),
         scaling=edp.ScalingConfig(
@@ -166,6 +187,7 @@ def make_trainer(
             processes_per_worker=processes,
         ),
         max_steps=steps,
+        inner_steps=inner_steps,
         **options,
     )
 
@@ -177,6 +199,7 @@ def main() -> None:
     parser.add_argument("--virtual-workers", type=int, default=4, help="fixes the global batch")
     parser.add_argument("--processes", type=int, default=1, help="of each worker")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--inner-steps", type=int, help="of each virtual worker in a step (DiLoCo)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the run; the same name again continues it")
     parser.add_argument("--storage-path", help="where runs are kept: a folder or any fsspec URL")

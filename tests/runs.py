@@ -75,7 +75,7 @@ def spec_of(
 def local(spec: JobSpec, train: Callable[..., None], url: str | None = None) -> LocalRun:
     """The undisturbed run, in this process."""
     with short_plans():
-        data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
+        data = open_data(spec.data, virtual_workers=spec.micro_batches_by_step)
         run = LocalRun(spec, data, torch.device("cpu"), url=url)
         run.run(train)
         return run

@@ -380,6 +380,7 @@ NOT_OURS = {
     "train/state/previous_step.py": {"module.training"},
     "train/state/train_state.py": {"module.training"},
     "train/step/evaluation.py": {"module.training"},
+    "train/step/inner_steps.py": {"optimizer.state"},
 }
 
 
@@ -517,12 +518,13 @@ def test_module_and_class_names_appear_once_in_the_package():
 PARAMETERS = {
     "ElasticTrainer": """
         train *data name storage_path config scaling checkpoint failure exact sharding wire
-        staleness max_steps max_time_s loggers labels runtime_env storage_options
+        staleness inner_steps max_steps max_time_s loggers labels runtime_env storage_options
     """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path storage_options",
     "TrainContext.steps": """
         self model optimizer loss_fn *scheduler clip_norm precision state noise_scale_every
+        inner_optimizer inner_clip_norm
     """,
     "batch_lr": "batch *base rule warmup_steps",
     "NoiseScale": "*decay",

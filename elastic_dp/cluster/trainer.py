@@ -81,6 +81,9 @@ class ElasticTrainer:
     - `staleness`: 1 applies each gradient one step late, so that its sum travels while the next one
       is computed. It needs `exact` and CPUs. The result is exact all the same. It is fixed at the
       run's first start.
+    - `inner_steps`: each virtual worker makes so many steps of its own, with the `inner_optimizer`
+      of `ctx.steps`, before its change of the weights counts as its gradient (DiLoCo). It needs
+      `exact` and CPUs. The result is exact all the same. It is fixed at the run's first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -104,6 +107,7 @@ class ElasticTrainer:
         sharding: Literal["optimizer"] | None = None,
         wire: Literal["bf16", "int8"] | None = None,
         staleness: Literal[0, 1] = 0,
+        inner_steps: int | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
@@ -143,6 +147,7 @@ class ElasticTrainer:
             "sharding": sharding,
             "wire": wire,
             "staleness": staleness,
+            "inner_steps": inner_steps,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,
@@ -263,7 +268,7 @@ class ElasticTrainer:
     def _open_data(self, **options: Any) -> Dataset:
         return open_data(
             self.spec.data,
-            virtual_workers=self.spec.scaling.micro_batches_by_step,
+            virtual_workers=self.spec.micro_batches_by_step,
             timeout_s=self.spec.failure.storage_timeout_s,
             **options,
         )

@@ -197,7 +197,7 @@ class Worker:
         try:
             data = open_data(
                 self._spec.data,
-                virtual_workers=self._spec.scaling.micro_batches_by_step,
+                virtual_workers=self._spec.micro_batches_by_step,
                 index=self._job.index,
                 pin=is_gpu(device),
                 timeout_s=self._spec.failure.storage_timeout_s,

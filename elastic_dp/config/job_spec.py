@@ -40,6 +40,7 @@ class JobSpec:
     exact: bool = True
     wire: Literal["bf16", "int8"] | None = None
     staleness: Literal[0, 1] = 0
+    inner_steps: int | None = None
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
@@ -67,6 +68,7 @@ class JobSpec:
         self._check_sharding()
         self._check_processes()
         self._check_staleness()
+        self._check_inner_steps()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
@@ -76,6 +78,14 @@ class JobSpec:
                 "max_steps is None, and so are max_time_s and the data's epochs: the run "
                 "would never end; set one of the three"
             )
+
+    @property
+    def micro_batches_by_step(self) -> dict[int, int]:
+        """The number of micro-batches, keyed as `ScalingConfig.virtual_workers_by_step`: each
+        process has its own, and each inner step."""
+        each = self.scaling.processes_per_worker * (self.inner_steps or 1)
+        numbers = self.scaling.virtual_workers_by_step
+        return {step: each * number for step, number in numbers.items()}
 
     def _check_wire(self) -> None:
         one_of("wire", self.wire, (None, "bf16", "int8"))
@@ -140,6 +150,26 @@ class JobSpec:
             raise SpecError(
                 f"staleness is {self.staleness}, which has not been tried on GPUs yet: leave it "
                 'out, or leave "GPU" out of ScalingConfig.resources_per_worker'
+            )
+
+    def _check_inner_steps(self) -> None:
+        whole_number("inner_steps", self.inner_steps, 1)
+        if self.inner_steps is None:
+            return
+        for name, value, works in (
+            ("exact", self.exact, True),
+            ("sharding", self.sharding, None),
+            ("ScalingConfig.processes_per_worker", self.scaling.processes_per_worker, 1),
+        ):
+            if value != works:
+                raise SpecError(
+                    f"inner_steps is {self.inner_steps} and {name} is {value!r}, which do not work "
+                    "together yet: leave out one of the two"
+                )
+        if self.scaling.resources_per_worker.get("GPU"):
+            raise SpecError(
+                f"inner_steps is {self.inner_steps}, which has not been tried on GPUs yet: leave "
+                'it out, or leave "GPU" out of ScalingConfig.resources_per_worker'
             )
 
     def _check_sharding(self) -> None:

@@ -184,13 +184,6 @@ class ScalingConfig:
         return by_step(self.max_workers if given is None else given)
 
     @property
-    def micro_batches_by_step(self) -> dict[int, int]:
-        """The number of micro-batches, keyed as `virtual_workers_by_step`: each process has its
-        own."""
-        each = self.processes_per_worker
-        return {step: each * number for step, number in self.virtual_workers_by_step.items()}
-
-    @property
     def growth(self) -> dict[str, int]:
         """The later numbers of virtual workers, by the step after which they hold, for JSON."""
         return {str(steps): n for steps, n in [*self.virtual_workers_by_step.items()][1:]}

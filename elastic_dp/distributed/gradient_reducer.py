@@ -15,8 +15,7 @@ The invariants are:
   reentrant checkpointing do) invalidates the step (`late`): it may have been sent too early, or
   added to its neighbour in parts. From then on (`sequential`) nothing is launched before backward
   has ended, and every leaf is added as a whole.
-- An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for
-  x = -0.0.
+- An absent gradient travels as -0.0, neutral in IEEE addition: x + -0.0 is x, also for x = -0.0.
 """
 
 from __future__ import annotations
@@ -212,12 +211,26 @@ class GradientReducer:
 
         `merges`: how many sums before it the node is added to. `is_last`: no leaf comes after it.
         """
-        self._begin(node, merges, is_last)
         for index, (p, gradient) in enumerate(zip(self._layout.parameters, gradients, strict=True)):
-            self._used[index] |= gradient is not None
-            if is_last:  # `send` takes it; a rounded sum stays as it is when it is rounded again
+            if is_last and gradient is not None:  # it stays as it is when it is rounded again
                 rounding = self._layout.bucket_of[index].rounding
-                p.grad = None if gradient is None else rounding.gradient(gradient, p)
+                gradients[index] = rounding.gradient(gradient, p)
+        self._add_given(node, gradients, merges, is_last)
+
+    def add_leaf(
+        self, leaf: Leaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
+    ) -> None:
+        """Adds a leaf whose gradients are not those of one backward pass, by parameter. They are
+        given up."""
+        v, given = leaf.virtual_worker, [gradients.get(p) for p in self._layout.parameters]
+        self._add_given((v, v + 1), given, leaf.merges, is_last)
+
+    def _add_given(self, node: Node, given: Gradients, merges: int, is_last: bool) -> None:
+        self._begin(node, merges, is_last)
+        for index, (p, gradient) in enumerate(zip(self._layout.parameters, given, strict=True)):
+            self._used[index] |= gradient is not None
+            if is_last:
+                p.grad = gradient  # `send` takes it
             else:
                 self._sums.add_gradient(index, gradient)
         if not is_last:
@@ -232,29 +245,25 @@ class GradientReducer:
             exchange.begin_leaf()
 
     def before_backward(self) -> None:
-        """Checks the gradients after the loss function returned. Raises LossError and
-        ModelError."""
+        """Takes the gradients of a backward pass. Raises what `check_after_loss` raises."""
+        self.check_after_loss()
+        self._running = True
+
+    def check_after_loss(self) -> None:
+        """Raises LossError or ModelError if there are gradients, or hooks of other code."""
         for p in self._all:
             if p.grad is not None:
                 raise LossError(
-                    f"the loss function left a gradient in model.{self._names[p]}.grad: it "
-                    "called backward(), or assigned it. "
-                    "Return the loss, whose backward pass is run for you; within a loss use "
-                    "torch.autograd.grad"
+                    f"the loss function left a gradient in model.{self._names[p]}.grad: it called "
+                    "backward(), or assigned it. Return the loss, whose backward pass is run for "
+                    "you; within a loss use torch.autograd.grad"
                 )
         self._refuse_hooks(1)
-        self._running = True
 
     def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """Adds the gradients after the backward pass, also of a leaf that contributes nothing."""
         self._running = False
-        for p in self._layout.frozen:
-            if p.grad is not None:
-                raise LossError(
-                    f"model.{self._names[p]} did not require a gradient when the step began, "
-                    "and the loss function gave "
-                    "it one: call requires_grad_() before the loop over ctx.steps, or in its body"
-                )
+        self.check_after_backward()
         if self._square is not None:
             for i, p in enumerate(self._layout.parameters):
                 if p.grad is not None:  # its hook has not taken it
@@ -267,6 +276,16 @@ class GradientReducer:
                 sums.add_gradient(i, local_of(p.grad))
                 p.grad = None
         sums.end_leaf()
+
+    def check_after_backward(self) -> None:
+        """Raises LossError if a parameter has a gradient that required none."""
+        for p in self._layout.frozen:
+            if p.grad is not None:
+                raise LossError(
+                    f"model.{self._names[p]} did not require a gradient when the step began, and "
+                    "the loss function gave it one: call requires_grad_() before the loop over "
+                    "ctx.steps, or in its body"
+                )
 
     def leaf_square(self) -> torch.Tensor:
         """Returns the sum of squares of the gradient of the leaf that has just ended."""
@@ -407,11 +426,10 @@ class GradientReducer:
         for p in self._layout.parameters:
             if len(p._post_accumulate_grad_hooks or ()) > ours:
                 raise ModelError(
-                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would "
-                    "see sums of as many micro-batches "
-                    "as this worker happens to run. Use register_hook, which sees the "
-                    "gradient of each micro-batch, or for "
-                    "that of the step clip_norm=, or optimizer.register_step_pre_hook"
+                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums "
+                    "of as many micro-batches as this worker happens to run. Use register_hook, "
+                    "which sees the gradient of each micro-batch, or for that of the step "
+                    "clip_norm=, or optimizer.register_step_pre_hook"
                 )
 
     def _hook(self, index: int) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from elastic_dp.sampling.keyed_permutation import derive
 
-_FORWARD, _BODY, _TRANSFORM, _BATCH, _ROUNDING = 1, 2, 3, 4, 5
+_FORWARD, _BODY, _TRANSFORM, _BATCH, _ROUNDING, _INNER = 1, 2, 3, 4, 5, 6
 
 
 def seed_for(job_seed: int, step: int, virtual_worker: int) -> int:
@@ -36,6 +36,11 @@ def batch_seed(job_seed: int, step: int, virtual_worker: int) -> int:
 def rounding_seed(job_seed: int, step: int) -> int:
     """Return the seed for the random rounding of the gradients of `step` (from 1)."""
     return derive(_ROUNDING, job_seed, step)
+
+
+def inner_seed(job_seed: int, step: int, virtual_worker: int) -> int:
+    """Return the seed of what makes the inner optimizer of one virtual worker in `step`."""
+    return derive(_INNER, job_seed, step, virtual_worker)
 
 
 def generator_for(

@@ -16,6 +16,7 @@ from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.train.noise_scale import split_noise
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
+from elastic_dp.train.step.inner_steps import InnerOptimizerFn
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.training_parts import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
@@ -161,6 +162,8 @@ class TrainContext:
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
         noise_scale_every: int | None = None,
+        inner_optimizer: InnerOptimizerFn | None = None,
+        inner_clip_norm: float | None = None,
     ) -> Iterator[Step]:
         """The training loop: each committed step once, in order, whatever happens to the workers.
 
@@ -176,6 +179,11 @@ class TrainContext:
         `state_dict` and `load_state_dict`; joiners take it over. `noise_scale_every`: the noise of
         the gradient is measured in steps that it divides (see `Step.noise`).
 
+        With `ElasticTrainer(inner_steps=…)`, `optimizer` is the outer one, and
+        `inner_optimizer(model, step)` returns a new optimizer for the inner steps of one virtual
+        worker in this step; it must be pure. `inner_clip_norm`: the largest 2-norm of the gradient
+        of an inner step.
+
         Raises SpecError, ModelError or StateError for arguments that cannot be used, LoopError for
         a second call or a body that changes what the step owns, LossError for what the loss
         function returns, DataError for data that cannot be read, and what user code raises.
@@ -183,7 +191,8 @@ class TrainContext:
         session = self._session
         try:
             given = (model, optimizer, loss_fn, scheduler, clip_norm, precision, state or {})
-            session.open(StepsArguments(*given, noise_scale_every))
+            inner = inner_optimizer, inner_clip_norm
+            session.open(StepsArguments(*given, noise_scale_every, *inner))
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
         except StopIteration as error:  # a generator must not raise it

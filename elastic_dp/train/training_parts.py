@@ -16,6 +16,7 @@ from elastic_dp.sampling import BatchSchedule
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.loop_guard.inner_arguments import check_inner_steps
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.phase_reporter import PhaseReporter
@@ -25,8 +26,10 @@ from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.inner_rows import InnerRows
+from elastic_dp.train.step.inner_steps import InnerOptimizerFn, InnerSteps
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
 from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_runner import StepRunner
@@ -45,6 +48,8 @@ class StepsArguments:
     precision: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     noise_scale_every: int | None = None
+    inner_optimizer: InnerOptimizerFn | None = None
+    inner_clip_norm: float | None = None
 
     def check(self) -> None:
         """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
@@ -105,6 +110,7 @@ class TrainingParts:
                 f"step, and staleness={spec.staleness} has the sum one step later: leave out one "
                 "of the two"
             )
+        check_inner_steps(spec.inner_steps, given)
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
         own = given.model, given.optimizer, given.scheduler
@@ -113,7 +119,9 @@ class TrainingParts:
         compared = spec.failure.compare_weights_every if spec.exact else None
         weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
-        speed = ComputeSpeed(device, write_speed if by_speed else None)
+        inner_steps = spec.inner_steps
+        speed = ComputeSpeed(device, write_speed if by_speed else None, inner_steps or 1)
+        inner_rows = None if inner_steps is None else InnerRows(data, inner_steps)
         micro_batches = MicroBatchRunner(
             state,
             given.loss_fn,
@@ -125,12 +133,19 @@ class TrainingParts:
             exact=spec.exact,
             precision=given.precision,
             gang=gang,
+            inner=inner_rows,
         )
+        inner: InnerSteps | None = None
+        if inner_rows is not None:
+            assert given.inner_optimizer is not None  # it is checked above
+            how = given.inner_optimizer, given.inner_clip_norm, spec.data.seed
+            inner = InnerSteps(given.model, micro_batches, inner_rows, speed, *how)
+        rows: RowSource = inner_rows or data
         step_runner = StepRunner(
             state,
             weights,
             micro_batches,
-            data,
+            rows,
             BatchSchedule(spec.scaling.virtual_workers_by_step),
             not by_speed,
             spec.exact,
@@ -143,11 +158,12 @@ class TrainingParts:
             given.noise_scale_every,
             spec.wire,
             gang,
+            inner,
         )
         trial = TrialRun(
             state,
             given.loss_fn,
-            data,
+            rows,
             micro_batches,
             step_runner.gradients,
             step_runner.buffers,
@@ -155,6 +171,7 @@ class TrainingParts:
             device,
             reporter.report,
             gang,
+            inner,
             exact=spec.exact,
         )
         skipped = SkippedRowGroups(state, data)

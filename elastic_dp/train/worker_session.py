@@ -412,7 +412,8 @@ class WorkerSession:
         return sharding.open(main, generation, topology, gather_whole=whole)
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
-        self.data.read_ahead(next_step, self.step_runner.share(membership, self.rank, next_step))
+        share = self.step_runner.share(membership, self.rank, next_step)
+        self.step_runner.data.read_ahead(next_step, share)
 
     def _post_stopped(
         self,

@@ -306,7 +306,7 @@ class Controller:
             takes_over=self.state_store.inherited,
             rows_by_step={
                 step: number * self.spec.data.micro_batch_size
-                for step, number in self.spec.scaling.micro_batches_by_step.items()
+                for step, number in self.spec.micro_batches_by_step.items()
             },
         )
         if self.state_store.inherited:

@@ -99,7 +99,7 @@ class PrometheusMetrics:
     """The metrics of one run. `started_at` (of `time.time`) is when the run began."""
 
     def __init__(self, spec: JobSpec, journal: Journal, started_at: float, stored: bool) -> None:
-        self._schedule = BatchSchedule(spec.scaling.micro_batches_by_step)
+        self._schedule = BatchSchedule(spec.micro_batches_by_step)
         self._micro_batch_size = spec.data.micro_batch_size
         self._stored = stored  # only a run with a folder has checkpoints
         self._committed_at = started_at

@@ -86,7 +86,7 @@ def follow(
     try:
         data = open_data(
             spec.data,
-            virtual_workers=spec.scaling.micro_batches_by_step,
+            virtual_workers=spec.micro_batches_by_step,
             index=index,
             timeout_s=spec.failure.storage_timeout_s,
         )

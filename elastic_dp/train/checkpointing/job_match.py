@@ -84,6 +84,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "exact": spec.exact,
         "wire": spec.wire,
         "staleness": spec.staleness,
+        "inner_steps": spec.inner_steps,
         "processes_per_worker": spec.scaling.processes_per_worker,
     }
 

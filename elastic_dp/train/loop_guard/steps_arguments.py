@@ -42,7 +42,7 @@ def check_steps_arguments(
             "torch.optim.Optimizer; a step has one, whose parameter groups may differ in lr "
             "and the like"
         )
-    _check_optimizer(optimizer, model)
+    check_optimizer("optimizer", optimizer, model)
     check_loss_fn("loss_fn", loss_fn)
     if scheduler is not None:
         _check_scheduler(scheduler)
@@ -133,16 +133,17 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_optimizer(name: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises ModelError for an optimizer that cannot be used. `name`: in messages."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError("optimizer is LBFGS, which evaluates the loss several times per step")
+        raise ModelError(f"{name} is LBFGS, which evaluates the loss several times per step")
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ModelError("optimizer is SparseAdam, which needs sparse gradients; use Adam")
+        raise ModelError(f"{name} is SparseAdam, which needs sparse gradients; use Adam")
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise ModelError(
-            f"optimizer is a {type(optimizer).__name__}, whose step() needs arguments ({error}); "
+            f"{name} is a {type(optimizer).__name__}, whose step() needs arguments ({error}); "
             "it is called without a closure, once per step"
         ) from None
     known = set(model.parameters())
@@ -150,7 +151,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         for p in group["params"]:
             if p not in known:
                 raise ModelError(
-                    f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a "
+                    f"the {name} holds a tensor of shape {tuple(p.shape)} that is not a "
                     "parameter of the model given to ctx.steps; pass one module that holds all "
                     "of them"
                 )

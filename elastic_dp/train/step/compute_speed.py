@@ -22,10 +22,13 @@ STEPS = 16
 
 
 class ComputeSpeed:
-    """Measures one worker. `tell` receives the value after each step; None: nothing is measured."""
+    """Measures one worker. `tell` receives the value after each step; None: nothing is measured.
+    `micro_batches`: of a virtual worker in a step."""
 
-    def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
-        self._tell, self._on_gpu = tell, is_gpu(device)
+    def __init__(
+        self, device: torch.device, tell: Callable[[float], None] | None, micro_batches: int = 1
+    ) -> None:
+        self._tell, self._on_gpu, self._micro_batches = tell, is_gpu(device), micro_batches
         self._instant: Callable[[], Any] = instant if self._on_gpu else time.perf_counter
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._instants: list[Any] = []  # in this step: begin, end, begin, end, …
@@ -54,6 +57,6 @@ class ComputeSpeed:
             return
         begins, ends = self._instants[::2], self._instants[1::2]
         took = seconds_between(begins, ends) if self._on_gpu else sum(ends) - sum(begins)
-        self._steps.append(took / len(ends))
+        self._steps.append(took / len(ends) * self._micro_batches)
         if len(self._steps) == STEPS:
             self._tell(sorted(self._steps)[STEPS // 2])

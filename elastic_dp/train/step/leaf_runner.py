@@ -1,5 +1,5 @@
 """Runs a worker's share of the virtual workers of a step. Each is a leaf of the reduction tree: a
-forward and a backward pass, whose gradients are added to those before it.
+forward and a backward pass, or several inner steps, whose gradients are added to those before it.
 
 What the worker has finished of the step before it was aborted is used in place of its leaves.
 """
@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
+from elastic_dp.errors import GroupError
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.noise_scale import LEAF_SQUARE
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.finished_work import FinishedWork
 from elastic_dp.train.step.gang_step import refuse_none
+from elastic_dp.train.step.inner_steps import InnerSteps, PseudoGradients
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 
 
@@ -27,7 +29,7 @@ class LeafRunner:
     """Without `meanwhile`, the gradients of the last leaf are sent in its backward pass. With it,
     it is called between two passes, and nothing is sent."""
 
-    data: BatchSource
+    data: RowSource
     micro_batches: MicroBatchRunner
     gradients: GradientReducer
     buffers: ModuleBuffers
@@ -37,6 +39,7 @@ class LeafRunner:
     gang: Gang | None = None
     noise_scale_every: int | None = None
     meanwhile: Callable[[], None] | None = None
+    inner: InnerSteps | None = None
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
 
     def run(
@@ -66,7 +69,8 @@ class LeafRunner:
                 self.control.may_continue()
                 taken = finished.take(v, limit) if finished is not None else None
                 if taken is None:
-                    self._run_leaf(leaf, v + 1 == last, step, stop, expected)
+                    run_leaf = self._run_leaf if self.inner is None else self._run_inner_steps
+                    run_leaf(leaf, v + 1 == last, step, stop, expected)
                     continue
                 node, work = taken
                 reused_until = node[1]
@@ -106,5 +110,34 @@ class LeafRunner:
         if loss is not None and self.measures_noise(step):
             self.results[v].measure(LEAF_SQUARE, self.gradients.leaf_square())
         self.speed.end_micro_batch()
+        if self.meanwhile is not None:
+            self.meanwhile()
+
+    def _run_inner_steps(
+        self, leaf: Leaf, is_last: bool, step: int, stop: bool, expected: float
+    ) -> None:
+        """Runs a leaf of several inner steps to its end, also where the group is lost meanwhile:
+        the next generation needs it."""
+        v, inner = leaf.virtual_worker, self.inner
+        assert inner is not None
+        lost: list[GroupError] = []
+
+        def passes(point: str) -> None:
+            if point == "backward" and self.meanwhile is not None and not lost:
+                try:
+                    self.meanwhile()
+                except GroupError as error:
+                    lost.append(error)
+            self.pass_point(point, step)
+
+        found: PseudoGradients = {}
+        if not stop and self.data.rows(step, v) > 0:
+            given = inner.batches(step, v), expected, self.gradients, passes
+            found, self.results[v] = inner.run(step, v, *given)
+        contributes = v in self.results and self.results[v].weight > 0
+        self.buffers.after_leaf(v, contributes=contributes)
+        self.gradients.add_leaf(leaf, found, is_last)
+        if lost:
+            raise lost.pop()
         if self.meanwhile is not None:
             self.meanwhile()

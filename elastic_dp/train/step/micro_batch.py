@@ -1,4 +1,8 @@
-"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss."""
+"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss.
+
+Where it makes several inner steps, each has a micro-batch with a number of its own, in the place of
+that of the virtual worker (`InnerRows.keys`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.inner_rows import InnerRows
 from elastic_dp.train.step.loss_result import parse_loss
 from elastic_dp.train.step.precision import autocast
 
@@ -84,11 +89,13 @@ class MicroBatchRunner:
         exact: bool,
         precision: str | None,
         gang: Gang | None = None,
+        inner: InnerRows | None = None,
     ) -> None:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._device, self._seed, self._speed, self._report = device, seed, speed, report
         self._exact, self.precision = exact, precision
         self._key = gang.key if gang is not None else int  # of the random numbers
+        self._inner = inner
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `_check_written`
 
@@ -103,31 +110,34 @@ class MicroBatchRunner:
             self._is_trial = False
 
     def counting(
-        self, step: int, results: Mapping[int, MicroBatchResult]
+        self,
+        step: int,
+        results: Mapping[int, MicroBatchResult],
+        describe: Callable[[int, int], str],
     ) -> dict[int, MicroBatchResult]:
-        """Returns the results with a weight, in the order of virtual workers. Raises LossError."""
+        """Returns the results with a weight, in the order of virtual workers. Raises LossError.
+
+        `describe`: returns the rows of a step and a virtual worker.
+        """
         for v in sorted(results):
             result = results[v]
             if result.weight and not math.isfinite(result.loss) and self._state.loss_scale is None:
-                raise LossError(
-                    f"the loss of step {step} is {result.loss} on virtual worker {v} "
-                    f"({self._data.describe(step, v)}). Give such a micro-batch the weight 0 "
-                    "to leave it out"
-                )
+                raise _not_finite(result.loss, step, f"virtual worker {v}", describe(step, v))
         return {v: results[v] for v in sorted(results) if results[v].weight}
 
     def batch(self, step: int, v: int) -> Any:
         # A transform draws here, or in a process.
         seed_everything(batch_seed(self._seed, step, self._key(v)))
-        self._report(f"data {v}")
+        self._report(f"data {self._virtual_worker(v)}")
         return to_device(self._data.batch(step, v), self._device)
 
     def forward(
-        self, batch: Any, step: int, v: int, expected: float
+        self, batch: Any, step: int, v: int, expected: float | None
     ) -> tuple[torch.Tensor | None, MicroBatchResult]:
         """Returns the scaled loss to run backward from, or None if the weight is 0; and the
-        result."""
-        self._report(f"compute {v}")
+        result. `expected`: the weight of the step, by which it is divided; None: it is not scaled.
+        """
+        self._report(f"compute {self._virtual_worker(v)}")
         seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
@@ -155,18 +165,25 @@ class MicroBatchRunner:
         if weight == 0.0:
             return None, result
         if not later and not math.isfinite(result.loss) and self._state.loss_scale is None:
+            if self._inner is not None:
+                raise _not_finite(value, step, self._name(v), self._data.describe(step, v))
             return None, result  # the header tells all; they raise together
         if not loss.requires_grad:
             raise LossError(
-                f"the loss of step {step} on virtual worker {v} has no gradient: it was "
-                "detached, made under no_grad, "
-                "or depends on no parameter that requires one. Return it with the weight 0 "
-                "to leave the micro-batch out"
+                f"the loss of step {step} on {self._name(v)} has no gradient: it was detached, "
+                "made under no_grad, or depends on no parameter that requires one. Return it with "
+                "the weight 0 to leave the micro-batch out"
             )
-        scale = weight / expected
+        scale = 1.0 if expected is None else weight / expected
         if self._state.loss_scale is not None:
             scale *= self._state.loss_scale.scale
         return loss * scale, result
+
+    def _virtual_worker(self, v: int) -> int:
+        return v if self._inner is None else self._inner.virtual_worker(v)
+
+    def _name(self, v: int) -> str:
+        return f"virtual worker {v}" if self._inner is None else self._inner.name(v)
 
     def _check_written(self, name: str) -> None:
         """Raises LossError if the loss function has changed a parameter.
@@ -182,6 +199,13 @@ class MicroBatchRunner:
                 "its own micro-batches: change parameters by the optimizer; several may be "
                 "one, that holds the others"
             )
+
+
+def _not_finite(loss: float, step: int, where: str, rows: str) -> LossError:
+    return LossError(
+        f"the loss of step {step} is {loss} on {where} ({rows}). Give such a micro-batch the "
+        "weight 0 to leave it out"
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

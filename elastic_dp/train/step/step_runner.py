@@ -45,12 +45,13 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.delayed_gradient import DelayedGradient
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
 from elastic_dp.train.step.gang_step import record_of_gang, refuse_change
+from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
@@ -68,7 +69,7 @@ class StepRunner:
     state: TrainState
     weights: WeightComparison
     micro_batches: MicroBatchRunner
-    data: BatchSource
+    data: RowSource
     schedule: BatchSchedule
     equal_shares: bool
     exact: bool
@@ -81,6 +82,7 @@ class StepRunner:
     noise_scale_every: int | None = None
     wire: str | None = None
     gang: Gang | None = None  # the processes of this worker, if there are several
+    inner: InnerSteps | None = None  # of each virtual worker, if it makes several
     # Whether a checkpoint of this step is due, as far as all members know before it.
     checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
@@ -111,6 +113,7 @@ class StepRunner:
             self.gang,
             self.noise_scale_every,
             None if previous is None else self.sums.advance,
+            self.inner,
         )
         self.delayed: DelayedGradient | None = None
         if previous is not None:
@@ -261,7 +264,7 @@ class StepRunner:
             return RetryStep()
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
-        results = self.micro_batches.counting(step, header.results)
+        results = self.micro_batches.counting(step, header.results, self.data.describe)
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
         expected *= 1 if self.gang is None else self.gang.size  # `fully_shard` takes the mean
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)

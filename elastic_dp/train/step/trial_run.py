@@ -1,5 +1,5 @@
 """Runs one micro-batch before the first step and undoes it, to see what user code does and to warm
-up."""
+up. Where virtual workers make inner steps, it is one of these."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from elastic_dp.train.exactness.purity_probe import (
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.gang_step import refuse_none
+from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
 
 
@@ -33,7 +34,7 @@ class TrialRun:
         self,
         state: TrainState,
         loss_fn: LossFn,
-        data: BatchSource,
+        data: RowSource,
         micro_batches: MicroBatchRunner,
         gradients: GradientReducer,
         buffers: ModuleBuffers,
@@ -41,6 +42,7 @@ class TrialRun:
         device: torch.device,
         report: Callable[[str], None],
         gang: Gang | None = None,
+        inner: InnerSteps | None = None,
         *,
         exact: bool,
     ) -> None:
@@ -48,6 +50,7 @@ class TrialRun:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
         self._virtual_workers, self._report, self._gang = virtual_workers, report, gang
+        self._inner = inner
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
             suppress_errors_of_code if gang is None else nullcontext
@@ -62,7 +65,7 @@ class TrialRun:
         memory, does not join.
         """
         with self._tolerates():
-            self._run_once(self._micro_batches.batch(1, self._largest()))
+            self._run_once(self._batch())
         self._undo(tried=True)
         self._report("start")
 
@@ -80,7 +83,7 @@ class TrialRun:
 
     def run_trial(self) -> ProbeOutcome | None:
         """Implements `ProbeTarget`."""
-        batch = self._micro_batches.batch(1, self._largest())
+        batch = self._batch()
         rows = facts_of("batch", batch)
         result_of_batch = self._run_once(batch)
         if result_of_batch is None:
@@ -90,7 +93,8 @@ class TrialRun:
             "its weight", result_of_batch.weight
         )
         for name, p in self._state.parameters.items():
-            result |= facts_of(f"the gradient of model.{name}", p.grad)
+            kind = "gradient" if self._inner is None else "pseudo-gradient"
+            result |= facts_of(f"the {kind} of model.{name}", p.grad)
         for name, buffer in model.named_buffers():
             result |= facts_of(f"the buffer model.{name}", buffer)
         left, kept = self.holds()
@@ -111,9 +115,19 @@ class TrialRun:
     def _largest(self) -> int:
         return max(range(self._virtual_workers), key=lambda v: self._data.rows(1, v))
 
+    def _batch(self) -> Any:
+        return self._micro_batches.batch(1, self._number())
+
+    def _number(self) -> int:
+        """Returns the number of the micro-batch."""
+        v = self._largest()
+        return v if self._inner is None else self._inner.rows.keys_with_rows(1, v)[0]
+
     def _run_once(self, batch: Any) -> MicroBatchResult | None:
         self._gradients.drop()  # those that the user's code has left before the loop
         v = self._largest()
+        if self._inner is not None:
+            return self._run_inner_step(self._inner, v, batch)
         with self._micro_batches.trial():
             loss, result = self._micro_batches.forward(batch, 1, v, float(self._data.rows(1, v)))
         if loss is None:
@@ -121,6 +135,14 @@ class TrialRun:
             return None
         loss.backward()
         return result
+
+    def _run_inner_step(self, inner: InnerSteps, v: int, batch: Any) -> MicroBatchResult | None:
+        expected, batches = float(self._data.rows(1, v)), [(self._number(), batch)]
+        with self._micro_batches.trial():
+            found, result = inner.run(1, v, batches, expected, self._gradients, lambda point: None)
+        for p, gradient in found.items():
+            p.grad = gradient
+        return result if result.weight else None
 
     def _undo(self, *, tried: bool = False) -> None:
         self._gradients.drop()

@@ -93,6 +93,7 @@ def test_a_larger_max_steps_continues(tmp_path):
         ({"exact": False}, "exact is False, .* True"),
         ({"wire": "bf16"}, "wire is 'bf16', .* None"),
         ({"staleness": 1}, "staleness is 1, .* 0"),
+        ({"inner_steps": 2}, "inner_steps is 2, .* None"),
     ],
 )
 def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, words):

@@ -1,0 +1,131 @@
+"""The inner steps of a virtual worker (`inner_steps=H`, DiLoCo): a leaf of the reduction tree that
+is not a gradient, but what H steps of an optimizer of its own change.
+
+    start    θ(t) is copied, and the inner optimizer is made
+    H times  forward and backward of the next micro-batch, clipping, a step of that optimizer
+    leaf     the pseudo-gradient θ(t) - θ, by the weight of these micro-batches
+    end      the parameters are θ(t) again, whatever happened
+
+So a leaf depends on θ(t), its rows and its seeds alone, as any leaf does. The tree adds the leaves,
+and the optimizer of the job applies their mean to θ(t). Nothing of the inner steps outlives them:
+the inner optimizer begins anew each time, since state that it kept would be lost with its worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.sampling.seeds import inner_seed
+from elastic_dp.train.state.buffer_memory import copy_values
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.inner_rows import InnerRows
+from elastic_dp.train.step.loss_result import mean, mean_metrics
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+
+InnerOptimizerFn = Callable[[nn.Module, int], torch.optim.Optimizer]
+PseudoGradients = dict[torch.Tensor, torch.Tensor]  # by parameter
+
+
+@dataclass(frozen=True)
+class InnerSteps:
+    """Makes the inner steps of one model. `make_optimizer` and `clip_norm` are `inner_optimizer`
+    and `inner_clip_norm` of `ctx.steps`, `seed` is that of the job."""
+
+    model: nn.Module
+    micro_batches: MicroBatchRunner
+    rows: InnerRows
+    speed: ComputeSpeed
+    make_optimizer: InnerOptimizerFn
+    clip_norm: float | None
+    seed: int
+
+    def batches(self, step: int, v: int) -> Iterator[tuple[int, Any]]:
+        """Reads the micro-batches of a virtual worker, each with its number."""
+        for key in self.rows.keys_with_rows(step, v):
+            yield key, self.micro_batches.batch(step, key)
+
+    def run(
+        self,
+        step: int,
+        v: int,
+        batches: Iterable[tuple[int, Any]],
+        expected: float,
+        gradients: GradientReducer,
+        passes: Callable[[str], None],
+    ) -> tuple[PseudoGradients, MicroBatchResult]:
+        """Makes an inner step with each of `batches`.
+
+        Returns the pseudo-gradients of the parameters that had a gradient in any of them, and the
+        result of them together. `expected`: the weight of the step. `gradients`: checks what the
+        loss function leaves. `passes`: is told the points of each inner step. Raises LossError,
+        ModelError, and what `passes` raises.
+        """
+        start = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
+        try:
+            used, results = self._train(step, v, batches, gradients, passes)
+            result = MicroBatchResult(
+                mean([(one.loss, one.weight) for one in results]),
+                math.fsum(one.weight for one in results),
+                mean_metrics(results),
+            )
+            scale = result.weight / expected
+            return {p: (start[p] - p.detach()).mul_(scale) for p in start if p in used}, result
+        finally:
+            with torch.no_grad():
+                for p, value in start.items():
+                    copy_values(p, value)
+            self._drop_gradients()
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _train(
+        self,
+        step: int,
+        v: int,
+        batches: Iterable[tuple[int, Any]],
+        gradients: GradientReducer,
+        passes: Callable[[str], None],
+    ) -> tuple[set[torch.Tensor], list[MicroBatchResult]]:
+        """Returns the parameters that had a gradient, and the results with a weight."""
+        seed_everything(inner_seed(self.seed, step, v))
+        optimizer = self.make_optimizer(self.model, step)
+        used: set[torch.Tensor] = set()
+        results = []
+        try:
+            for key, batch in batches:
+                passes("before_forward")
+                loss, result = self.micro_batches.forward(batch, step, key, None)
+                passes("forward")
+                gradients.check_after_loss()
+                if loss is not None:
+                    passes("backward")
+                    loss.backward()
+                    gradients.check_after_backward()
+                    used |= self._update(optimizer)
+                    results.append(result)
+                self.speed.end_micro_batch()
+        finally:
+            optimizer.state.clear()  # now: a scheduler and its optimizer keep each other
+        return used, results
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+        """Makes a step with the gradients that are there. Returns the parameters that have one."""
+        parameters = list(self.model.parameters())
+        used: set[torch.Tensor] = {p for p in parameters if p.grad is not None}
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        optimizer.step()
+        self._drop_gradients()
+        return used
+
+    def _drop_gradients(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None

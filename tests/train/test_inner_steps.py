@@ -1,0 +1,595 @@
+"""Whole runs with inner steps (`inner_steps=H`, DiLoCo): the weights of a loop in plain PyTorch;
+one digest for any number of workers, and after kills, joins and restarts; only lost virtual workers
+run again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.data import open_data
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import LossError, ModelError, SpecError
+from elastic_dp.sampling.seeds import seed_for
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.runs import group, lines_of, local, resize, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.train.jobs import classifier, cross_entropy, hold, in_small_buckets, loop
+from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points
+from tests.train.test_finished_work import STEP, VIRTUAL
+from tests.train.test_finished_work import job as job_of_three
+from tests.train.test_growing_batch import job as growing_job
+from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
+from tests.train.test_kills import job as job_of_kills
+from tests.train.test_nodes import on_nodes
+from tests.train.test_staleness import tree_sum, weights_of
+
+SLOW = pytest.mark.slow
+INNER = 3  # steps
+
+
+def with_inner(spec: JobSpec, inner_steps: int = INNER, **changes: Any) -> JobSpec:
+    return dataclasses.replace(spec, inner_steps=inner_steps, **changes)
+
+
+def as_is(train: Any) -> Any:
+    return train
+
+
+def outer(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def inner(model: nn.Module, step: int) -> torch.optim.AdamW:
+    """With a rate that warms up in the inner steps of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 / (1 + step / 10))
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 2))
+    optimizer.register_step_post_hook(lambda *_: warm_up.step())
+    return optimizer
+
+
+HOW: dict[str, Any] = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
+
+
+def trains(ctx: Any) -> None:
+    """With dropout."""
+    model = classifier()
+    loop(ctx, model, outer(model), clip_norm=0.5, **HOW)
+
+
+def trains_batch_norm(ctx: Any) -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+    )
+    loop(ctx, model, outer(model), **HOW)
+
+
+# ------------------------------------------------------------------------------- what is computed
+
+
+def some_without_weight(model: nn.Module, batch: Any) -> Any:
+    """Losses with weights of their own; some have none, and one virtual worker has none at all."""
+    first = int(batch["i"].min())
+    return cross_entropy(model, batch), 0.0 if first % 5 == 0 else len(batch["y"]) + first % 3
+
+
+def of_each_step(kept: list[Any], loss_fn: Any) -> Callable[..., None]:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        kept.append(weights_of(model))
+        for step in ctx.steps(model, outer(model), loss_fn, **HOW):
+            kept.append((*weights_of(model), step.grad_norm, step.loss, step.weight))
+
+    return train
+
+
+def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor], loss_fn: Any) -> list[Any]:
+    """For each step the weights after it, the mean loss, and its weight."""
+    virtual, inner_steps = spec.scaling.num_virtual_workers, spec.inner_steps
+    assert inner_steps is not None and spec.max_steps is not None
+    data = open_data(spec.data, virtual_workers=virtual * inner_steps)
+    model = classifier()
+    parameters = list(model.parameters())
+    put(parameters, initial)
+    optimizer, found = outer(model), []
+    for step in range(1, spec.max_steps + 1):
+        start, changes, weights, losses = weights_of(model), [], [], []
+        for v in range(virtual):
+            inner_optimizer, weight = inner(model, step), 0.0
+            for key in range(v * inner_steps, (v + 1) * inner_steps):
+                if data.rows(step, key) == 0:
+                    continue
+                seed_everything(seed_for(spec.data.seed, step, key))
+                returned = loss_fn(model, data.batch(step, key))
+                loss, own = returned if isinstance(returned, tuple) else (returned, None)
+                own = float(data.rows(step, key) if own is None else own)
+                if own == 0.0:
+                    continue
+                inner_optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+                inner_optimizer.step()
+                losses.append((float(loss.detach()), own))
+                weight += own
+            changes.append([s - p.detach() for s, p in zip(start, parameters, strict=True)])
+            weights.append(weight)
+            put(parameters, start)
+        rows = [data.rows(step, key) for key in range(virtual * inner_steps)]
+        expected = float(sum(rows))
+        leaves = [
+            [c * (w / expected) if w else torch.full_like(c, -0.0) for c in change]
+            for change, w in zip(changes, weights, strict=True)
+        ]
+        for p, *of_leaves in zip(parameters, *leaves, strict=True):
+            p.grad = tree_sum(of_leaves) * (expected / sum(weights))
+        optimizer.step()
+        total = math.fsum(w for _, w in losses)
+        found.append((weights_of(model), math.fsum(x * w for x, w in losses) / total, total))
+    return found
+
+
+def put(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, some_without_weight])
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(loss_fn: Any) -> None:
+    """With a last, shorter step of an epoch, in which one virtual worker makes fewer inner steps
+    and others none."""
+    kept: list[Any] = []
+    spec = with_inner(spec_of(steps=6, virtual=5, rows=160, tail="short"))
+    local(spec, of_each_step(kept, loss_fn))
+    initial, *after = kept
+    expected = in_plain_torch(spec, initial, loss_fn)
+    assert len(after) == len(expected) == 6
+    for step, ((weights, loss, weight), mine) in enumerate(zip(expected, after, strict=True), 1):
+        for value, p in zip(weights, mine, strict=False):
+            assert torch.equal(value, p), step
+        assert mine[-2] == pytest.approx(loss, rel=1e-12) and mine[-1] == weight
+        assert mine[-3] > 0.0
+
+
+def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size() -> None:
+    used: list[list[int]] = []
+
+    def noted(model: nn.Module, batch: Any) -> torch.Tensor:
+        used.append(batch["i"].tolist())
+        return cross_entropy(model, batch)
+
+    def train(ctx: Any) -> None:
+        model = classifier()
+        for step in ctx.steps(model, outer(model), noted, **HOW):
+            if step.number == 1:
+                del used[: -4 * INNER]  # without those of the trial
+            ctx.log({"epoch": step.epoch, "ends": step.epoch_end, "weight": step.weight})
+
+    spec = with_inner(spec_of(steps=6, virtual=4, rows=4 * 4 * INNER * 2 + 10, tail="short"))
+    logged = local(spec, train).logged
+    half = len(used) // 2
+    for epoch in (used[:half], used[half:]):
+        assert sorted(i for rows in epoch for i in rows) == list(range(len(spec.data.dataset)))
+        assert [len(rows) for rows in epoch] == [4] * 24 + [4, 4, 2]
+    assert [x["epoch"] for x in logged] == [0, 0, 0, 1, 1, 1]
+    assert [x["ends"] for x in logged] == [False, False, True] * 2
+    assert [x["weight"] for x in logged] == [48.0, 48.0, 10.0] * 2
+
+
+def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_taken() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 4)
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.head(x - self.mean)
+            self.mean.lerp_(x.mean(0), 0.5)
+            return found
+
+    moved: list[torch.Tensor] = []
+
+    def train(ctx: Any) -> None:
+        model = Moving()
+        for _ in ctx.steps(model, outer(model), cross_entropy, **HOW):
+            moved.append(model.mean.clone())
+
+    spec = with_inner(spec_of(steps=3, virtual=2, workers=1))
+    local(spec, train)
+    data = open_data(spec.data, virtual_workers=2 * INNER)
+    mean = torch.zeros(16)
+    for step, found in enumerate(moved, 1):
+        left = [mean.clone(), mean.clone()]
+        for key in range(2 * INNER):
+            left[key // INNER].lerp_(data.batch(step, key)["x"].mean(0), 0.5)
+        mean = (left[0] + left[1]) / 2
+        assert torch.equal(found, mean), step
+
+
+def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:
+    """The outer optimizer would let it decay otherwise."""
+    kept: list[torch.Tensor] = []
+
+    def train(ctx: Any) -> None:
+        model = nn.ModuleDict({"used": nn.Linear(16, 4), "not": nn.Linear(4, 4)})
+        model["used"].bias.requires_grad_(False)
+        kept.extend([model["not"].weight.detach().clone(), model["used"].bias.detach().clone()])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+        def loss_fn(model: nn.ModuleDict, batch: Any) -> torch.Tensor:
+            return cross_entropy(model["used"], batch)
+
+        before = model["used"].weight.detach().clone()
+        for _ in ctx.steps(model, optimizer, loss_fn, **HOW):
+            assert not torch.equal(model["used"].weight, before)
+        kept.extend([model["not"].weight.detach(), model["used"].bias.detach()])
+
+    local(with_inner(spec_of(steps=3)), train)
+    assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
+
+
+def test_weights_are_put_back_where_an_inner_step_fails() -> None:
+    kept: list[list[torch.Tensor]] = []
+
+    def train(ctx: Any) -> None:
+        model, calls = classifier(), Counter[str]()
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            calls["all"] += 1
+            if calls["all"] == 2 + 2:  # behind two of the trial: the second inner step
+                kept.append(weights_of(model))
+                raise ZeroDivisionError
+            return cross_entropy(model, batch)
+
+        kept.append(weights_of(model))
+        try:
+            for _ in ctx.steps(model, outer(model), loss_fn, **HOW):
+                raise AssertionError
+        finally:
+            kept.append(weights_of(model))
+            assert all(p.grad is None for p in model.parameters())
+
+    with pytest.raises(ZeroDivisionError):
+        local(with_inner(spec_of(steps=3)), train)
+    before, inside, after = kept
+    assert not any(map(torch.equal, before, inside))
+    assert all(map(torch.equal, before, after))
+
+
+def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step() -> None:
+    """Autocast keeps converted weights: those of the inner step before would be used again."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model, batch)
+
+    def by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return cross_entropy(model, batch)
+
+    found: list[list[torch.Tensor]] = []
+    for loss, precision in ((loss_fn, "bf16"), (by_hand, None)):
+
+        def train(ctx: Any, loss: Any = loss, precision: Any = precision) -> None:
+            model = classifier()
+            for _ in ctx.steps(model, outer(model), loss, precision=precision, **HOW):
+                pass
+            found.append(weights_of(model))
+
+        local(with_inner(spec_of(steps=3)), train)
+    assert all(map(torch.equal, *found))
+
+
+def test_inner_optimizer_leaves_no_memory_behind() -> None:
+    """A scheduler and its optimizer keep each other until they are collected as garbage."""
+    made: list[torch.optim.Optimizer] = []
+
+    def keeps(model: nn.Module, step: int) -> torch.optim.Optimizer:
+        made.append(inner(model, step))
+        return made[-1]
+
+    local(with_inner(spec_of(steps=2)), trained_with(inner_optimizer=keeps))
+    assert len(made) == 2 + 2 + 2 * 8  # the checks, the trial, the steps
+    assert not any(optimizer.state for optimizer in made)
+
+
+def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_path: Path) -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        for step in ctx.steps(model, outer(model), cross_entropy, **HOW):
+            ctx.log({"weight": step.weight})
+
+    spec = with_inner(spec_of(steps=8, virtual=2, workers=1), data=points(tmp_path))
+    run = local(spec, train)  # an epoch
+    assert sum(line["weight"] for line in run.logged) == SHARDS * GROUPS * ROWS - ROWS
+    assert run._session is not None
+    assert run._session.skipped == ("row group 2 of part-1.parquet",)
+
+
+# --------------------------------------------------------------------------------- for any fleet
+
+
+@pytest.mark.parametrize(
+    ("workers", "cut"),
+    [
+        (3, in_small_buckets),
+        *(pytest.param(n, as_is, marks=SLOW) for n in (1, 2, 4, 5, 6, 7, 8)),
+    ],
+)
+def test_any_number_of_workers_has_the_digest_of_one_process(workers: int, cut: Any) -> None:
+    """11 virtual workers, of which some make fewer inner steps in the last step of an epoch."""
+    options = {"steps": 6, "virtual": 11, "rows": 350, "tail": "short"}
+    spec = with_inner(spec_of(workers=workers, min_workers=workers, **options))
+    outcome, _ = group(spec, cut(trains))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, trains).digest
+    assert outcome.digest != local(with_inner(spec, 2), trains).digest
+
+
+def counted(folder: Path) -> Any:
+    """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch."""
+
+    def train(ctx: Any) -> None:
+        model = classifier()
+
+        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+            step = ctx._session.position.step + 1
+            with open(folder / "passes", "a", encoding="utf-8") as file:
+                file.write(f"{step} {int(batch['i'][0])}\n")
+            return cross_entropy(m, batch)
+
+        for step in ctx.steps(model, outer(model), loss_fn, **HOW):
+            hold(ctx, step)
+
+    return train
+
+
+def passes(folder: Path) -> Counter[int]:
+    lines = (folder / "passes").read_text(encoding="utf-8").splitlines()
+    return Counter(int(line.split()[1]) for line in lines if int(line.split()[0]) == STEP)
+
+
+@pytest.mark.parametrize(
+    ("wire", "staleness"), [(None, 0), ("int8", 1), pytest.param("int8", 0, marks=SLOW)]
+)
+def test_lost_worker_only_its_virtual_workers_run_again(wire, staleness, tmp_path):
+    """Death in the last inner step of the fourth virtual worker, so four are lost."""
+    files = {"once": str(tmp_path / "dead")}
+    dead = WorkerFault("backward", step=STEP, rank=1, nth=4 * INNER, **files)
+    spec = with_inner(job_of_three(min_workers=2), wire=wire, staleness=staleness)
+    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    lost = 4 * (1 + staleness)  # with staleness=1 those of the step before, too
+    assert sum(passes(tmp_path).values()) == INNER * (VIRTUAL + lost)
+    assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [trains, trains_batch_norm])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_worker_killed_anywhere_in_a_step_changes_no_bit(point, rank, train, tmp_path):
+    """Where a point is passed in each inner step, in the second one."""
+    nth = 2 if point in ("before_forward", "forward", "backward") else 1
+    dead = WorkerFault(point, step=STEP, rank=rank, nth=nth, once=str(tmp_path / "dead"))
+    spec = with_inner(job_of_three(min_workers=2))
+    outcome, _ = group(spec, train, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, train).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("point", IN_A_STEP)
+def test_two_workers_killed_at_once_change_no_bit(point, ranks, tmp_path):
+    faults = tuple(
+        WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / str(rank))) for rank in ranks
+    )
+    spec = with_inner(job_of_three(min_workers=1))
+    outcome, _ = group(spec, trains, faults=faults)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, trains).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", SECONDS, ids=str)
+def test_workers_killed_while_a_generation_forms_change_no_bit(seconds, tmp_path):
+    """A first kill makes a generation of three workers with state and a joiner form; then these die
+    in that."""
+    first = str(tmp_path / "first")
+    faults = (
+        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
+        *(
+            WorkerFault(point, rank=rank, once=str(tmp_path / f"{point}-{rank}"), after=(first,))
+            for point, rank in seconds
+        ),
+    )
+    outcome, _ = with_faults(with_inner(job_of_kills(workers=4)), trains_batch_norm, faults)
+    assert outcome.error is None, outcome.traceback
+    calm = with_inner(job_of_kills(outcome.step, workers=4))
+    assert outcome.digest == local(calm, trains_batch_norm).digest
+
+
+@pytest.mark.parametrize(
+    ("wire", "staleness"),
+    [
+        (None, 0),
+        ("int8", 1),
+        *(pytest.param(*pair, marks=SLOW) for pair in ((None, 1), ("int8", 0), ("bf16", 1))),
+    ],
+)
+def test_run_through_changing_sizes_has_the_local_digest(wire, staleness):
+    """1 → 3 → 2 workers while it trains."""
+    sizes = {2: 3, 6: 2}
+    config = {"hold": sizes, "body_s": 0.02}
+    spec = spec_of(steps=9, workers=1, virtual=6, config=config)
+    spec = with_inner(spec, wire=wire, staleness=staleness)
+    script = [resize(step, size) for step, size in sizes.items()]
+    outcome, _ = group(spec, trains_batch_norm, script=script)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.generations >= 2
+    assert outcome.digest == local(spec, trains_batch_norm).digest
+    ordinary = with_inner(spec, wire=None, staleness=0)
+    same = (wire, staleness) == (None, 0)
+    assert (outcome.digest == local(ordinary, trains_batch_norm).digest) == same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit", "after_commit"])
+@pytest.mark.parametrize(("wire", "staleness"), [("int8", 0), (None, 1), ("int8", 1)])
+def test_pairs_of_settings_have_the_local_digest_after_a_kill(wire, staleness, point, tmp_path):
+    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
+    spec = with_inner(job_of_three(min_workers=2), wire=wire, staleness=staleness)
+    outcome, _ = group(spec, trains_batch_norm, faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, trains_batch_norm).digest
+
+
+@pytest.mark.slow
+def test_growing_batch_on_two_nodes_with_a_kill_has_the_local_digest(tmp_path):
+    spec = with_inner(growing_job(config={"hold": dict.fromkeys(range(1, 5), 3)}), 2)
+    dead = WorkerFault("backward", step=7, rank=2, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, trains, faults=(dead,), location=on_nodes(2))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, trains).digest
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
+    url, gate = tmp_path / "run", tmp_path / "gate"
+    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
+    spec = with_inner(spec, checkpoint=CheckpointConfig(every_steps=4))
+    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
+    outcome, _ = group(spec, trains_batch_norm, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost >= 2
+    assert outcome.digest == local(dataclasses.replace(spec, config={}), trains_batch_norm).digest
+
+
+def logs_what_is_sent(train: Callable[..., None]) -> Callable[..., None]:
+    """In a process of its own: the bytes that a worker sends in each step to others."""
+
+    def logs(ctx: Any) -> None:
+        sent = Counter[str]()
+        all_to_all, all_gather = ProcessGroup.all_to_all, ProcessGroup.all_gather
+
+        def sends(group: Any, output: Any, given: Any, to_sizes: Any, sizes: Any) -> Any:
+            sent["bytes"] += (sum(sizes) - sizes[group.rank]) * given.element_size()
+            return all_to_all(group, output, given, to_sizes, sizes)
+
+        def gathers(group: Any, output: Any, given: Any) -> Any:
+            sent["bytes"] += (group.world_size - 1) * given.nbytes
+            return all_gather(group, output, given)
+
+        ProcessGroup.all_to_all, ProcessGroup.all_gather = sends, gathers  # type: ignore
+        steps = ctx.steps
+
+        def counting(*given: Any, **options: Any) -> Any:
+            for step in steps(*given, **options):
+                ctx.log({"sent": sent.pop("bytes")})
+                yield step
+
+        ctx.steps = counting
+        train(ctx)
+
+    return logs
+
+
+def ordinary(ctx: Any) -> None:
+    model = classifier()
+    loop(ctx, model, outer(model))
+
+
+def test_bytes_of_an_inner_step_are_those_of_a_step_by_their_number() -> None:
+    def bytes_of(spec: JobSpec, train: Any) -> int:
+        outcome, run = group(spec, logs_what_is_sent(train))
+        assert outcome.error is None, outcome.traceback
+        by_step = [line["sent"] for line in lines_of(run) if "sent" in line]
+        assert len(set(by_step[1:])) == 1  # the first one is with the start of the generation
+        return by_step[-1]
+
+    spec = spec_of(steps=4, workers=2, min_workers=2, virtual=2)
+    of_inner_steps = bytes_of(with_inner(spec, 8), trains)
+    assert 0 < of_inner_steps / 8 <= bytes_of(spec, ordinary) / (8 / 2)
+
+
+# ------------------------------------------------------------------------------------- is refused
+
+
+def trained_with(**options: Any) -> Callable[..., None]:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        loop(ctx, model, outer(model), **options)
+
+    return train
+
+
+def to_the_body(model: nn.Module, step: int) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
+
+
+def test_arguments_that_do_not_fit_are_refused_before_the_first_step() -> None:
+    spec = spec_of(steps=2)
+    once = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for inner_steps, options, error, words in (
+        (None, {"inner_optimizer": inner}, SpecError, "ctx.steps got inner_optimizer, and the job"),
+        (None, {"inner_clip_norm": 1.0}, SpecError, "ctx.steps got inner_clip_norm, and the job"),
+        (3, {}, SpecError, "inner_steps is 3, and ctx.steps got no inner_optimizer"),
+        (3, HOW | {"inner_clip_norm": 0.0}, SpecError, "inner_clip_norm is 0.0, must be"),
+        (3, HOW | {"precision": "fp16"}, SpecError, 'precision="fp16" scales'),
+        (3, HOW | {"noise_scale_every": 1}, SpecError, "noise_scale_every needs"),
+        (3, {"inner_optimizer": lambda model: None}, SpecError, "inner_optimizer takes (model)"),
+        (3, {"inner_optimizer": lambda model, step: None}, ModelError, "returned a NoneType"),
+        (3, {"inner_optimizer": lambda model, step: once}, ModelError, "the same optimizer twice"),
+        (3, {"inner_optimizer": to_the_body}, ModelError, "the inner optimizer holds a tensor of"),
+    ):
+        with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
+            local(dataclasses.replace(spec, inner_steps=inner_steps), trained_with(**options))
+
+
+def test_parameter_that_only_the_inner_optimizer_trains_is_refused() -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        loop(ctx, model, torch.optim.SGD(model[0].parameters(), lr=0.7), **HOW)
+
+    with pytest.raises(ModelError, match=r"inner optimizer trains model\.1\.weight, which the"):
+        local(with_inner(spec_of(steps=2)), train)
+
+
+def test_inner_optimizer_that_keeps_something_is_refused() -> None:
+    rates: list[float] = []
+
+    def of_calls(model: nn.Module, step: int) -> torch.optim.Optimizer:
+        rates.append(0.1)
+        return torch.optim.SGD(model.parameters(), lr=sum(rates))
+
+    with pytest.raises(LossError, match=r"run twice .* gave the pseudo-gradient of model\.0"):
+        local(with_inner(spec_of(steps=2)), trained_with(inner_optimizer=of_calls))
+
+
+def test_inner_loss_that_is_not_finite_is_named() -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            step = ctx._session.position.step + 1
+            return cross_entropy(model, batch) * (math.nan if step == 2 and 7 in batch["i"] else 1)
+
+        loop(ctx, model, outer(model), loss_fn, **HOW)
+
+    spec = with_inner(spec_of(steps=4, virtual=16))  # a step is an epoch
+    words = r"loss of step 2 is nan on virtual worker \d+, inner step [123] \(row"
+    with pytest.raises(LossError, match=words):
+        local(spec, train)
