@@ -166,7 +166,8 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     failed = json.loads(
         asked("run", "--json", other, "--set", f"max_steps={more + 9}", code=1).stdout
     )
-    assert failed["error"].startswith("UserCodeError: ") and "step.los" in failed["error"]
+    assert failed["error"].startswith("UserCodeError: ")
+    assert failed["error"].count('ctx.log({"loss": step.los})') == 1  # the line of the script
     assert failed["runs"] == [{"url": again["runs"][0]["url"]}]  # not the result of before
 
 

@@ -11,8 +11,10 @@ from tests.patience import eventually
 from tests.ray import clusters, jobs
 from tests.runs import Points
 
+# In CI on processes, and by the errors that Ray gives: tests/cluster/test_device.py.
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there"),
 ]
 

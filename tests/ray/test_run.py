@@ -98,6 +98,8 @@ def read(path):
     return path.read_text() if path.exists() else ""
 
 
+# In CI by the command line (test_commands.py), and on processes (tests/cluster/test_ends.py).
+@pytest.mark.slow
 def test_user_errors_arrive_with_their_own_traceback(tmp_path):
     def broken(ctx):
         model = classifier()
