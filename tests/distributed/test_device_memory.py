@@ -10,7 +10,7 @@ import types
 import torch
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import device_transport, process_group
+from elastic_dp.distributed import abandoned_groups, device_transport
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -43,7 +43,7 @@ def threads() -> int:
 
 def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
     """Every second one ends while a collective waits for a peer that never enters it."""
-    monkeypatch.setattr(process_group, "_REST_S", 0.0)
+    monkeypatch.setattr(abandoned_groups, "REST_S", 0.0)
     numbers, pending = {0: 0, 1: 0}, []
 
     def act(group):
