@@ -44,7 +44,7 @@ BILLION = 10**9
 
 def by_formula(workers: int, sharded: bool, element_bytes: int = 4) -> float:
     """The bytes for each parameter."""
-    parts = 3 + 11 / workers if sharded else 5
+    parts = 3 + 6 / workers if sharded else 5
     return element_bytes * parts
 
 

@@ -227,15 +227,18 @@ class Worker:
     def _gang(self) -> Gang | None:
         if not isinstance(self._control, LeaderControl):
             return None
-        size = self._spec.scaling.processes_per_worker
-        return lead(
-            self._control,
-            self.identity,
-            self._job.secret,
-            size,
-            is_source=self._is_source,
-            stores=self._job.url is not None,
-        )
+        try:
+            return lead(
+                self._control,
+                self.identity,
+                self._job.secret,
+                self._spec.scaling.processes_per_worker,
+                is_source=self._is_source,
+                stores=self._job.url is not None,
+            )
+        except ClusterError as error:  # this worker ends, and is replaced
+            self._link.say(f"{self.identity}: {error}")
+            raise
 
     def _checkpoints(self) -> WorkerCheckpointer | None:
         if self._job.url is None:

@@ -33,6 +33,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
 from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
 
+GATHERED_BYTES = 4 << 20  # of all ranks in one all-gather: Gloo receives it in memory of its own
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
 
@@ -73,7 +74,7 @@ class ReductionPlan:
         needed: HeldRanges | None = None,
     ) -> None:
         """`needed`: which ranks need the sum of which elements; None: all need all."""
-        self.needed = needed
+        self.needed, self.on_host = needed, group
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
@@ -138,15 +139,20 @@ class GradientBufferPool:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._in_use: list[tuple[Sequence[torch.Tensor], Callable[[], bool]]] = []
 
-    def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
-        """Touches memory for what each bucket sends and receives, before a group needs it."""
+    def preallocate(
+        self, buckets: Sequence[GradientBucket], virtual_workers: int, *, receives: bool
+    ) -> None:
+        """Touches memory for what each bucket sends, and for what it `receives`, before a group
+        needs it."""
         self._free = []
         for b in buckets:
             rounding = b.rounding
             sent = b.wire_numel + virtual_workers * rounding.record, rounding.dtype
             result = b.numel + virtual_workers * rounding.block, b.dtype
-            for numel, dtype in (sent, sent, *([result] if b.is_rounded else [])):
+            received = [sent] if receives else []
+            for numel, dtype in (sent, *received, *([result] if b.is_rounded else [])):
                 self._free.append(torch.zeros(numel, dtype=dtype, device=b.device))
 
     def clear(self) -> None:
@@ -177,6 +183,16 @@ class GradientBufferPool:
 
     def give_back(self, memory: Sequence[torch.Tensor]) -> None:
         self._free += memory
+
+    def give_back_later(self, memory: Sequence[torch.Tensor], is_over: Callable[[], bool]) -> None:
+        """Takes memory that may still be accessed. `collect` asks for it once."""
+        self._in_use.append((memory, is_over))
+
+    def collect(self) -> None:
+        """Takes what is no longer accessed of `give_back_later`, and forgets the rest."""
+        for memory, is_over in self._in_use:
+            self._free += memory if is_over() else ()
+        self._in_use = []
 
 
 class BucketReduction:
@@ -252,7 +268,7 @@ class BucketReduction:
     def begin(self) -> None:
         """Starts a new step."""
         self._launched: list[list[Any]] = []  # operations of the transport, by round
-        self._gathering: Any = None
+        self._gathering: list[Any] = []
         self._overwritten = False  # whether this worker's last sum is no longer in its buffer
         # Of the finished sum, piece by piece, once it is known: one number for all elements.
         self._element_totals: list[torch.Tensor] = []
@@ -316,12 +332,21 @@ class BucketReduction:
         if self._route is not None:
             cuts = [part[first:last] for first, last in self._route.cuts]
             torch.cat(cuts or [part[:0]], out=self._sending)
-            self._gathering = self._plan.group.all_to_all(
+            operation = self._plan.group.all_to_all(
                 self._total, self._sending, self._route.received, self._route.sent
             )
-            return
-        if len(part) < len(self._total):
-            self._gathering = self._plan.group.all_gather(self._total, part)
+            self._gathering = [operation]
+        elif len(part) < len(self._total):
+            self._gathering = self._gather(part)
+
+    def _gather(self, part: torch.Tensor) -> list[Any]:
+        """Sends this rank's part of the whole sum to all."""
+        group = self._plan.group
+        width = max(1, GATHERED_BYTES // (group.world_size * part.element_size()))
+        if self._plan.on_device or len(part) <= width:
+            return [group.all_gather(self._total, part)]
+        parts = self._total.view(group.world_size, -1).split(width, dim=1)
+        return [group.all_gather(columns, columns[group.rank]) for columns in parts]
 
     def sum_part(self) -> torch.Tensor:
         """Returns this rank's part of the sum, or the whole sum if the bucket is not divided."""
@@ -364,8 +389,8 @@ class BucketReduction:
 
     def settle(self) -> None:
         """Waits until the finished parts of all ranks have arrived. Raises GroupError."""
-        if self._gathering is not None:
-            self._plan.group.wait(self._gathering)
+        for operation in self._gathering:
+            self._plan.group.wait(operation)
 
     def restore(self) -> None:
         """Converts the finished sum to the dtype of the parameters, once it has settled."""
@@ -420,15 +445,19 @@ class BucketReduction:
     def release(self, pool: GradientBufferPool) -> None:
         """Returns the buffers to the pool.
 
-        A buffer of an abandoned operation is never used again, since the operation may still write
-        to it.
+        A buffer of an abandoned operation is not used again before the operation is over, since it
+        may still write to it.
         """
-        operations = [
-            *chain.from_iterable(self._launched),
-            *([] if self._gathering is None else [self._gathering]),
-        ]
-        if all(map(self._plan.group.is_over, operations)):
+        operations = [*chain.from_iterable(self._launched), *self._gathering]
+        group = self._plan.group
+
+        def is_over() -> bool:
+            return all(map(group.is_over, operations))
+
+        if is_over():
             pool.give_back(self._memory)
+        elif not self._plan.on_device:  # whose communicator nothing else may hold
+            pool.give_back_later(self._memory, is_over)
 
 
 def _total_of_elements(flat: torch.Tensor) -> torch.Tensor:

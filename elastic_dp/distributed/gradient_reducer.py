@@ -21,7 +21,7 @@ The invariants are:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
 from elastic_dp.distributed.piece_routes import HeldRanges
-from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
@@ -73,6 +73,8 @@ class GradientReducer:
         self._pool = GradientBufferPool()
         # By dtype: memory that is free from `complete_held` until the next step begins.
         self.received_memory: dict[torch.dtype, torch.Tensor] = {}
+        # ... of the generation before, and the operations that may access it
+        self._received_before: dict[torch.dtype, tuple[torch.Tensor, set[Operation]]] = {}
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
@@ -104,6 +106,9 @@ class GradientReducer:
     def close(self) -> None:
         """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
+        for dtype, memory in self.received_memory.items():
+            assert self._plan is not None
+            self._received_before[dtype] = memory, self._plan.on_host.in_flight
         self._plan = None
         self._error = None  # or its traceback is the last to hold a communicator
         self._sums.clear()
@@ -112,14 +117,15 @@ class GradientReducer:
         self._exchanges, self._turns = [], []
         self.received_memory = {}
 
-    def preallocate(self, virtual_workers: int) -> None:
-        """Touches memory for buffers before a group needs it."""
+    def preallocate(self, virtual_workers: int, *, receives: bool = True) -> None:
+        """Touches memory for buffers before a group needs it, also for what it `receives`."""
         self._arrange()
-        self._pool.preallocate(self._layout.buckets, virtual_workers)
+        self._pool.preallocate(self._layout.buckets, virtual_workers, receives=receives)
 
     def _lay_out(self) -> None:
         assert self._plan is not None
         self._arrange()
+        self._pool.collect()
         first = self._allocate_received()
         self._exchanges = [
             BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
@@ -137,8 +143,8 @@ class GradientReducer:
 
         Returns the part of each bucket, by its number.
         """
-        self.received_memory = {}
-        plan = self._plan
+        plan, before = self._plan, self._received_before
+        self.received_memory, self._received_before = {}, {}
         if plan is None or plan.needed is None:
             return {}
         parts: dict[int, torch.Tensor] = {}
@@ -146,7 +152,10 @@ class GradientReducer:
             buckets = [bucket for bucket in self._layout.buckets if bucket.dtype == dtype]
             sizes = [plan.first_received(bucket) for bucket in buckets]
             updated = plan.most_sent_first(dtype) * plan.group.world_size
-            memory = torch.empty(max(sum(sizes), updated), dtype=dtype, device=buckets[0].device)
+            numel = max(sum(sizes), updated)
+            memory = _usable(before.pop(dtype, None), numel)
+            if memory is None:
+                memory = torch.empty(numel, dtype=dtype, device=buckets[0].device)
             numbers = [bucket.number for bucket in buckets]
             parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
             self.received_memory[dtype] = memory
@@ -491,6 +500,15 @@ class GradientReducer:
         self._in_last[index] = value is not None
         _write(view, value)
         p.grad = None
+
+
+def _usable(
+    before: tuple[torch.Tensor, Collection[Operation]] | None, numel: int
+) -> torch.Tensor | None:
+    """Returns this memory if it is large enough and none of these operations accesses it."""
+    memory, operations = before or (None, ())
+    fits = memory is not None and numel <= memory.numel()
+    return memory if fits and all(one.work.is_completed() for one in operations) else None
 
 
 def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:

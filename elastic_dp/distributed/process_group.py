@@ -24,13 +24,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import queue
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.abandoned_groups import AbandonedGroups
 from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceConnection
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
@@ -49,7 +47,8 @@ from elastic_dp.threads import background
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 OPERATION_TIMEOUT = timedelta(hours=24)
 _PROOF_BYTES = 32
-_REST_S = 3.0  # from the end of a group until it is dropped
+
+_abandoned_groups = AbandonedGroups()
 
 
 class Operation:
@@ -192,6 +191,11 @@ class ProcessGroup:
         """
         return bool(operation.work.is_completed())
 
+    @property
+    def in_flight(self) -> set[Operation]:
+        """The operations that may still access their buffers."""
+        return {one for one in self._pending if one.work is not None and not self.is_over(one)}
+
     def synchronize(self) -> None:
         """Waits until the device has finished everything launched. Raises GroupAborted when
         aborted."""
@@ -234,7 +238,7 @@ class ProcessGroup:
                 goodbye.buffers = (kept_for_it,)
                 self._pending.add(goodbye)
         kept = self._store, None if self.on_device is None else self.on_device.release()
-        _abandoned_groups.add((self._backend, self._pending, kept))
+        _abandoned_groups.add((self._backend, self.in_flight, kept))
         self._backend, self._pending, self._store = None, set(), None
 
 
@@ -452,49 +456,3 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
         return [r for r in range(world_size) if not store.check([f"{prefix}/present/{r}"])]
     except RuntimeError:
         return []
-
-
-# ---------------------------------------------------------------------------------- abandoned
-# groups
-
-
-class _AbandonedGroups:
-    """Drops abandoned groups on a thread of its own, since dropping one with a stuck operation
-    blocks.
-
-    It waits first: Gloo's destructor takes about 4 ms for every peer and holds the GIL, which would
-    add to the pause of the next generation.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def add(self, abandoned: tuple[Any, set[Operation], Any]) -> None:
-        if abandoned[0] is None:
-            return
-        with self._lock:
-            if self._thread is None:
-                self._thread = background("abandoned-groups", self._drop_in_turn)
-                self._thread.start()
-        self._waiting.put(abandoned)
-
-    def _drop_in_turn(self) -> None:
-        while True:
-            abandoned = self._waiting.get()
-            # One thread each: a group that is stuck for hours must not delay the next ones.
-            background("drop-group", partial(_drop, abandoned)).start()
-            del abandoned
-
-
-def _drop(abandoned: tuple[Any, set[Operation], Any]) -> None:
-    _backend, operations, _store = abandoned
-    time.sleep(_REST_S)
-    for operation in operations:
-        if operation.work is not None:
-            with contextlib.suppress(RuntimeError):
-                operation.work.wait()
-
-
-_abandoned_groups = _AbandonedGroups()

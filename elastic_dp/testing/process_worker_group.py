@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import queue
 import secrets
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -42,6 +44,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.errors import ClusterError
 from elastic_dp.module_pickling import pickle_by_value
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
@@ -264,13 +267,22 @@ def _main(
             worker.deliver(command, rendezvous)
 
     background("control", listen, lambda _: os._exit(1)).start()
-    worker.run()
+    try:
+        worker.run()
+    except ClusterError as error:
+        print(error, file=sys.stderr, flush=True)
+        link.flush()
+        os._exit(1)
     link.flush()
     os._exit(0)  # abandoned groups may block an orderly exit
 
 
 def _follow(identity: WorkerId, number: int, job: WorkerJob, leader: Connection) -> None:
-    follow(identity, number, leader, job.pickled, job.index, job.secret, job.faults, _HOST)
+    try:
+        follow(identity, number, leader, job.pickled, job.index, job.secret, job.faults, _HOST)
+    except Exception:
+        leader.send(traceback.format_exc())
+        raise
     os._exit(0)
 
 

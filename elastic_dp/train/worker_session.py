@@ -224,13 +224,14 @@ class WorkerSession:
 
     def _try_out(self, trial: TrialRun) -> None:
         """Runs a micro-batch before the first step, and undoes it."""
-        self.step_runner.sums.preallocate(self.step_runner.schedule.first)
+        of_buckets = self.state.sharding is None  # else one piece for all that is received
+        self.step_runner.sums.preallocate(self.step_runner.schedule.first, receives=of_buckets)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
             self._groups.load_kernels()
-            self.state.preallocate()
             trial.warm_up()
+            self.state.preallocate()  # behind the trial, whose gradients are free now
 
     def next_step(self) -> StepRecord | None:
         """Returns the next committed step, or None after the last. Raises Released when

@@ -75,7 +75,7 @@ DEVICE_MUTANTS = [
     ModuleMutant(
         "memory that a peer may still write to is used again",
         "BucketReduction.release",
-        "all(map(self._plan.group.is_over, operations))",
+        "all(map(group.is_over, operations))",
         "True",
         module="elastic_dp.distributed.cross_worker_reduction",
         caught_by="tests/distributed/test_gradient_reducer.py::"

@@ -10,7 +10,7 @@ import types
 import torch
 
 from elastic_dp.device.accelerator import Accelerator, install
-from elastic_dp.distributed import device_transport, process_group
+from elastic_dp.distributed import abandoned_groups, device_transport
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport, StagingMemory
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -54,7 +54,7 @@ def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeyp
     """Every second one ends while a collective waits for a peer that never enters it. What is
     staged in the memory of the host is at most what both members take in one generation, however
     late a peer is."""
-    monkeypatch.setattr(process_group, "_REST_S", 0.0)
+    monkeypatch.setattr(abandoned_groups, "REST_S", 0.0)
     monkeypatch.setattr(device_transport, "_staging_memory", staging := CountedMemory())
     numbers, pending, generations = {0: 0, 1: 0}, [], 50
 

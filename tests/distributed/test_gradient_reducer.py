@@ -454,11 +454,13 @@ def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
     assert before == after
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(is_over: bool) -> None:
+@pytest.mark.parametrize(("at_close", "at_open"), [(False, False), (False, True), (True, True)])
+def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(
+    at_close: bool, at_open: bool
+) -> None:
     """What a peer sends may still arrive when a generation was left."""
     group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
-    group.transport.is_over = lambda _: is_over
+    group.transport.is_over = lambda _: at_close
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
     gradients = GradientReducer(named(parameters))
     shares = BEFORE[2]
@@ -467,10 +469,11 @@ def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(is_over: boo
     held = [memory for exchange in gradients._exchanges for memory in exchange._memory]
     gradients.drop()
     gradients.close()
+    group.transport.is_over = lambda _: at_open
     gradients.open(group, shares, COUNT, exact=True)
     taken = [memory for exchange in gradients._exchanges for memory in exchange._memory]
     again = {one.data_ptr() for one in held} & {one.data_ptr() for one in taken}
-    assert len(again) == (len(held) if is_over else 0)
+    assert len(again) == (len(held) if at_open else 0)
 
 
 def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generations() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections import defaultdict
 
 import pytest
@@ -83,3 +84,25 @@ def test_each_holder_gets_the_bits_of_the_whole_sum(shares, topology):
         }
         assert mine.keys() == of_rank.keys()
         assert all(torch.equal(mine[piece], of_rank[piece]) for piece in mine)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_next_generation_receives_in_the_same_memory_unless_something_accesses_it(
+    is_over, monkeypatch
+):
+    """Otherwise a worker would need room for both generations at each loss."""
+    work = types.SimpleNamespace(is_completed=lambda: is_over)
+    monkeypatch.setattr(ProcessGroup, "in_flight", [types.SimpleNamespace(work=work)])
+    shares = [[(0, 3)], [(3, 6)], [(6, 8)]]
+
+    def act(group):
+        p = torch.nn.Parameter(torch.zeros(700))
+        gradients = GradientReducer(named([p]))
+        needed = {p: [HeldRange(0, 0, 700, (0, 1))]}
+        gradients.open(group, shares, V, True, (), needed)
+        before = gradients.received_memory[torch.float32]
+        gradients.close()
+        gradients.open(group, shares, V, True, (), needed)
+        return gradients.received_memory[torch.float32] is before
+
+    assert of_each(len(shares), act) == [is_over] * len(shares)

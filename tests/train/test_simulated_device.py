@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import Cause, SizeRequested, StopRequested
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed import abort_limit, process_group
+from elastic_dp.distributed import abandoned_groups, abort_limit
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedCommunicator, SimulatedDevice
 from elastic_dp.train.fault_injection import HANDING_OVER, WorkerFault
@@ -431,7 +431,7 @@ def destroyed_at_once(train, file):
             destroy(self)
 
         SimulatedCommunicator.__del__ = noted
-        process_group._REST_S, abort_limit.ABORT_LIMIT_S = 0.0, PATIENCE_S
+        abandoned_groups.REST_S, abort_limit.ABORT_LIMIT_S = 0.0, PATIENCE_S
         train(ctx)
 
     return drops

@@ -27,7 +27,17 @@ from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.threads import background
 
-_MAIN = "from elastic_dp.cluster.followers.child_processes import main; main()"
+# What fails before the child has a session is told to the actor, which reports it.
+_MAIN = """
+import sys, traceback
+try:
+    from elastic_dp.cluster.followers.child_processes import main
+    main()
+except Exception:
+    from multiprocessing.connection import Connection
+    Connection(int(sys.argv[1])).send(traceback.format_exc())
+    raise
+"""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -5,6 +5,9 @@ first process waits for all of them, decides, and answers. A follower that leave
 says that instead. Where a process ends, its connection closes, and the others end at once: a
 worker lives as long as all of its processes.
 
+A process that fails before it says anything sends its traceback, as a plain text: it may lack this
+package. The first process raises it where it waits for that process.
+
 Where a process dies in a collective of torch, those who wait for it there get an exception. That
 looks like one of user code, so no failure is posted before all processes have shown that they live.
 """
@@ -22,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic_dp.coordinator.messages import WorkerFailed
-from elastic_dp.errors import GroupAborted, LoopError
+from elastic_dp.errors import ClusterError, GroupAborted, LoopError
 from elastic_dp.threads import background
 
 
@@ -123,7 +126,8 @@ class LeaderChannel:
 
     def gather(self, point: str) -> list[Any]:
         """Waits until all followers are at this point. Returns what they bring. Raises GroupAborted
-        if one leaves the generation, LoopError if one is elsewhere, and ProcessFailed."""
+        if one leaves the generation, LoopError if one is elsewhere, ClusterError if one did not
+        start, and ProcessFailed."""
         told = []
         for number in range(len(self._followers)):
             message = None if number in self._leaving else self._next(number)
@@ -172,17 +176,23 @@ class LeaderChannel:
         if isinstance(message, Leaving):
             self._leaving.add(number)
             return None
+        if isinstance(message, str):
+            last = message.strip().splitlines()[-1]
+            raise ClusterError(
+                f"process {number + 1} of this worker did not start: {last}\n{message}"
+            )
         if not isinstance(message, Arrived):
             raise ProcessFailed
         self._waiting.add(number)
         return message
 
     def _read(self, number: int, connection: Connection) -> None:
+        has_started = did_not_start = False
         while True:
             try:
                 message = connection.recv()
             except (EOFError, OSError):
-                if not self._ends:
+                if not (self._ends or did_not_start):
                     text = f"process {number + 1} of this worker has ended, so the worker ends"
                     print(text, file=sys.stderr, flush=True)
                     os._exit(1)
@@ -191,6 +201,9 @@ class LeaderChannel:
             if isinstance(message, Here):
                 self._alive[number].put(message)
                 continue
+            if isinstance(message, str) and has_started:
+                continue  # it ends now, and has printed that
+            did_not_start, has_started = isinstance(message, str), True
             if isinstance(message, Posted):
                 background(f"failure-{number + 1}", partial(self._failed, message.event)).start()
             self._arrived[number].put(message)

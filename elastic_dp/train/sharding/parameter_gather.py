@@ -2,11 +2,10 @@
 
 Each member has its part of one flat tensor for each dtype: the pieces of which it is the primary,
 one after another, with room as for the largest part. All-gathers of a limited size send the parts
-to all members: Gloo receives each of them in memory of its own, and copies it. What a backup
-computes lies in memory of its own and is sent to nobody.
+to all members: Gloo receives each of them in memory of its own, and copies it.
 
-A member launches the all-gathers only after it has updated everything that it holds. So who has
-received all parts knows that all members have.
+A member launches the all-gathers only after it has the gradient of everything that it holds, and
+has updated what it is the primary of. So who has received all parts knows that all members have.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
+from elastic_dp.distributed.cross_worker_reduction import GATHERED_BYTES
+from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.sharding.pieces import StatePiece
-from elastic_dp.train.state.buffer_memory import same_bits
-
-GATHERED_BYTES = 4 << 20  # of all members in one all-gather
 
 
 class ParameterGather:
@@ -41,10 +40,10 @@ class ParameterGather:
         self._group, self._parameters, self._pieces = group, parameters, pieces
         self._flats: list[torch.Tensor] = []
         self._flying: list[Any] = []
-        # By number of the piece: where this member writes what it holds, and where all arrive.
+        # By number of the piece: where this member writes what it sends, and where all arrive.
         self.targets: dict[int, torch.Tensor] = {}
         self._arrive: dict[int, torch.Tensor] = {}
-        self._backed: list[int] = []  # what this member computes and does not send
+        self.backed: list[int] = []  # what this member holds and does not send
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number in sorted(updated):
             by_dtype.setdefault(self._parameter(number).dtype, []).append(number)
@@ -71,13 +70,7 @@ class ParameterGather:
                 self._arrive[number] = self._cut(flat, at, number)
                 at += self._pieces[number].numel
         self.targets |= {number: self._arrive[number] for number in parts[rank]}
-        backed = [number for number in numbers if holders[number].backup == rank]
-        self._backed += backed
-        own = torch.zeros(sum(self._pieces[n].numel for n in backed), dtype=dtype)
-        at = 0
-        for number in backed:
-            self.targets[number] = self._cut(own, at, number)
-            at += self._pieces[number].numel
+        self.backed += [number for number in numbers if holders[number].backup == rank]
 
     def _cut(self, flat: torch.Tensor, at: int, number: int) -> torch.Tensor:
         piece = self._pieces[number]
@@ -85,12 +78,6 @@ class ParameterGather:
 
     def _parameter(self, number: int) -> torch.Tensor:
         return self._parameters[self._pieces[number].parameter]
-
-    @torch.no_grad()
-    def load(self) -> None:
-        """Copies the present values of what this member holds to where it will be updated."""
-        for number, target in self.targets.items():
-            target.copy_(self._pieces[number].of(self._parameter(number)))
 
     def launch(self) -> None:
         """Sends this member's part to all others. Raises GroupError."""
@@ -106,10 +93,9 @@ class ParameterGather:
         for operation in self._flying:
             self._group.wait(operation)
 
-    def differing(self) -> list[int]:
-        """Returns the pieces that this member has computed as a backup with other bits than those
-        that have arrived from their primary."""
-        return [n for n in self._backed if not same_bits(self.targets[n], self._arrive[n])]
+    def differing(self, digests: Mapping[int, bytes]) -> list[int]:
+        """Returns the pieces whose updated parameters have other digests than what has arrived."""
+        return [n for n, digest in digests.items() if digest_of_piece(self._arrive[n]) != digest]
 
     @torch.no_grad()
     def install(self) -> None:
@@ -125,3 +111,8 @@ class ParameterGather:
         return others * sum(
             n * flat.element_size() for n, flat in zip(sizes, self._flats, strict=True)
         )
+
+
+def digest_of_piece(tensor: torch.Tensor) -> bytes:
+    """Returns a digest of the bits of a dense tensor."""
+    return xxhash.xxh3_128_digest(in_memory_order(tensor).view(torch.uint8).numpy().data)

@@ -1,16 +1,17 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
-A step updates out of place before its commit, and the commit swaps:
+A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
+a time, of which only the parameters are kept. After it, the same update is done in place:
 
     held        the state of the pieces that this member holds, as of the last commit
-    prepared    the same after the step that is being attempted, until it is committed
+    prepared    the gradients of these pieces in the step that is being attempted, until its commit
     whole       the state of all pieces, for a checkpoint: a part of what is prepared, too
 
 Who has committed a step has the updated parameters of all members, and so knows that all members
 have prepared it (`parameter_gather.py`). Therefore a member that was aborted before its commit
 keeps what it has prepared until it knows whether some other member has committed: if so, and in the
-same generation, its prepared state is the right one (`roll_forward`); if not, the step is done
-again.
+same generation, it updates by the gradients that it has prepared (`roll_forward`); if not, the step
+is done again.
 
 With one member or two, all hold everything. Then a step updates in place after its commit, as it
 does without sharding, and no parameters are gathered.
@@ -19,9 +20,10 @@ does without sharding, and no parameters are gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -30,14 +32,15 @@ from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
-from elastic_dp.train.sharding.parameter_gather import ParameterGather
+from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
-from elastic_dp.train.sharding.piece_norm import PieceNorm, clip
+from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, pieces_of
 from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_of
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
+PORTION_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class _PreparedStep:
 
     step: int
     generation: int
-    states: dict[int, State]
+    gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
     whole: WholeState | None = None
 
 
@@ -76,7 +79,8 @@ class ShardedOptimizer:
         self._group: ProcessGroup | None = None
         self._holders: list[Holders] = []
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
-        self._gather: ParameterGather | None = None  # of this step
+        self._gather: ParameterGather | None = None  # of this step, and its norm
+        self._adding: PendingNorm | None = None
         self.absorb()
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
@@ -137,7 +141,7 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
-        self._group, self._gather = None, None
+        self._group = self._gather = self._adding = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
 
     def _holders_now(self, group: ProcessGroup, states: Mapping[int, State]) -> list[list[int]]:
@@ -182,7 +186,7 @@ class ShardedOptimizer:
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
-        self._prepared = self._gather = self._whole = None
+        self._prepared = self._gather = self._adding = self._whole = None
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""
@@ -202,11 +206,12 @@ class ShardedOptimizer:
         used: AbstractSet[torch.Tensor],
         clip_norm: float | None,
         memory: Mapping[torch.dtype, torch.Tensor],
-    ) -> torch.Tensor | None:
-        """Updates what this member holds, out of place. Returns the norm of the gradient, or None
-        if not all of it is finite; then nothing is prepared. Raises GroupError.
+    ) -> bool:
+        """Updates copies of what this member sends, and begins to add up the norm of the gradient.
+        Raises GroupError.
 
-        The norm is added up meanwhile, unless the gradient is clipped by it.
+        Where the gradient is clipped by its norm, this waits for the norm. Returns False, and
+        prepares nothing, if not all of the gradient is finite.
 
         `held` has the gradients of the pieces that this member holds, of shape (numel,). Those of
         parameters that are not in `used` do not count. `memory`: see `ParameterGather`; the same
@@ -219,27 +224,20 @@ class ShardedOptimizer:
             if self._parameters[self.pieces[n].parameter] in used
         }
         adding = self._norm.launch(gradients, wide=any(p.dtype == torch.float64 for p in used))
-        norm = None
         if clip_norm is not None:
             norm = adding.wait()
             if norm is None:
-                return None
+                return False
             clip(gradients.values(), clip_norm, norm)
         gather = self._gather_of([p in used for p in self._parameters], memory)
-        gather.load()
-        states = {n: _copy(self.held[n]) for n in gather.targets}
         shaped = {
             n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
-            for n in gather.targets
+            for n in [*gather.targets, *gather.backed]
         }
-        self._updates.run(gather.targets, shaped, states)
-        if clip_norm is None:
-            norm = adding.wait()
-            if norm is None:
-                return None
-        self._prepared = _PreparedStep(step, self._generation, states)
-        self._gather = gather
-        return norm
+        self._update_copies(gather.targets, shaped, targets=gather.targets)
+        self._prepared = _PreparedStep(step, self._generation, shaped)
+        self._gather, self._adding = gather, adding
+        return True
 
     def _gather_of(
         self, used: list[bool], memory: Mapping[torch.dtype, torch.Tensor]
@@ -261,18 +259,63 @@ class ShardedOptimizer:
         self._kept_gather = used, gather
         return gather
 
-    def gather(self) -> None:
-        """Sends the updated parameters to all members and waits for theirs. Raises GroupError."""
-        assert self._gather is not None
-        self._gather.launch()
-        self._gather.wait()
+    @torch.no_grad()
+    def gather(self, *, compares: bool) -> tuple[torch.Tensor | None, set[int]]:
+        """Sends the updated parameters to all members and waits for theirs. Raises GroupError.
 
-    def differing_ranks(self) -> set[int]:
-        """Returns the primaries whose updated parameters differ from what this member computed as
-        their backup, and this member's own rank with them; empty if all are equal."""
-        assert self._gather is not None and self._group is not None
-        odd = {self._holders[number].primary for number in self._gather.differing()}
-        return odd | {self._group.rank} if odd else odd
+        With `compares` it updates copies of what this member is the backup of, meanwhile. Returns
+        the norm of the gradient, or None if not all of it is finite, and the primaries that have
+        sent other bits, this member's own rank with them; empty if all are equal.
+        """
+        gather, prepared, adding = self._gather, self._prepared, self._adding
+        assert gather is not None and prepared is not None and adding is not None
+        digests: dict[int, bytes] = {}
+        gather.launch()
+        if compares:
+
+            def note(number: int, updated: torch.Tensor, _: State) -> None:
+                digests[number] = digest_of_piece(updated)
+
+            self._update_copies(gather.backed, prepared.gradients, note)
+        gather.wait()
+        odd = {self._holders[number].primary for number in gather.differing(digests)}
+        return adding.wait(), odd | {adding.group.rank} if odd else odd
+
+    def _update_copies(
+        self,
+        numbers: Iterable[int],
+        gradients: Mapping[int, torch.Tensor],
+        take: Callable[[int, torch.Tensor, State], None] | None = None,
+        targets: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
+        piece, its parameters and its state. `targets`: memory for the parameters."""
+        for some in self._portions(numbers):
+            tensors, states = {}, {n: _copy(self.held[n]) for n in some}
+            for n in some:
+                present = self._of_piece(n)
+                tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
+            # An optimizer may write to gradients, which are needed again.
+            self._updates.run(tensors, {n: gradients[n].clone() for n in some}, states)
+            if take is not None:
+                for n in some:
+                    take(n, tensors[n], states[n])
+
+    def _portions(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """Yields these pieces in lists of about PORTION_BYTES of parameters."""
+        portion, size = list[int](), 0
+        for number in numbers:
+            portion.append(number)
+            size += self.sizes[number]
+            if size >= PORTION_BYTES:
+                yield portion
+                portion, size = [], 0
+        if portion:
+            yield portion
+
+    def _of_piece(self, number: int) -> torch.Tensor:
+        piece = self.pieces[number]
+        return piece.of(self._parameters[piece.parameter].detach())
 
     def gather_whole(self) -> None:
         """Gives all members the state of all pieces: as of the commit of what is prepared, or of
@@ -281,8 +324,14 @@ class ShardedOptimizer:
             return
         assert self._group is not None
         prepared = self._prepared
-        present = self.held if prepared is None else self.held | prepared.states
-        whole = self._new_whole(present)
+        gradients = {} if prepared is None else prepared.gradients
+        whole = self._new_whole({n: s for n, s in self.held.items() if n not in gradients})
+
+        def add(number: int, _: torch.Tensor, state: State) -> None:
+            whole.add(number, state, is_new=True)
+
+        self._update_copies(gradients, gradients, add)
+        present = {n: whole.of_piece(n) for n in self.held}
         everyone = range(self._group.world_size)
         held = [one.ranks for one in self._holders]
         moves = moves_to([everyone] * len(held), held, self.sizes)
@@ -304,36 +353,36 @@ class ShardedOptimizer:
     def commit(self) -> None:
         """Makes the prepared state and the gathered parameters those of the step."""
         assert self._prepared is not None and self._gather is not None
+        self._update_in_place(self._prepared.gradients)
         self._gather.install()
-        self.held |= self._prepared.states
         self._whole = self._prepared.whole
-        self._prepared = self._gather = None
+        self._prepared = self._gather = self._adding = None
 
-    @torch.no_grad()
     def step_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates all parameters where each member holds everything. `gradients` has one for each
         parameter."""
-        tensors = {
-            number: piece.of(self._parameters[piece.parameter].detach())
-            for number, piece in enumerate(self.pieces)
-            if self._updates.has(number) and gradients[piece.parameter] is not None
-        }
-        shaped = {}
-        for number in tensors:
-            gradient = gradients[self.pieces[number].parameter]
-            assert gradient is not None
-            shaped[number] = self.pieces[number].of(gradient)
-        self._updates.run(tensors, shaped, self.held)
+        of_pieces = {}
+        for number, piece in enumerate(self.pieces):
+            gradient = gradients[piece.parameter]
+            if gradient is not None and self._updates.has(number):
+                of_pieces[number] = piece.of(gradient)
+        self._update_in_place(of_pieces)
+
+    @torch.no_grad()
+    def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Updates these pieces, which this member holds, and their state."""
+        self._updates.run({n: self._of_piece(n) for n in gradients}, gradients, self.held)
 
     # -------------------------------------------------------------------- state transfers
 
     def roll_forward(self, step: int, generation: int) -> None:
         """Goes to `step`, which another member has committed in `generation` and this one has not:
-        by what it has prepared there. Without that it holds nothing, and others have it."""
+        by what it has prepared there. Without that it holds nothing, and others have it. The
+        parameters and the groups are still those of the step before."""
         prepared, self._prepared, self._whole = self._prepared, None, None
         self.committed_in = generation
         if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
-            self.held |= prepared.states
+            self._update_in_place(prepared.gradients)
             self._whole = prepared.whole
         else:
             self.held = {}

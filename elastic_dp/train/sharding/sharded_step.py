@@ -23,20 +23,20 @@ def prepare_step(
     *,
     gather_whole: bool,
 ) -> torch.Tensor | None:
-    """Updates this member's pieces out of place, and gathers the parameters of all members.
+    """Updates copies of this member's parameters, and gathers those of all members.
 
     `used`: numbers of the parameters that have a gradient. `gather_whole`: the whole state, too,
     for a checkpoint. Returns the norm of the gradient, or None if it is not finite. Raises
     GroupError, also where the two members that update a piece have computed other bits.
     """
     held, memory = gradients.complete_held(factor), gradients.received_memory
-    norm = sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory)
-    if norm is None:
+    if not sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory):
         return None
     pass_point("prepared", step)
-    sharding.gather()
-    if weights.compares:
-        weights.compare_updates(step, sharding.differing_ranks())
+    norm, differing = sharding.gather(compares=weights.compares)
+    if norm is None:
+        return None
+    weights.compare_updates(step, differing)
     if gather_whole:
         sharding.gather_whole()
     pass_point("gathered", step)

@@ -248,6 +248,9 @@ class TrainState:
         With `body`, on a worker that joins, it also takes over what loop bodies change.
         """
         step = tree["step"]
+        if self.sharding is not None and "sharded" in step and not body:
+            # It updates what is here still.
+            self.sharding.roll_forward(step["record"].number, step["sharded"])
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(local_of(mine), given)
         buffers = dict(self.model.named_buffers())
@@ -307,8 +310,6 @@ class TrainState:
             self.sharding.absorb()
         elif body:
             self.sharding.forget(step["sharded"])
-        else:
-            self.sharding.roll_forward(step["record"].number, step["sharded"])
 
     def _owners(self) -> dict[str, torch.Tensor]:
         buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}

@@ -8,7 +8,7 @@ it cannot fail.
     sums     of my part of the gradient, sent out bucket by bucket
     header   of all, collected: whether all go on, stop, or do the step again
     gather   changed buffers of all; finished parts of all
-    update   of this member's pieces, out of place, and of all, gathered; where they are sharded
+    update   of copies of this member's pieces; parameters of all, gathered; where it is sharded
     commit   one compare-and-swap that excludes an abort
     apply    gradients assigned, clipped, optimizer, scheduler, buffers
 

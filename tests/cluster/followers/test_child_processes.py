@@ -70,3 +70,18 @@ def test_first_process_hears_of_an_end_although_another_holds_the_connection(
     os.kill(child, signal.SIGKILL)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ended\n"
+
+
+BROKEN = """
+import pickle
+from elastic_dp.cluster.followers import child_processes
+given = b"not a pickle", None, b"", ()
+[follower] = child_processes.start_followers("w1", 2, *given)
+print(follower.connection.recv().splitlines()[-1], flush=True)
+"""
+
+
+def test_process_that_cannot_start_says_why() -> None:
+    """Here what the driver has pickled cannot be read, as where a module is missing."""
+    ran = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, check=True)
+    assert "UnpicklingError" in ran.stdout

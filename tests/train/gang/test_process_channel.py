@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_dp.coordinator.messages import WorkerFailed
-from elastic_dp.errors import GroupAborted, LoopError
+from elastic_dp.errors import ClusterError, GroupAborted, LoopError
 from elastic_dp.train.gang.process_channel import (
     AreYouThere,
     Arrived,
@@ -72,3 +72,13 @@ def test_process_that_leaves_sends_the_others_away(leader: Any) -> None:
     theirs[0].send(Leaving())  # as it does when it is refused
     channel.wait_until_all_leave()
     assert isinstance(heard(theirs[0]).error, GroupAborted)
+
+
+def test_process_that_did_not_start_is_named_with_its_own_traceback(leader: Any) -> None:
+    channel, theirs, _ = leader
+    theirs[0].send(Arrived("exchange", b""))
+    theirs[1].send("Traceback (most recent call last):\n  in job\nModuleNotFoundError: No module\n")
+    theirs[1].close()  # which ends this process only if nobody knows why
+    told = r"process 2 of this worker did not start: ModuleNotFoundError: No module\n.*in job"
+    with pytest.raises(ClusterError, match=f"(?s){told}"):
+        channel.gather("exchange")

@@ -70,9 +70,8 @@ def test_step_sends_little_more_than_a_replicated_one(world_size, sent):
             gradients.send()
             gradients.reduce()
             held = gradients.complete_held(1.0)
-            norm = sharding.prepare(step, held, set(parameters), 1.0, gradients.received_memory)
-            assert norm is not None
-            sharding.gather()
+            assert sharding.prepare(step, held, set(parameters), 1.0, gradients.received_memory)
+            assert sharding.gather(compares=True)[0] is not None
             sharding.commit()
         return sent[threading.get_ident()]
 
