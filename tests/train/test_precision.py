@@ -1,5 +1,5 @@
-"""Optimizers of torchao, whose state has 4 or 8 bits a value, or which round at random: the same
-bits on one worker and on three, with a join, a kill and a restore."""
+"""Optimizers of torchao, whose state has 4 or 8 bits a value, or which round at random, and its
+products in fp8: the same bits on one worker and on three, with a join, a kill and a restore."""
 
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from tests.train.test_habits import disturbed
 from tests.train.test_habits import job as job_of_habit
 
 low_bit = pytest.importorskip("torchao.optim")
+float8 = pytest.importorskip("torchao.float8")
 
 OPTIMIZERS = {
     "8bit": low_bit.AdamW8bit,
@@ -100,6 +101,28 @@ def test_restored_state_has_few_bits(tmp_path):
 
     for steps in (1, 2):
         assert fit(tmp_path, train, steps).metrics["quantized"] == 1.0
+
+
+def train_in_fp8(ctx):
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        ctx.log({"loss": step.loss})
+        hold(ctx, step)
+
+
+def test_restored_run_with_products_in_fp8_has_the_weights_of_the_one_at_once(tmp_path):
+    at_once = fit(tmp_path / "at once", train_in_fp8, 6)
+    fit(tmp_path / "parts", train_in_fp8, 3)
+    assert fit(tmp_path / "parts", train_in_fp8, 6).weights_sha256 == at_once.weights_sha256
+
+
+@pytest.mark.slow
+def test_products_in_fp8_have_one_digest_with_a_join_a_kill_and_a_restore(tmp_path):
+    habit = SimpleNamespace(train=train_in_fp8, rows=None)
+    outcome, _ = disturbed(habit, tmp_path)
+    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
 
 
 class Wrapping(torch.Tensor):
