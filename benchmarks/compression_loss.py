@@ -2,7 +2,7 @@
 learns the source of Python's standard library (`jobs/gpt.py`) with and without them, from the same
 seeds.
 
-    python -m benchmarks.compression_loss [--seeds 5] [--steps 200] [--draw] [--quick]
+    python -m benchmarks.compression_loss [--seeds 5] [--steps 150] [--draw] [--quick]
 
 Each seed draws its own initial weights and order of rows. Steps are those of equal tokens: with
 `inner_steps` they are inner steps, and a loss is the mean over those of one step. Draws
@@ -39,6 +39,7 @@ def trained(seed: int, setting: str, steps: int) -> Curve:
             name="gpt",
             storage_path=folder,
             workers=1,
+            virtual_workers=2,
             steps=steps // each,
             seed=seed,
             config={"width": WIDTH, "lr": RATE},
@@ -116,7 +117,7 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
     add_quick(parser)
     asked = parser.parse_args()
