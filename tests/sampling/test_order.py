@@ -227,7 +227,7 @@ def test_a_pure_function_of_step_and_virtual_worker():
 
 
 def test_rows_that_were_located_ahead_cannot_be_written_to():
-    """They are views of what later calls return, too."""
+    """Callers get views of what later calls return, too."""
     order = Order(group_rows=[100] * 8, virtual_workers=4, micro_batch_size=4)
     for array in order.locate(1, 0):
         with pytest.raises(ValueError, match="read-only"):
