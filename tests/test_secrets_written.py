@@ -112,7 +112,9 @@ def test_conversion_and_inspection_of_signed_urls(tmp_path, said):
     said += written(tmp_path / "out") + written(tmp_path / "cli")
 
 
-@pytest.mark.parametrize("status", [403, 404, 500])
+@pytest.mark.parametrize(
+    "status", [403, *(pytest.param(n, marks=pytest.mark.slow) for n in (404, 500))]
+)
 def test_stores_that_echo_the_request_to_the_write_side(status, tmp_path, said, monkeypatch):
     """The credentials are in the environment, where s3fs looks for them."""
     import s3fs

@@ -101,7 +101,7 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("connections", "datagrams"),
-    [(500, 20_000), pytest.param(10_000, 1_000_000, marks=pytest.mark.slow)],
+    [(200, 8_000), pytest.param(10_000, 1_000_000, marks=pytest.mark.slow)],
 )
 def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams):
     """One wave while a worker dies and its replacement joins, so that groups form under fire; one

@@ -30,14 +30,24 @@ from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.config import DataConfig
 
-said = []
-for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)), inspect):
-    try:
-        ask(sys.argv[1])
-    except DataError as error:
-        said.append(str(error))
-print(json.dumps(said))
+for url in sys.argv[1:]:
+    said = []
+    for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)), inspect):
+        try:
+            ask(url)
+        except DataError as error:
+            said.append(str(error))
+    print(json.dumps(said), flush=True)
 """
+
+
+def asked_of_each(*paths: Path) -> list[list[str]]:
+    """What opening and inspecting each of these files says, in one process of its own, which goes
+    on to its end."""
+    command = [sys.executable, "-c", TRIED, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def spoilt_footer(path: Path, field: int, change) -> None:
@@ -76,25 +86,21 @@ def negative(count) -> None:
     count[1] = -3
 
 
-@pytest.mark.parametrize(
-    ("field", "change", "words"),
-    [
-        (16, one_count_more, "3 counts for levels up to 1"),
-        (12, short_bound, "a bound of 1 bytes, and is DOUBLE"),
-        (4, unknown, "the unknown compression -7"),
-        (5, negative, "-3 values or bytes"),
-        (5, fewer, "2 values for 3 rows"),
-    ],
+CONTRADICTIONS = (
+    (16, one_count_more, "3 counts for levels up to 1"),
+    (12, short_bound, "a bound of 1 bytes, and is DOUBLE"),
+    (4, unknown, "the unknown compression -7"),
+    (5, negative, "-3 values or bytes"),
+    (5, fewer, "2 values for 3 rows"),
 )
-def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(
-    field, change, words, tmp_path
-):
-    path = tmp_path / "a.parquet"
-    spoilt_footer(path, field, change)
-    done = subprocess.run(
-        [sys.executable, "-c", TRIED, str(path)], capture_output=True, text=True, check=True
-    )
-    assert [words in said for said in json.loads(done.stdout)] == [True, True], done.stdout
+
+
+def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(tmp_path):
+    paths = [tmp_path / f"{change.__name__}.parquet" for _, change, _ in CONTRADICTIONS]
+    for path, (field, change, _) in zip(paths, CONTRADICTIONS, strict=True):
+        spoilt_footer(path, field, change)
+    for said, (_, _, words) in zip(asked_of_each(*paths), CONTRADICTIONS, strict=True):
+        assert [words in one for one in said] == [True, True], said
 
 
 def test_parquet_footer_by_every_writer_option_is_taken(tmp_path):
@@ -196,15 +202,14 @@ def test_json_line_that_is_null_is_found_wherever_it_lies(rows, place, tmp_path)
         read_index(config(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "before", ["", "\n \t\r\n", "\ufeff", "\ufeff\ufeff", "\ufeff\n"], ids=repr
-)
-def test_json_of_which_the_first_row_is_null_ends_no_process(before, tmp_path):
-    (tmp_path / "a.jsonl").write_text(before + 'null\n{"a": 1}\n', encoding="utf-8")
-    tried = [sys.executable, "-c", TRIED, str(tmp_path / "a.jsonl")]
-    asked = subprocess.run(tried, capture_output=True, text=True)
-    assert asked.returncode == 0, asked.stderr
-    assert all("not a JSON object" in said for said in json.loads(asked.stdout)), asked.stdout
+def test_json_of_which_the_first_row_is_null_ends_no_process(tmp_path):
+    paths = []
+    for before in ("", "\n \t\r\n", "\ufeff", "\ufeff\ufeff", "\ufeff\n"):
+        paths.append(tmp_path / f"{len(paths)}.jsonl")
+        paths[-1].write_text(before + 'null\n{"a": 1}\n', encoding="utf-8")
+    asked = asked_of_each(*paths)
+    assert len(asked) == len(paths)
+    assert all("not a JSON object" in one for said in asked for one in said), asked
 
 
 def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
@@ -226,11 +231,8 @@ DEEP = {
 
 def test_json_row_that_nests_too_deep_ends_no_process(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": null}\n' + DEEP["lists"])
-    asked = subprocess.run(
-        [sys.executable, "-c", TRIED, str(tmp_path / "a.jsonl")], capture_output=True, text=True
-    )
-    assert asked.returncode == 0, asked.stderr
-    assert "row 2 has more than 100 lists and objects" in json.loads(asked.stdout)[0]
+    [said] = asked_of_each(tmp_path / "a.jsonl")
+    assert "row 2 has more than 100 lists and objects" in said[0]
 
 
 @pytest.mark.parametrize("row", DEEP.values(), ids=DEEP)

@@ -21,17 +21,18 @@ from elastic_dp.data import read_index
 from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.config import DataConfig
-for read in (
-    lambda url: read_index(DataConfig(url, micro_batch_size=1)),
-    lambda url: inspect(url, columns=["x", "y", "at"]),
-    inspect,
-):
-    try:
-        read(sys.argv[1])
-    except DataError as error:
-        print(error)
-    else:
-        print("read")
+for url in sys.argv[1:]:
+    for read in (
+        lambda url: read_index(DataConfig(url, micro_batch_size=1)),
+        lambda url: inspect(url, columns=["x", "y", "at"]),
+        inspect,
+    ):
+        try:
+            read(url)
+        except DataError as error:
+            print(error, flush=True)
+        else:
+            print("read", flush=True)
 """
 
 
@@ -63,35 +64,30 @@ def write_encrypted(path: Path, column: str, *, plaintext_footer: bool) -> None:
         writer.write_table(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("column", "plaintext_footer", "said"),
-    [
-        (
-            "x",
-            False,
-            "a.parquet is encrypted Parquet (its footer too), and there are no keys for it",
-        ),
-        (
-            "x",
-            True,
-            "column 'x' of a.parquet is encrypted, and there are no keys for it; leave it out",
-        ),
-        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and there are no keys for it"),
-    ],
+ENCRYPTED = (  # the column, whether the footer is not, and what is said
+    ("x", False, "a.parquet is encrypted Parquet (its footer too), and there are no keys for it"),
+    ("x", True, "column 'x' of a.parquet is encrypted, and there are no keys for it; leave it out"),
+    ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and there are no keys for it"),
 )
-def test_encrypted_parquet_is_refused_and_the_process_goes_on(
-    column, plaintext_footer, said, tmp_path
-):
-    write_encrypted(tmp_path / "a.parquet", column, plaintext_footer=plaintext_footer)
+
+
+def test_encrypted_parquet_is_refused_and_the_process_goes_on(tmp_path):
+    folders = [tmp_path / str(number) for number in range(len(ENCRYPTED))]
+    for folder, (column, plaintext_footer, _) in zip(folders, ENCRYPTED, strict=True):
+        folder.mkdir()
+        write_encrypted(folder / "a.parquet", column, plaintext_footer=plaintext_footer)
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-c", READ, *map(str, folders)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (done.stdout, done.stderr)
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all(line.startswith(said) for line in lines), lines
-    with pytest.raises(Exception, match="encrypted") as caught:
-        convert(str(tmp_path), str(tmp_path / "out"))
-    assert str(caught.value) == lines[0]
+    assert len(lines) == 3 * len(folders), lines
+    for number, (folder, (_, _, said)) in enumerate(zip(folders, ENCRYPTED, strict=True)):
+        ours = lines[3 * number : 3 * number + 3]
+        assert all(line.startswith(said) for line in ours), ours
+        with pytest.raises(Exception, match="encrypted") as caught:
+            convert(str(folder), str(tmp_path / f"out-{number}"))
+        assert str(caught.value) == ours[0]
 
 
 def test_columns_that_are_not_encrypted_are_read(tmp_path):

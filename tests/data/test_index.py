@@ -354,10 +354,9 @@ def numbers(nbytes: int) -> pa.Array:
     [
         (tokens, "none"),
         (texts, "zstd"),
-        (numbers, "none"),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((tokens, "zstd"), (texts, "none"), (numbers, "zstd"))
+            for one in ((tokens, "zstd"), (texts, "none"), (numbers, "none"), (numbers, "zstd"))
         ),
     ],
 )

@@ -21,7 +21,8 @@ def file(tmp_path_factory):
     return path.as_uri()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+# Dark in CI is the served page: tests/ui/test_page_in_browser.py.
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_report_in_chromium_is_drawn_accessible_and_asks_for_nothing(scheme, browser, file):
     watched = Watched(browser, scheme)
     watched.page.goto(file)

@@ -1603,7 +1603,7 @@ def caught_in_a_scenario(mutant: Mutant) -> str | None:
     known = NOTICED_BY.get(mutant.name, "::").partition("::")
     with broken(mutant):
         for module, only in ((known[0], known[2]), *((module, "") for module in SCENARIOS)):
-            if not module:
+            if module not in SCENARIOS:
                 continue
             scenarios = importlib.import_module(f"tests.coordinator.{module}")
             for name, function in list(vars(scenarios).items()):

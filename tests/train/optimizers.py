@@ -13,6 +13,14 @@ import torch
 LOG = logging.getLogger(__name__)
 
 
+def pytorch_optimizer():
+    """The package of LARS and LAMB. Each process of the tests imports all test modules, and this
+    takes seconds: so it is imported where it is used."""
+    import pytorch_optimizer
+
+    return pytorch_optimizer
+
+
 class History:
     """A plain object with slots and a bound."""
 

@@ -21,6 +21,7 @@ from elastic_dp.train.step.finished_work import (
     FinishedWork,
     StepInputs,
 )
+from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.step_runner import StepRunner
 from tests.patience import eventually
@@ -68,11 +69,40 @@ def job(workers: int = 3, virtual: int = VIRTUAL, **options: Any) -> Any:
     return spec_of(steps=9, workers=workers, virtual=virtual, rows=480, config=config, **options)
 
 
+def dies_last(train: Any, folder: Path) -> Any:
+    """Who is to die in a step does so when the others have run their leaves: one of theirs that is
+    torn would run again, too."""
+
+    def waits(ctx: Any) -> None:
+        session, run, point = ctx._session, LeafRunner.run, ctx._session.faults.point
+
+        def ran(rank: int) -> Path:
+            return folder / f"ran-{session.generation}-{session.position.step + 1}-{rank}"
+
+        def runs(leaves: LeafRunner, *given: Any, **more: Any) -> Any:
+            results = run(leaves, *given, **more)
+            ran(session.rank).touch()
+            return results
+
+        def passes(name: str, step: int, rank: int, world_size: int, generation: int) -> None:
+            plan = session.faults.plan
+            if any((fault.point, fault.step, fault.rank) == (name, step, rank) for fault in plan):
+                others = [ran(other) for other in range(world_size) if other != rank]
+                over = session.control._over
+                eventually(lambda: all(file.exists() for file in others) or over())
+            point(name, step, rank, world_size, generation)
+
+        LeafRunner.run, session.faults.point = runs, passes
+        train(ctx)
+
+    return waits
+
+
 @pytest.mark.parametrize(("point", "torn"), [("before_forward", 2), ("backward", 3)])
 def test_lost_worker_with_a_replacement_only_its_leaves_run_again(point, torn, tmp_path):
     dead = WorkerFault(point, step=STEP, rank=2, nth=3, once=str(tmp_path / "dead"))
     spec = job(min_workers=3, standby=1)
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     times = passes(tmp_path)
@@ -88,7 +118,7 @@ def test_lost_worker_without_a_replacement_only_its_leaves_run_again(rank, tmp_p
     """The two survivors keep their 4 virtual workers each, and take 2 of the lost ones."""
     dead = WorkerFault("backward", step=STEP, rank=rank, nth=4, once=str(tmp_path / "dead"))
     spec = job(min_workers=2)
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     times = passes(tmp_path)
     assert len(times) == VIRTUAL and sum(times.values()) == VIRTUAL + 4
@@ -101,7 +131,7 @@ def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_pa
     first = WorkerFault("backward", step=STEP, rank=0, nth=4, once=str(tmp_path / "first"))
     second = WorkerFault("backward", step=STEP, rank=0, world_size=2, once=str(tmp_path / "second"))
     spec = job(min_workers=1)
-    outcome, _ = group(spec, counted(tmp_path), faults=(first, second))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(first, second))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 2
     times = passes(tmp_path)
@@ -186,7 +216,7 @@ def test_lost_worker_around_a_change_of_the_loss_scale_only_its_leaves_run_again
     """The gradient of step 5 overflows, so step 6 has half its loss scale."""
     dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
     spec, train = job(min_workers=2), counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
-    outcome, _ = group(spec, train, faults=(dead,))
+    outcome, _ = group(spec, dies_last(train, tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     assert sum(passes(tmp_path, step).values()) == VIRTUAL + 4
     (tmp_path / "passes").unlink()

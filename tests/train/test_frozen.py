@@ -123,7 +123,7 @@ def one_is_frozen(folder):
         eventually(lambda: worker not in run.worker_group.processes, run.controller.status)
         codes.append(there[worker].exitcode)
 
-    made = spec(steps=ENDLESS, config={"body_s": 0.2}, min_workers=1, orphan_timeout_s=FROZEN_S)
+    made = spec(steps=ENDLESS, config={"body_s": 0.5}, min_workers=1, orphan_timeout_s=FROZEN_S)
     script = [
         (0, lambda run: nobody_reaches_who_is_frozen(run, spared)),
         (0, thaw),

@@ -22,7 +22,7 @@ from tests.data.test_packing import DOCUMENTS, document, packed
 from tests.runs import Points, formed_of, group, local, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import adamw, batch_norm, classifier, cross_entropy, plain
-from tests.train.test_finished_work import counted, passes
+from tests.train.test_finished_work import counted, dies_last, passes
 
 GROWTH = {0: 4, 3: 6, 6: 12}
 STEPS = 9
@@ -118,7 +118,7 @@ def test_lost_worker_behind_the_change_only_its_leaves_run_again(tmp_path):
     membership distributes 6."""
     spec = job(growth={0: 6, 6: 12}, min_workers=2, config={"hold": dict.fromkeys(range(1, 6), 3)})
     dead = WorkerFault("backward", step=7, rank=2, nth=4, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     times = passes(tmp_path, 7)
     assert len(times) == 12 and sum(times.values()) == 12 + 4

@@ -62,8 +62,8 @@ def disturbed(habit, folder):
 
 # The others are disturbed with `make slow`.
 DISTURBED_IN_CI = frozenset(
-    """gradient_penalty manual_seed autocast_around_the_loop scheduler_as_state experts
-    aliasing_buffers clock writes_in_the_body teacher_not_passed""".split()  # noqa: SIM905
+    """gradient_penalty manual_seed scheduler_as_state experts writes_in_the_body
+    teacher_not_passed""".split()  # noqa: SIM905
 )
 
 

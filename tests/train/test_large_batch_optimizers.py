@@ -11,21 +11,19 @@ import elastic_dp as edp
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import Points, group, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
-from tests.train.optimizers import Both
+from tests.train.optimizers import Both, pytorch_optimizer
 from tests.train.test_habits import disturbed
 from tests.train.test_habits import job as job_of_habit
 
-pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
-
 
 def lars(model):
-    return pytorch_optimizer.LARS(
+    return pytorch_optimizer().LARS(
         model.parameters(), lr=0.5, momentum=0.9, weight_decay=1e-4, trust_coefficient=0.02
     )
 
 
 def lamb(model):
-    return pytorch_optimizer.Lamb(model.parameters(), lr=0.02, weight_decay=0.01)
+    return pytorch_optimizer().Lamb(model.parameters(), lr=0.02, weight_decay=0.01)
 
 
 class MuonAndAdamW(Both):

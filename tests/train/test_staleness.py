@@ -36,7 +36,7 @@ from tests.train.jobs import (
     scheduler_in_the_body,
 )
 from tests.train.test_exact import evaluation
-from tests.train.test_finished_work import STEP, VIRTUAL, counted, passes
+from tests.train.test_finished_work import STEP, VIRTUAL, counted, dies_last, passes
 from tests.train.test_finished_work import job as job_of_three
 from tests.train.test_growing_batch import job as growing_job
 from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
@@ -255,7 +255,7 @@ def test_lost_worker_only_its_leaves_of_both_steps_run_again(tmp_path: Path) -> 
     """In the next generation all of g(STEP - 1) is there but what the dead worker held."""
     dead = WorkerFault("backward", step=STEP, rank=1, nth=4, once=str(tmp_path / "dead"))
     spec = delayed(job_of_three(min_workers=2))
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     assert sum(passes(tmp_path).values()) == VIRTUAL + 4 + 4

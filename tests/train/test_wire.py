@@ -34,6 +34,7 @@ from tests.train.test_finished_work import (
     STEP,
     VIRTUAL,
     counted,
+    dies_last,
     passes,
 )
 from tests.train.test_finished_work import job as job_of_three
@@ -85,7 +86,7 @@ def test_lost_worker_only_its_leaves_run_again_and_the_weights_are_the_same(wire
     """What the survivors have finished are rounded nodes."""
     dead = WorkerFault("backward", step=STEP, rank=1, nth=4, once=str(tmp_path / "dead"))
     spec = with_wire(job_of_three(min_workers=2), wire)
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
+    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     assert sum(passes(tmp_path).values()) == VIRTUAL + 4

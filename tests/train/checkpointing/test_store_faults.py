@@ -30,6 +30,7 @@ SHARDS, ROWS, GROUP_ROWS = 24, 48, 3
 # bytes of a row that the loss does not look at, so that no worker can hold all of the data
 PADDING = 4096
 MEMORY_BYTES = 3 << 20
+STEPS = 20
 
 
 def shard(number: int) -> bytes:
@@ -57,7 +58,7 @@ def train(ctx: Any) -> None:
         hold(ctx, step)
 
 
-def job(data: DataConfig, storage_timeout_s: float, steps: int = 40) -> JobSpec:
+def job(data: DataConfig, storage_timeout_s: float, steps: int = STEPS) -> JobSpec:
     spec = spec_of(steps=steps, workers=2, min_workers=2)
     failure = dataclasses.replace(PATIENT, storage_timeout_s=storage_timeout_s)
     return dataclasses.replace(spec, data=data, failure=failure)
@@ -95,7 +96,7 @@ def test_run_with_one_faulty_request_in_twenty_has_the_undisturbed_digest(undist
         data = put(proxy, "fails-in-each-way", twice=True)
         outcome, _ = group(job(data, 60.0), train)
         assert outcome.error is None, outcome.traceback
-        assert outcome.digest == undisturbed(40)
+        assert outcome.digest == undisturbed(STEPS)
         assert set(proxy.faults) == set(FAULTS)
 
 

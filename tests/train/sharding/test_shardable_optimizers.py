@@ -11,9 +11,7 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
-from tests.train.optimizers import AutoClip, Both
-
-pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+from tests.train.optimizers import AutoClip, Both, pytorch_optimizer
 
 CPU = torch.device("cpu")
 
@@ -31,12 +29,12 @@ def test_optimizers_of_torch_are_accepted(kind):
 @pytest.mark.parametrize("name", ["LARS", "Lamb"])
 def test_optimizers_for_large_batches_are_accepted(name):
     model = classifier()
-    check(getattr(pytorch_optimizer, name)(model.parameters()), model)
+    check(getattr(pytorch_optimizer(), name)(model.parameters()), model)
 
 
 def test_optimizer_that_looks_at_the_norm_of_the_whole_gradient_is_refused():
     model = classifier()
-    optimizer = pytorch_optimizer.Lamb(model.parameters(), pre_norm=True)
+    optimizer = pytorch_optimizer().Lamb(model.parameters(), pre_norm=True)
     with pytest.raises(ModelError, match=r"pre_norm=True.*use clip_norm="):
         check(optimizer, model)
 

@@ -19,8 +19,7 @@ from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
-
-pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+from tests.train.optimizers import pytorch_optimizer
 
 STEPS = 3
 
@@ -150,7 +149,7 @@ def kinds_and_options():
 
 def of_others():
     """Optimizers of another package, each with options that it keeps in different places."""
-    lars, lamb = pytorch_optimizer.LARS, pytorch_optimizer.Lamb
+    lars, lamb = pytorch_optimizer().LARS, pytorch_optimizer().Lamb
     of_lars = {}, {"nesterov": True, "maximize": True, "weight_decay": 0.01}, {"foreach": False}
     coupled = {"weight_decay": 0.01, "weight_decouple": False, "maximize": True}
     of_lamb = {}, coupled, {"rectify": True, "degenerated_to_sgd": True}, {"foreach": False}
