@@ -183,7 +183,7 @@ def on_paper() -> Iterator[dict[str, Any]]:
         nbytes = 7 * BILLION * by_formula_of_gangs(8, 0.03, 0.04, element_bytes)
         yield {
             "parameters": "7B, on paper",
-            "workers": "any number",
+            "workers": "any number of",
             "system": "gangs of 8",
             "dtype": dtype,
             "gigabytes_without_activations": round(nbytes / BILLION, 1),

@@ -21,7 +21,7 @@ The invariants are:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
 from elastic_dp.distributed.piece_routes import HeldRanges
-from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.received_memory import ReceivedMemory
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
@@ -71,10 +72,7 @@ class GradientReducer:
         self._turns: list[BucketReduction] = []  # in the order in which they are reduced
         self._turns_taken = 0
         self._pool = GradientBufferPool()
-        # By dtype: memory that is free from `complete_held` until the next step begins.
-        self.received_memory: dict[torch.dtype, torch.Tensor] = {}
-        # ... of the generation before, and the operations that may access it
-        self._received_before: dict[torch.dtype, tuple[torch.Tensor, set[Operation]]] = {}
+        self._received = ReceivedMemory()
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
@@ -106,16 +104,13 @@ class GradientReducer:
     def close(self) -> None:
         """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
-        for dtype, memory in self.received_memory.items():
-            assert self._plan is not None
-            self._received_before[dtype] = memory, self._plan.on_host.in_flight
+        self._received.close()
         self._plan = None
         self._error = None  # or its traceback is the last to hold a communicator
         self._sums.clear()
         for exchange in self._exchanges:
             exchange.release(self._pool)
         self._exchanges, self._turns = [], []
-        self.received_memory = {}
 
     def preallocate(self, virtual_workers: int, *, receives: bool = True) -> None:
         """Touches memory for buffers before a group needs it, also for what it `receives`."""
@@ -126,7 +121,7 @@ class GradientReducer:
         assert self._plan is not None
         self._arrange()
         self._pool.collect()
-        first = self._allocate_received()
+        first = self._received.open(self._plan, self._layout.buckets)
         self._exchanges = [
             BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
             for bucket in (self._layout.buckets if self._sends else ())
@@ -136,30 +131,6 @@ class GradientReducer:
         self._pool.keep_host_memory_only()
         if first:
             self._pool.clear()  # it has memory to receive in, too
-
-    def _allocate_received(self) -> dict[int, torch.Tensor]:
-        """Allocates what is received first in one piece for all buckets of a dtype, if the sums go
-        to some members only: then it is free until the next step (`received_memory`).
-
-        Returns the part of each bucket, by its number.
-        """
-        plan, before = self._plan, self._received_before
-        self.received_memory, self._received_before = {}, {}
-        if plan is None or plan.needed is None:
-            return {}
-        parts: dict[int, torch.Tensor] = {}
-        for dtype in {bucket.dtype for bucket in self._layout.buckets}:
-            buckets = [bucket for bucket in self._layout.buckets if bucket.dtype == dtype]
-            sizes = [plan.first_received(bucket) for bucket in buckets]
-            updated = plan.most_sent_first(dtype) * plan.group.world_size
-            numel = max(sum(sizes), updated)
-            memory = _usable(before.pop(dtype, None), numel)
-            if memory is None:
-                memory = torch.empty(numel, dtype=dtype, device=buckets[0].device)
-            numbers = [bucket.number for bucket in buckets]
-            parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
-            self.received_memory[dtype] = memory
-        return parts
 
     def _arrange(self) -> None:
         """Creates hooks and buckets for the parameters that require a gradient now."""
@@ -379,6 +350,11 @@ class GradientReducer:
             held |= exchange.held()
         return held
 
+    @property
+    def received_memory(self) -> Mapping[torch.dtype, torch.Tensor]:
+        """Memory by dtype that is free from `complete_held` until the next step begins."""
+        return self._received.by_dtype
+
     def used_parameters(self, used: Sequence[int]) -> set[torch.Tensor]:
         """Returns the parameters that have a gradient in this step. `used`: see `assign`."""
         return {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
@@ -500,15 +476,6 @@ class GradientReducer:
         self._in_last[index] = value is not None
         _write(view, value)
         p.grad = None
-
-
-def _usable(
-    before: tuple[torch.Tensor, Collection[Operation]] | None, numel: int
-) -> torch.Tensor | None:
-    """Returns this memory if it is large enough and none of these operations accesses it."""
-    memory, operations = before or (None, ())
-    fits = memory is not None and numel <= memory.numel()
-    return memory if fits and all(one.work.is_completed() for one in operations) else None
 
 
 def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import from_flat, to_flats
 from elastic_dp.train.sharding.piece_updates import State
 
-ROUND_BYTES = 16 << 20  # of parameters, between two members
+ROUND_BYTES = 4 << 20  # of parameters, between two members
 
 
 def exchange(

@@ -40,7 +40,7 @@ from elastic_dp.train.sharding.pieces import StatePiece, pieces_of
 from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_of
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
-PORTION_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
+COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
 
 
 @dataclass(slots=True)
@@ -290,7 +290,7 @@ class ShardedOptimizer:
     ) -> None:
         """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
         piece, its parameters and its state. `targets`: memory for the parameters."""
-        for some in self._portions(numbers):
+        for some in self._chunks(numbers):
             tensors, states = {}, {n: _copy(self.held[n]) for n in some}
             for n in some:
                 present = self._of_piece(n)
@@ -301,17 +301,17 @@ class ShardedOptimizer:
                 for n in some:
                     take(n, tensors[n], states[n])
 
-    def _portions(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Yields these pieces in lists of about PORTION_BYTES of parameters."""
-        portion, size = list[int](), 0
+    def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """Yields these pieces in lists of about COPIED_BYTES of parameters."""
+        chunk, size = list[int](), 0
         for number in numbers:
-            portion.append(number)
+            chunk.append(number)
             size += self.sizes[number]
-            if size >= PORTION_BYTES:
-                yield portion
-                portion, size = [], 0
-        if portion:
-            yield portion
+            if size >= COPIED_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
 
     def _of_piece(self, number: int) -> torch.Tensor:
         piece = self.pieces[number]

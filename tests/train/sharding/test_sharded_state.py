@@ -14,7 +14,8 @@ from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.train.sharding import parameter_gather
+from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
+from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
@@ -297,6 +298,26 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     enter(members, Member.attempt)
     assert len(gathered) > 20 and max(gathered) <= 1000
     enter(members, whole=True)
+    for member in members:
+        check_equal(member, plain_after(1))
+
+
+def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
+    """A step that is not committed needs no second state."""
+    monkeypatch.setattr(sharded_optimizer, "COPIED_BYTES", 2048)
+    copied, run = [], PieceUpdates.run
+
+    def counts(updates, tensors, gradients, states):
+        copied.append(sum(x.nbytes for x in tensors.values()))
+        run(updates, tensors, gradients, states)
+
+    members = four()
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceUpdates, "run", counts)
+        enter(members, lambda member: member.attempt(commits=False, whole=True))
+    assert len(copied) > 4 * 3
+    assert max(copied) < 2048 + gradient_units.UNIT_BYTES
+    enter(members, lambda member: member.attempt(whole=True))
     for member in members:
         check_equal(member, plain_after(1))
 

@@ -1,0 +1,63 @@
+"""What is received first of all buckets, in one piece for each dtype, where the finished sums go to
+some members only: then it is free until the next step, for the updated parameters of all members.
+
+A generation uses the memory of the last one again, unless an operation may still access it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
+from elastic_dp.distributed.gradient_buckets import GradientBucket
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
+
+# Memory of the generation before, and the operations of that which may access it.
+_Before = tuple[torch.Tensor, Collection[Operation]]
+
+
+class ReceivedMemory:
+    """`by_dtype` is empty where all members need all sums."""
+
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self._before: dict[torch.dtype, _Before] = {}
+        self._group: ProcessGroup | None = None
+
+    def open(
+        self, plan: ReductionPlan, buckets: Sequence[GradientBucket]
+    ) -> dict[int, torch.Tensor]:
+        """Returns the part of each bucket, by its number."""
+        before, self._before, self.by_dtype = self._before, {}, {}
+        if plan.needed is None:
+            return {}
+        self._group = plan.on_host
+        parts: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.dtype for bucket in buckets}:
+            mine = [bucket for bucket in buckets if bucket.dtype == dtype]
+            sizes = [plan.first_received(bucket) for bucket in mine]
+            updated = plan.most_sent_first(dtype) * plan.group.world_size
+            numel = max(sum(sizes), updated)
+            memory = _usable(before.pop(dtype, None), numel)
+            if memory is None:
+                memory = torch.empty(numel, dtype=dtype, device=mine[0].device)
+            numbers = [bucket.number for bucket in mine]
+            parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
+            self.by_dtype[dtype] = memory
+        return parts
+
+    def close(self) -> None:
+        """Ends the generation, whose group is still open."""
+        if self._group is not None:
+            flying = self._group.in_flight
+            self._before = {dtype: (memory, flying) for dtype, memory in self.by_dtype.items()}
+        self.by_dtype, self._group = {}, None
+
+
+def _usable(before: _Before | None, numel: int) -> torch.Tensor | None:
+    """Returns this memory if it is large enough and nothing accesses it any more."""
+    memory, operations = before or (None, ())
+    fits = memory is not None and numel <= memory.numel()
+    return memory if fits and all(one.work.is_completed() for one in operations) else None
