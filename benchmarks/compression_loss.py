@@ -104,7 +104,7 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
         steps = [*curves[0]]
         by_step = [[curve[step] for curve in curves] for step in steps]
         at = [int(step) for step in steps]
-        axis.plot(at, [statistics.fmean(x) for x in by_step], style, color=color, label=label)
+        axis.plot(at, [*map(statistics.fmean, by_step)], ls=style, color=color, label=label)
         axis.fill_between(at, [*map(min, by_step)], [*map(max, by_step)], color=color, alpha=0.2)
     axis.set(xlabel="step", ylabel=f"training loss, {len(results)} seeds")
     axis.legend(frameon=False)
