@@ -329,12 +329,11 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
 )
 def test_any_number_of_workers_has_the_digest_of_one_process(workers: int, cut: Any) -> None:
     """11 virtual workers, of which some make fewer inner steps in the last step of an epoch."""
-    options = {"steps": 6, "virtual": 11, "rows": 350, "tail": "short"}
+    options = {"steps": 4, "virtual": 11, "rows": 200, "tail": "short"}
     spec = with_inner(spec_of(workers=workers, min_workers=workers, **options))
     outcome, _ = group(spec, cut(trains))
     assert outcome.error is None, outcome.traceback
     assert outcome.digest == local(spec, trains).digest
-    assert outcome.digest != local(with_inner(spec, 2), trains).digest
 
 
 def counted(folder: Path) -> Any:
