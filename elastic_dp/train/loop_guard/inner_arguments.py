@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.loop_guard.steps_arguments import check_function, check_optimizer
 
 
-def check_inner_steps(inner_steps: int | None, given: Any) -> None:
+def check_inner_steps(inner_steps: int | None, given: Any, device: torch.device) -> None:
     """Checks the `StepsArguments`. `inner_steps`: of the job. Raises SpecError and ModelError."""
     if inner_steps is None:
         for name in ("inner_optimizer", "inner_clip_norm"):
@@ -27,6 +28,11 @@ def check_inner_steps(inner_steps: int | None, given: Any) -> None:
             "inner_optimizer=lambda model, step: torch.optim.AdamW(model.parameters(), lr=…). The "
             "optimizer of ctx.steps is the outer one, such as "
             "SGD(lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    if accelerator_of(device).asynchronous:  # losses of inner steps are read one by one
+        raise SpecError(
+            f"inner_steps is {inner_steps}, which has not been tried on {device.type} yet: leave "
+            "it out, or train on CPUs"
         )
     limit = given.inner_clip_norm
     if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
