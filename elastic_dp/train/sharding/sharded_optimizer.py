@@ -43,7 +43,9 @@ from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_o
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
-KEPT_BYTES = 2 << 20  # of parameters of the small pieces whose copies are kept until the commit
+# Small pieces, whose copies are kept until the commit: of one, and of all, in bytes of parameters.
+SMALL_BYTES = 1 << 18
+KEPT_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -146,7 +148,7 @@ class ShardedOptimizer:
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._whole = whole
         self._group, self._generation, self._holders = group, generation, holders
-        self._small = self._smallest(KEPT_BYTES)
+        self._small = self._small_pieces()
         self._norm = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
@@ -318,11 +320,12 @@ class ShardedOptimizer:
             for n in some:
                 take(n, tensors[n], states[n])
 
-    def _smallest(self, nbytes: int) -> AbstractSet[int]:
-        """Returns the smallest of the pieces that this member holds, `nbytes` in all or less."""
-        numbers = sorted(self.held, key=lambda n: (self.sizes[n], n))
+    def _small_pieces(self) -> AbstractSet[int]:
+        """Returns the smallest of the pieces that this member holds."""
+        small = (n for n in self.held if self.sizes[n] <= SMALL_BYTES)
+        numbers = sorted(small, key=lambda n: (self.sizes[n], n))
         ends = accumulate(self.sizes[n] for n in numbers)
-        return {n for n, end in zip(numbers, ends, strict=True) if end <= nbytes}
+        return {n for n, end in zip(numbers, ends, strict=True) if end <= KEPT_BYTES}
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields these pieces in lists of about COPIED_BYTES of parameters."""
