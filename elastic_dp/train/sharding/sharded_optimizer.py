@@ -1,7 +1,8 @@
 """An optimizer whose state is divided among the members of a generation, each piece on two of them.
 
 A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
-a time, of which only the parameters are kept. After it, the same update is done in place:
+a time, of which only the parameters are kept. After it, the same update is done in place. Small
+pieces, whose updates take more time than memory, are updated once, and their states are kept, too:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
@@ -23,6 +24,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -41,6 +43,9 @@ from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_o
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
+# Small pieces, whose copies are kept until the commit: of one, and of all, in bytes of parameters.
+SMALL_BYTES = 1 << 18
+KEPT_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -50,7 +55,13 @@ class _PreparedStep:
     step: int
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
+    states: dict[int, State]  # of the small ones that are updated already
     whole: WholeState | None = None
+
+    @property
+    def missing(self) -> dict[int, torch.Tensor]:
+        """The gradients of the pieces that are not updated yet."""
+        return {n: one for n, one in self.gradients.items() if n not in self.states}
 
 
 class ShardedOptimizer:
@@ -78,6 +89,7 @@ class ShardedOptimizer:
         self._generation = 0
         self._group: ProcessGroup | None = None
         self._holders: list[Holders] = []
+        self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step, and its norm
         self._adding: PendingNorm | None = None
@@ -136,6 +148,7 @@ class ShardedOptimizer:
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._whole = whole
         self._group, self._generation, self._holders = group, generation, holders
+        self._small = self._small_pieces()
         self._norm = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
@@ -234,8 +247,13 @@ class ShardedOptimizer:
             n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
             for n in [*gather.targets, *gather.backed]
         }
-        self._update_copies(gather.targets, shaped, targets=gather.targets)
-        self._prepared = _PreparedStep(step, self._generation, shaped)
+        self._prepared = prepared = _PreparedStep(step, self._generation, shaped, {})
+
+        def keep(number: int, _: torch.Tensor, state: State) -> None:
+            if number in self._small:
+                prepared.states[number] = state
+
+        self._update_copies(gather.targets, shaped, keep, gather.targets)
         self._gather, self._adding = gather, adding
         return True
 
@@ -273,8 +291,10 @@ class ShardedOptimizer:
         gather.launch()
         if compares:
 
-            def note(number: int, updated: torch.Tensor, _: State) -> None:
+            def note(number: int, updated: torch.Tensor, state: State) -> None:
                 digests[number] = digest_of_piece(updated)
+                if number in self._small:
+                    prepared.states[number] = state
 
             self._update_copies(gather.backed, prepared.gradients, note)
         gather.wait()
@@ -285,7 +305,7 @@ class ShardedOptimizer:
         self,
         numbers: Iterable[int],
         gradients: Mapping[int, torch.Tensor],
-        take: Callable[[int, torch.Tensor, State], None] | None = None,
+        take: Callable[[int, torch.Tensor, State], None],
         targets: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
@@ -297,9 +317,15 @@ class ShardedOptimizer:
                 tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
             # An optimizer may write to gradients, which are needed again.
             self._updates.run(tensors, {n: gradients[n].clone() for n in some}, states)
-            if take is not None:
-                for n in some:
-                    take(n, tensors[n], states[n])
+            for n in some:
+                take(n, tensors[n], states[n])
+
+    def _small_pieces(self) -> AbstractSet[int]:
+        """Returns the smallest of the pieces that this member holds."""
+        small = (n for n in self.held if self.sizes[n] <= SMALL_BYTES)
+        numbers = sorted(small, key=lambda n: (self.sizes[n], n))
+        ends = accumulate(self.sizes[n] for n in numbers)
+        return {n for n, end in zip(numbers, ends, strict=True) if end <= KEPT_BYTES}
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields these pieces in lists of about COPIED_BYTES of parameters."""
@@ -324,8 +350,9 @@ class ShardedOptimizer:
             return
         assert self._group is not None
         prepared = self._prepared
-        gradients = {} if prepared is None else prepared.gradients
-        whole = self._new_whole({n: s for n, s in self.held.items() if n not in gradients})
+        gradients = {} if prepared is None else prepared.missing
+        present = self.held if prepared is None else self.held | prepared.states
+        whole = self._new_whole({n: s for n, s in present.items() if n not in gradients})
 
         def add(number: int, _: torch.Tensor, state: State) -> None:
             whole.add(number, state, is_new=True)
@@ -353,7 +380,7 @@ class ShardedOptimizer:
     def commit(self) -> None:
         """Makes the prepared state and the gathered parameters those of the step."""
         assert self._prepared is not None and self._gather is not None
-        self._update_in_place(self._prepared.gradients)
+        self._advance(self._prepared)
         self._gather.install()
         self._whole = self._prepared.whole
         self._prepared = self._gather = self._adding = None
@@ -367,6 +394,11 @@ class ShardedOptimizer:
             if gradient is not None and self._updates.has(number):
                 of_pieces[number] = piece.of(gradient)
         self._update_in_place(of_pieces)
+
+    def _advance(self, prepared: _PreparedStep) -> None:
+        """Updates what this member holds."""
+        self._update_in_place(prepared.missing)
+        self.held |= prepared.states
 
     @torch.no_grad()
     def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -382,7 +414,7 @@ class ShardedOptimizer:
         prepared, self._prepared, self._whole = self._prepared, None, None
         self.committed_in = generation
         if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
-            self._update_in_place(prepared.gradients)
+            self._advance(prepared)
             self._whole = prepared.whole
         else:
             self.held = {}

@@ -33,7 +33,8 @@ def prepare_step(
     if not sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory):
         return None
     pass_point("prepared", step)
-    norm, differing = sharding.gather(compares=weights.compares)
+    compares = weights.compares_updates(step, keeps=gather_whole)
+    norm, differing = sharding.gather(compares=compares)
     if norm is None:
         return None
     weights.compare_updates(step, differing)

@@ -48,9 +48,10 @@ class WeightComparison:
         """Requests a comparison after this step, which goes into a checkpoint."""
         self._wanted = step
 
-    @property
-    def compares(self) -> bool:
-        return self._every is not None
+    def compares_updates(self, step: int, *, keeps: bool) -> bool:
+        """Returns whether those who update the same part of a sharded state compare what they make
+        in this step. `keeps`: it goes into a checkpoint."""
+        return self._every is not None and (keeps or step % self._every == 0)
 
     def compare_updates(self, step: int, ranks: Collection[int]) -> None:
         """`ranks` are those that update the same part of a sharded state, and differ in the weights

@@ -114,7 +114,7 @@ def test_members_that_update_the_same_part_with_other_bits_are_odd():
     made = weights()
     made.compare(4, ["a", "a", "a"])
     made.compare_updates(6, set())
-    assert made.mismatch is None and made.compares and not weights(every=None).compares
+    assert made.mismatch is None
     with pytest.raises(GroupError, match="differ after step 7: w1, w3"):
         made.compare_updates(7, {2, 0})
     assert made.mismatch == ReplicaMismatch(4, ("w1", "w3"))
@@ -130,3 +130,12 @@ def test_any_flipped_bit_shows(dtype):
     assert digest_of([flipped]) != digest_of([tensor])
     assert sums_of([flipped]) != sums_of([tensor])
     assert digest_of([torch.empty(0)]) == digest_of([torch.empty(0)])
+
+
+def test_updates_of_a_sharded_state_are_compared_when_weights_are():
+    def compared(every):
+        made = weights(every=every)
+        return [step for step in range(1, 10) if made.compares_updates(step, keeps=step == 5)]
+
+    assert compared(3) == [3, 5, 6, 9]
+    assert compared(None) == []
