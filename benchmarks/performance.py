@@ -246,6 +246,8 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
         for setting in measured(one):
             without, changed = one["None"], one[setting]
             what = f"`{argument(setting)}`, {name}"
+            compresses = changed["ddp_mb"] < 0.9 * without["ddp_mb"]
+            hook = hooks.get(setting, "") if compresses else ""
             inner = setting == "inner"
             step, step_time = ("an inner step", "Its time") if inner else ("a step", "Step time")
             yield Row(
@@ -259,7 +261,7 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
                 f"{without['ours_ms']:.0f} and {changed['ours_ms']:.0f} ms",
             )
             yield Row(
-                f"The same of DDP{hooks.get(setting, '')}, {name}",
+                f"The same of DDP{hook}, {name}",
                 f"{without['ddp_ms']:.0f} and {changed['ddp_ms']:.0f} ms",
             )
             (low, high), (low_with, high_with) = without["interval"], changed["interval"]
