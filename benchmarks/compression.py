@@ -53,8 +53,8 @@ LINKS = {  # bits/s, and seconds one way
     "1 Gb/s, 25 ms": (1e9, 0.025),
     "0.1 Gb/s, 25 ms": (0.1e9, 0.025),
 }
-# With more latency its all-reduces, which callbacks launch, are launched in another order on each
-# rank, and Gloo ends a process that receives what another one was to get.
+# With 25 ms Gloo ended a process that received another all-reduce than it had launched; callbacks
+# launch them, probably in another order on each rank.
 POWER_SGD_UP_TO_S = 0.001
 # Of those without any setting; with H inner steps 1 / (H / 2).
 MOST_BYTES = {"bf16": 0.52, "int8": 0.28, "delayed": 1.01, "inner": 0.25}
