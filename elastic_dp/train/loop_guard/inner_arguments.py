@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.errors import ModelError, SpecError
-from elastic_dp.train.loop_guard.steps_arguments import check_function, check_optimizer
+from elastic_dp.train.loop_guard.steps_arguments import (
+    check_clip_norm,
+    check_function,
+    check_optimizer,
+)
 
 
 def check_inner_steps(inner_steps: int | None, given: Any, device: torch.device) -> None:
@@ -34,9 +37,7 @@ def check_inner_steps(inner_steps: int | None, given: Any, device: torch.device)
             f"inner_steps is {inner_steps}, which has not been tried on {device.type} yet: leave "
             "it out, or train on CPUs"
         )
-    limit = given.inner_clip_norm
-    if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
-        raise SpecError(f"inner_clip_norm is {limit!r}, must be a number of more than 0, or None")
+    check_clip_norm("inner_clip_norm", given.inner_clip_norm)
     if given.precision == "fp16":
         raise SpecError(
             'precision="fp16" scales the loss of a step, which does not work with inner_steps; '

@@ -17,6 +17,12 @@ from elastic_dp.errors import ModelError, SpecError, StateError
 from elastic_dp.train.step.precision import check_precision
 
 
+def check_clip_norm(name: str, limit: Any) -> None:
+    """Raises SpecError unless `limit`, of the argument `name`, is a largest norm or None."""
+    if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
+        raise SpecError(f"{name} is {limit!r}, must be a number of more than 0, or None")
+
+
 def check_steps_arguments(
     model: Any,
     optimizer: Any,
@@ -28,8 +34,7 @@ def check_steps_arguments(
 ) -> None:
     """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
     check_precision(precision)
-    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
-        raise SpecError(f"clip_norm is {clip_norm!r}, must be a number of more than 0, or None")
+    check_clip_norm("clip_norm", clip_norm)
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module; "
