@@ -100,7 +100,7 @@ class ChunkPacker:
 @dataclass(slots=True)
 class WaitingChunks:
     """Counts chunks that are made or being made, and not taken completely. Limited in number and in
-    bytes."""
+    bytes; of the current step, a few may wait whatever their bytes."""
 
     limit_bytes: int
     count: int = 0
@@ -108,8 +108,10 @@ class WaitingChunks:
     _largest: int = 0  # bytes of the largest chunk so far; a chunk counts as this while it is made
 
     def has_room(self, steps_ahead: int) -> bool:
-        few = steps_ahead < STEPS_AHEAD or self.count < STEPS_AHEAD
-        return steps_ahead <= 0 or (few and self.nbytes + self._largest <= self.limit_bytes)
+        small = self.nbytes + self._largest <= self.limit_bytes
+        if steps_ahead <= 0:
+            return small or self.count < STEPS_AHEAD
+        return small and (steps_ahead < STEPS_AHEAD or self.count < STEPS_AHEAD)
 
     def begin(self, chunk: Chunk) -> None:
         self.count += 1
@@ -212,7 +214,10 @@ class MicroBatchPlan:
         return stale
 
     def push(self, chunk: Chunk) -> None:
-        heapq.heappush(self._todo, (chunk.key, chunk))
+        step, virtual_worker, number = chunk.key
+        if chunk.awaited:  # first of all: those before it may find no room until it is taken
+            step, virtual_worker = 0, 0
+        heapq.heappush(self._todo, ((step, virtual_worker, number), chunk))
 
     def discard(self, micro_batches: Iterable[MicroBatch]) -> list[Key]:
         """Removes micro-batches that were taken, or are not needed. Returns the keys of chunks that
@@ -242,8 +247,11 @@ class MicroBatchPlan:
         """Removes a micro-batch for which the caller waits; None if it is not planned."""
         micro_batch = self.find(step, virtual_worker)
         if micro_batch is not None:
-            assert micro_batch.chunk is not None
-            micro_batch.chunk.awaited = True
+            chunk = micro_batch.chunk
+            assert chunk is not None
+            chunk.awaited = True
+            if not chunk.begun:
+                self.push(chunk)
             self._discard(micro_batch)
         return micro_batch
 
