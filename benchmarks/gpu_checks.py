@@ -160,7 +160,7 @@ def train(ctx: Any) -> None:
         fully_shard(model, mesh=ctx.mesh)
     if config.get("compile") is not None:
         model.compile(**config["compile"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer, how = optimizers(model, bool(config["inner"]))
     made = 0
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -168,12 +168,24 @@ def train(ctx: Any) -> None:
             fail_once(config["fault"], Path(config["fault_file"]), ctx.device)
         return loss_of(config["model"], model, batch)
 
-    for step in ctx.steps(model, optimizer, loss_fn, precision=config["precision"], clip_norm=1.0):
+    how |= {"precision": config["precision"], "clip_norm": 1.0}
+    for step in ctx.steps(model, optimizer, loss_fn, **how):
         made = step.number
         ctx.log({"loss": step.loss})
         if config.get("connects"):
             see_connected(ctx, step.number)
         time.sleep(config["body_s"])
+
+
+def optimizers(model: nn.Module, inner: bool) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """The optimizer of `ctx.steps`, and its options for inner steps, if there are any."""
+    if not inner:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3), {}
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return outer, {
+        "inner_optimizer": lambda model, step: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "inner_clip_norm": 1.0,
+    }
 
 
 def see_connected(ctx: Any, step: int) -> None:
@@ -215,10 +227,11 @@ def job(
     every_steps: int | None = None,
     exact: bool = True,
     processes: int = 1,
+    inner_steps: int | None = None,
     **config: Any,
 ) -> JobSpec:
     config |= {"model": model, "precision": precision, "body_s": body_s, "processes": processes}
-    config["width"] = setup.pick(128, 32)
+    config |= {"width": setup.pick(128, 32), "inner": inner_steps}
     share = {"GPU": 0.25} if setup.on_gpu else {}
     return JobSpec(
         name="gpu-check",
@@ -235,6 +248,7 @@ def job(
         failure=FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0),
         checkpoint=CheckpointConfig(every_steps=every_steps),
         exact=exact,
+        inner_steps=inner_steps,
         max_steps=steps,
     )
 
@@ -386,6 +400,24 @@ def gangs(setup: Setup) -> dict[str, Any]:
     options: dict[str, Any] = {"steps": setup.pick(12, 6), "processes": 2, "body_s": 0.05}
     killed = str(setup.folder / "killed")
     fault = WorkerFault("backward", step=3, rank=1, process=1, once=killed)
+    two = job(setup, workers=2, **options)
+    runs = {
+        "one": partial(group, job(setup, workers=1, **options)),
+        "two": partial(group, two),
+        "kill": partial(group, two, [fault]),
+    }
+    outcomes, _ = together(setup, runs)
+    facts = {"killed": outcomes["kill"].workers_lost}
+    if facts["killed"] < 1:
+        raise Wrong("the fault did not happen")
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
+
+
+def inner_steps(setup: Setup) -> dict[str, Any]:
+    """With inner steps: one worker, two, and two of which one is killed in the middle of them."""
+    options: dict[str, Any] = {"model": "conv", "steps": setup.pick(8, 4), "inner_steps": 3}
+    killed = str(setup.folder / "killed")
+    fault = WorkerFault("backward", step=3, rank=1, nth=5, once=killed)
     two = job(setup, workers=2, **options)
     runs = {
         "one": partial(group, job(setup, workers=1, **options)),
@@ -870,6 +902,7 @@ CHECKS: dict[str, Check] = {
     "attention-fp32": _ATTENTION["attention-fp32"],
     "faults": Check(faults, 80.0),
     "changes": Check(changes, 110.0),
+    "inner-steps": Check(inner_steps, 110.0),
     "gangs": Check(gangs, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 _TREES = "torch._inductor.cudagraph_trees"  # imported by torch when the first of them is made
 
 
@@ -24,3 +26,8 @@ def begin_graph_iteration() -> None:
     trees = sys.modules.get(_TREES)
     if trees is not None:
         trees.mark_step_begin()
+
+
+def outside_graphs(value: torch.Tensor) -> torch.Tensor:
+    """Returns the value in memory that no replay writes."""
+    return value.clone() if graphs_are_replayed() else value

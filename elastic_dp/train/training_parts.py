@@ -110,7 +110,7 @@ class TrainingParts:
                 f"step, and staleness={spec.staleness} has the sum one step later: leave out one "
                 "of the two"
             )
-        check_inner_steps(spec.inner_steps, given, device)
+        check_inner_steps(spec.inner_steps, given)
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
         own = given.model, given.optimizer, given.scheduler

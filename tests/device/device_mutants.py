@@ -366,6 +366,15 @@ DEVICE_MUTANTS = [
         "test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait",
     ),
     ModuleMutant(
+        "a replay of a graph writes losses that the host has not read",
+        "outside_graphs",
+        "value.clone() if graphs_are_replayed() else value",
+        "value",
+        module="elastic_dp.device.graph_replay",
+        caught_by="tests/device/test_graph_replay.py::"
+        "test_loss_in_the_memory_of_a_graph_is_kept_until_the_host_reads_it",
+    ),
+    ModuleMutant(
         "torch's watchdog ends survivors",
         "set_nccl_environment",
         "environment[name] = value",

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.loop_guard.steps_arguments import (
     check_clip_norm,
@@ -15,7 +14,7 @@ from elastic_dp.train.loop_guard.steps_arguments import (
 )
 
 
-def check_inner_steps(inner_steps: int | None, given: Any, device: torch.device) -> None:
+def check_inner_steps(inner_steps: int | None, given: Any) -> None:
     """Checks the `StepsArguments`. `inner_steps`: of the job. Raises SpecError and ModelError."""
     if inner_steps is None:
         for name in ("inner_optimizer", "inner_clip_norm"):
@@ -31,11 +30,6 @@ def check_inner_steps(inner_steps: int | None, given: Any, device: torch.device)
             "inner_optimizer=lambda model, step: torch.optim.AdamW(model.parameters(), lr=…). The "
             "optimizer of ctx.steps is the outer one, such as "
             "SGD(lr=0.7, momentum=0.9, nesterov=True)"
-        )
-    if accelerator_of(device).asynchronous:  # losses of inner steps are read one by one
-        raise SpecError(
-            f"inner_steps is {inner_steps}, which has not been tried on {device.type} yet: leave "
-            "it out, or train on CPUs"
         )
     check_clip_norm("inner_clip_norm", given.inner_clip_norm)
     if given.precision == "fp16":

@@ -14,8 +14,8 @@ the inner optimizer begins anew each time, since state that it kept would be los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,29 @@ from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 
 InnerOptimizerFn = Callable[[nn.Module, int], torch.optim.Optimizer]
 PseudoGradients = dict[torch.Tensor, torch.Tensor]  # by parameter
+
+
+@dataclass(slots=True)
+class InnerStepsResult(MicroBatchResult):
+    """The result of the inner steps of one virtual worker, together. `unread` has that of each."""
+
+    parts: Sequence[MicroBatchResult] = field(default=())
+
+    @classmethod
+    def of(cls, parts: Sequence[MicroBatchResult]) -> InnerStepsResult:
+        unread = {(i, name): t for i, one in enumerate(parts) for name, t in one.unread.items()}
+        found = cls(math.nan, math.fsum(one.weight for one in parts), {}, unread, parts)
+        if not unread:
+            found.take(())
+        return found
+
+    def take(self, values: Sequence[float]) -> None:
+        following = iter(values)
+        for one in self.parts:
+            one.take([next(following) for _ in one.unread])
+        self.loss = mean([(one.loss, one.weight) for one in self.parts])
+        self.metrics = mean_metrics(self.parts)
+        self.unread = {}
 
 
 @dataclass(frozen=True)
@@ -71,11 +94,7 @@ class InnerSteps:
         start = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
         try:
             used, results = self._train(step, v, batches, gradients, passes)
-            result = MicroBatchResult(
-                mean([(one.loss, one.weight) for one in results]),
-                math.fsum(one.weight for one in results),
-                mean_metrics(results),
-            )
+            result = InnerStepsResult.of(results)
             scale = result.weight / expected
             return {p: (start[p] - p.detach()).mul_(scale) for p in start if p in used}, result
         finally:

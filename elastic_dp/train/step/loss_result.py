@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.device.graph_replay import outside_graphs
 from elastic_dp.errors import LossError
 
 # Weights multiply gradients, mostly in float32. Only their ratios matter, so they need not come
@@ -87,7 +88,7 @@ def _numbers(
     numbers = {}
     for key, value in metrics.items():
         if unread is not None and _is_on_device(value):
-            numbers[str(key)], unread[str(key)] = math.nan, value.detach()
+            numbers[str(key)], unread[str(key)] = math.nan, outside_graphs(value.detach())
             continue
         number = _number(value)
         if number is None:

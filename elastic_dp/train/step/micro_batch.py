@@ -16,7 +16,7 @@ import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.device.graph_replay import begin_graph_iteration
+from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.gang.gang import Gang
@@ -34,13 +34,13 @@ LossFn = Callable[[Any, Any], Any]
 class MicroBatchResult:
     """The result of one virtual worker's forward pass.
 
-    `unread` are values that are still on a device: metrics by name, and the loss.
+    `unread` are values that are still on a device: metrics by name, and the loss by None.
     """
 
     loss: float
     weight: float
     metrics: dict[str, float]
-    unread: dict[str | None, torch.Tensor] = field(default_factory=dict)
+    unread: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def measure(self, name: str, value: torch.Tensor) -> None:
         """Adds a metric; a value on a device is read later."""
@@ -159,7 +159,7 @@ class MicroBatchRunner:
         later = accelerator_of(self._device).asynchronous and not self._is_trial
         loss, weight, metrics = parse_loss(returned, rows, unread if later else None)
         if later:
-            unread[None] = loss.detach()
+            unread[None] = outside_graphs(loss.detach())
         value = math.nan if later else float(loss.detach())
         result = MicroBatchResult(value, weight, metrics, unread)
         if weight == 0.0:
