@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -228,6 +228,7 @@ def job(
     exact: bool = True,
     processes: int = 1,
     inner_steps: int | None = None,
+    staleness: Literal[0, 1] = 0,
     **config: Any,
 ) -> JobSpec:
     config |= {"model": model, "precision": precision, "body_s": body_s, "processes": processes}
@@ -249,6 +250,7 @@ def job(
         checkpoint=CheckpointConfig(every_steps=every_steps),
         exact=exact,
         inner_steps=inner_steps,
+        staleness=staleness,
         max_steps=steps,
     )
 
@@ -414,10 +416,20 @@ def gangs(setup: Setup) -> dict[str, Any]:
 
 
 def inner_steps(setup: Setup) -> dict[str, Any]:
-    """With inner steps: one worker, two, and two of which one is killed in the middle of them."""
-    options: dict[str, Any] = {"model": "conv", "steps": setup.pick(8, 4), "inner_steps": 3}
+    """Killed in the middle of its inner steps."""
+    return with_a_kill(setup, nth=5, inner_steps=3)
+
+
+def staleness(setup: Setup) -> dict[str, Any]:
+    """With delayed gradients, a lost worker's of the step before are computed again."""
+    return with_a_kill(setup, nth=2, staleness=1)
+
+
+def with_a_kill(setup: Setup, *, nth: int, **options: Any) -> dict[str, Any]:
+    """The same bits on one worker, on two, and on two of which one is killed."""
+    options |= {"model": "conv", "steps": setup.pick(8, 4)}
     killed = str(setup.folder / "killed")
-    fault = WorkerFault("backward", step=3, rank=1, nth=5, once=killed)
+    fault = WorkerFault("backward", step=3, rank=1, nth=nth, once=killed)
     two = job(setup, workers=2, **options)
     runs = {
         "one": partial(group, job(setup, workers=1, **options)),
@@ -903,6 +915,7 @@ CHECKS: dict[str, Check] = {
     "faults": Check(faults, 80.0),
     "changes": Check(changes, 110.0),
     "inner-steps": Check(inner_steps, 110.0),
+    "staleness": Check(staleness, 110.0),
     "gangs": Check(gangs, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),

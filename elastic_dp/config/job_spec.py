@@ -146,11 +146,6 @@ class JobSpec:
                 f"staleness is {self.staleness} and sharding is {self.sharding!r}, which do not "
                 "work together yet: leave out one of the two"
             )
-        if self.scaling.resources_per_worker.get("GPU"):
-            raise SpecError(
-                f"staleness is {self.staleness}, which has not been tried on GPUs yet: leave it "
-                'out, or leave "GPU" out of ScalingConfig.resources_per_worker'
-            )
 
     def _check_inner_steps(self) -> None:
         whole_number("inner_steps", self.inner_steps, 1)
@@ -166,11 +161,6 @@ class JobSpec:
                     f"inner_steps is {self.inner_steps} and {name} is {value!r}, which do not work "
                     "together yet: leave out one of the two"
                 )
-        if self.scaling.resources_per_worker.get("GPU"):
-            raise SpecError(
-                f"inner_steps is {self.inner_steps}, which has not been tried on GPUs yet: leave "
-                'it out, or leave "GPU" out of ScalingConfig.resources_per_worker'
-            )
 
     def _check_sharding(self) -> None:
         one_of("sharding", self.sharding, (None, "optimizer"))

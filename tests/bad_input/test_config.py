@@ -148,10 +148,6 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
             {"staleness": 1, "scaling": edp.ScalingConfig(processes_per_worker=2)},
             "staleness is 1 and ScalingConfig.processes_per_worker is 2, which do not work",
         ),
-        (
-            {"staleness": 1, "scaling": edp.ScalingConfig(resources_per_worker={"GPU": 1})},
-            "staleness is 1, which has not been tried on GPUs yet",
-        ),
         ({"inner_steps": 0}, "inner_steps is 0, must be at least 1"),
         ({"inner_steps": 2.0}, "inner_steps is 2.0, must be a whole number"),
         ({"inner_steps": 2, "exact": False}, "inner_steps is 2 and exact is False, which do not"),
@@ -162,10 +158,6 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         (
             {"inner_steps": 2, "scaling": edp.ScalingConfig(processes_per_worker=2)},
             "inner_steps is 2 and ScalingConfig.processes_per_worker is 2, which do not work",
-        ),
-        (
-            {"inner_steps": 2, "scaling": edp.ScalingConfig(resources_per_worker={"GPU": 1})},
-            "inner_steps is 2, which has not been tried on GPUs yet",
         ),
         ({"max_time_s": math.inf}, "max_time_s is inf"),
         ({"loggers": print}, "loggers is "),

@@ -53,13 +53,13 @@ def test_fake_gpu_does_what_cuda_does(installed):
     assert torch.nn.Linear(4, 4).to(installed)(gpu).device == installed
 
 
-def digests(folder, device, model, precision, inner_steps=None):
+def digests(folder, device, model, precision, **how):
     """Yield the digest of a run with checkpoints, and that of one that goes on from there."""
     setup = gpu_checks.Setup("cpu", True, folder)
     for steps in (4, 6):
-        options = {"model": model, "precision": precision, "inner_steps": inner_steps}
-        spec = gpu_checks.job(setup, steps=steps, every_steps=2, **options)
-        virtual_workers = gpu_checks.VIRTUAL_WORKERS * (inner_steps or 1)
+        options = {"model": model, "precision": precision, "every_steps": 2, **how}
+        spec = gpu_checks.job(setup, steps=steps, **options)
+        virtual_workers = gpu_checks.VIRTUAL_WORKERS * (spec.inner_steps or 1)
         data = open_data(spec.data, virtual_workers=virtual_workers)
         run = LocalRun(spec, data, device, url=str(folder / device.type))
         run.run(gpu_checks.train)
@@ -67,24 +67,25 @@ def digests(folder, device, model, precision, inner_steps=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "inner_steps"),
+    ("model", "precision", "how"),
     [
-        ("conv", None, None),
-        ("conv", None, 2),
-        pytest.param("gpt-fused", "bf16", None, marks=pytest.mark.slow),
-        pytest.param("gpt-fused", "bf16", 2, marks=pytest.mark.slow),
-        pytest.param("gpt-fused", None, None, marks=pytest.mark.slow),
-        pytest.param("conv", "fp16", None, marks=pytest.mark.slow),
+        ("conv", None, {}),
+        ("conv", None, {"inner_steps": 2}),
+        ("conv", None, {"staleness": 1}),
+        pytest.param("gpt-fused", "bf16", {}, marks=pytest.mark.slow),
+        pytest.param("gpt-fused", "bf16", {"inner_steps": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt-fused", "bf16", {"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param("gpt-fused", None, {}, marks=pytest.mark.slow),
+        pytest.param("conv", "fp16", {}, marks=pytest.mark.slow),
     ],
 )
 def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
-    model, precision, inner_steps, tmp_path, monkeypatch
+    model, precision, how, tmp_path, monkeypatch
 ):
-    job = model, precision, inner_steps
-    on_host = list(digests(tmp_path, torch.device("cpu"), *job))
+    on_host = list(digests(tmp_path, torch.device("cpu"), model, precision, **how))
     fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
-        assert list(digests(tmp_path, fake_gpu.GPU, *job)) == on_host
+        assert list(digests(tmp_path, fake_gpu.GPU, model, precision, **how)) == on_host
 
 
 @pytest.mark.slow
