@@ -1,5 +1,7 @@
 """Arrow columns as arrays."""
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -43,6 +45,22 @@ def test_numbers_of_a_slice(kind):
     lists = pa.ListArray.from_arrays(pa.array(range(0, 101, 5), pa.int32()), whole)
     assert decoded(lists.slice(3, 4)).tolist() == np.arange(15, 35).reshape(4, 5).tolist()
     assert decoded(pa.array([], kind)).dtype == np.dtype(kind.to_pandas_dtype())
+
+
+@pytest.mark.parametrize("lists", [pa.list_, pa.large_list])
+def test_lists_of_a_slice(lists):
+    ragged = [[1], [], [2, 3], [4, 5, 6], [7]]
+    for start, length in ((0, 5), (1, 3), (2, 2), (4, 1)):
+        column = decoded(pa.array(ragged, lists(pa.int32())).slice(start, length))
+        wanted = ragged[start : start + length]
+        if length == 1:
+            assert column.tolist() == wanted
+            continue
+        bounds = column.offsets.tolist()
+        assert [column.values[a:b].tolist() for a, b in itertools.pairwise(bounds)] == wanted
+    nested = [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 10], [11, 12]]]
+    assert decoded(pa.array(nested, lists(lists(pa.int8()))).slice(1)).tolist() == nested[1:]
+    assert len(decoded(pa.array([[1]], lists(pa.int8())).slice(1)).values) == 0
 
 
 def test_memory_that_is_another_ones_is_not_to_be_written_to():

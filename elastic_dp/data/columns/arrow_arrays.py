@@ -127,12 +127,14 @@ def _lists(array: pa.Array, where: str) -> Array | Lists:
         lists = f"null list{'s' * (array.null_count != 1)}"
         raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
     offsets = array.offsets.to_numpy()
-    values = _values(array.flatten(), where)
+    first, end = int(offsets[0]), int(offsets[-1])
+    # What `flatten` gives where no list is null, in half of its time
+    values = _values(array.values.slice(first, end - first), where)
     lengths = offsets[1:] - offsets[:-1]
     same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
     if same and not isinstance(values, Lists):
         return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
-    return Lists(values, (offsets - offsets[0]).astype(np.int64))
+    return Lists(values, (offsets - first).astype(np.int64))
 
 
 def _numbers(array: pa.Array, where: str) -> Array:

@@ -171,13 +171,14 @@ class _Head:
 
     content: bytes
     schema: pa.Schema
+    names: list[str]
     has_dictionaries: bool
     has_views: bool
 
     @classmethod
     def of(cls, content: bytes) -> _Head:
         schema = pa.ipc.open_stream(stream_of_head(content)).schema
-        return cls(content, schema, _has_dictionaries(schema), has_views(schema))
+        return cls(content, schema, schema.names, _has_dictionaries(schema), has_views(schema))
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,9 @@ def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> 
     body = content if isinstance(content, pa.Buffer) else pa.py_buffer(content)
     schema = head.schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
-    there = set(schema.names)
-    names = [name for name in names if name in there]
+    if names != head.names:
+        there = set(head.names)
+        names = [name for name in names if name in there]
     message = Message(BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     is_compressed = message.is_compressed
     if is_compressed and (
@@ -219,9 +221,11 @@ def _decode(head: _Head, content: Any, names: list[str], *, is_mapped: bool) -> 
         whole = pa.py_buffer(b"".join([messages_of_head(head.content), memoryview(body), END]))
         table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
     else:
-        batch = pa.ipc.read_record_batch(body, schema).select(names)
-        if len(names) < len(schema) and not is_mapped:  # a view would keep all columns in memory
-            batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
+        batch = pa.ipc.read_record_batch(body, schema)
+        if names != head.names:
+            batch = batch.select(names)
+            if len(names) < len(schema) and not is_mapped:  # a view would keep all columns
+                batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
     table.validate(full=True)  # Arrow itself does not check offsets
     return clear_null_views(table) if head.has_views else table

@@ -239,7 +239,7 @@ def _is_run(numbers: Ints) -> bool:
     """Whether the numbers are n, n + 1, n + 2, …"""
     if numbers[-1] - numbers[0] != len(numbers) - 1:
         return False
-    return len(numbers) < 3 or bool((np.diff(numbers) == 1).all())
+    return len(numbers) < 3 or bool((numbers[1:] - numbers[:-1] == 1).all())
 
 
 def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
