@@ -405,10 +405,10 @@ class WorkerSession:
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
-        step, planned = self.position.step, self.step_runner.checkpoint_planned
+        step = self.position.step
         # All members are at one position, so all know the same.
         due = bool(self.position.ended or (record is not None and record.kept))
-        whole = planned is not None and step > 0 and (due or planned(step))
+        whole = step > 0 and self.step_runner.gathers_whole(step, agreed=due)
         generation, topology = membership.generation, membership.topology
         return sharding.open(main, generation, topology, gather_whole=whole)
 
