@@ -201,6 +201,7 @@ class WorkerSession:
             self.status.write_speed,
             self.gang,
         )
+        self._groups.expect_buffers(large=self.step_runner.sums.is_large)
         self.faults.watch(list(self.state.parameters.values()))
         ours = self.state, self.step_runner.buffers, self.weights, self.data, self.progress
         told = self.control, self.reporter, self.device, self.total_steps, self.gang
