@@ -153,7 +153,8 @@ def timed_on_workers(
     target: Callable[..., None], *args: Any, workers: int = WORLD, host: str = "127.0.0.1"
 ) -> list[Any]:
     """Runs `target(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
-    rank. `host`: address of the rendezvous store, which is in this process."""
+    rank. `host`: address of the rendezvous store, which is in this process. Raises RuntimeError if
+    one ends without a word."""
     context = multiprocessing.get_context("spawn")
     store = open_rendezvous_store(host, b"secret")
     out = context.SimpleQueue()
@@ -162,7 +163,17 @@ def timed_on_workers(
         processes = [context.Process(target=target, args=(r, *given)) for r in range(workers)]
         for process in processes:
             process.start()
-        found = dict(out.get() for _ in processes)
+        found: dict[int, Any] = {}
+        while len(found) < workers:
+            ended = [r for r, process in enumerate(processes) if process.exitcode is not None]
+            while not out.empty():
+                rank, told = out.get()
+                found[rank] = told
+            for lost in set(ended) - set(found):
+                for process in processes:
+                    process.kill()
+                raise RuntimeError(f"worker {lost} ended, with {processes[lost].exitcode}")
+            time.sleep(0.05)
         for process in processes:
             process.join()
     return [found[rank] for rank in range(workers)]

@@ -188,6 +188,11 @@ class GradientBufferPool:
         """Takes memory that may still be accessed. `collect` asks for it once."""
         self._in_use.append((memory, is_over))
 
+    @property
+    def is_withheld(self) -> bool:
+        """Whether some memory may still be accessed that `collect` would take otherwise."""
+        return any(not is_over() for _, is_over in self._in_use)
+
     def collect(self) -> None:
         """Takes what is no longer accessed of `give_back_later`, and forgets the rest."""
         for memory, is_over in self._in_use:

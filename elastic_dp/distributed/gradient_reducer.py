@@ -36,6 +36,7 @@ from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
+from elastic_dp.distributed.memory_shortage import allocate_buffers, are_large
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.received_memory import ReceivedMemory
@@ -117,9 +118,23 @@ class GradientReducer:
         self._arrange()
         self._pool.preallocate(self._layout.buckets, virtual_workers, receives=receives)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the buffers take much memory of the host."""
+        return are_large(p for p in self._all if p.requires_grad)
+
     def _lay_out(self) -> None:
+        """Makes the buffers. Raises GroupAborted, and ClusterError if the host has no memory."""
         assert self._plan is not None
         self._arrange()
+        allocate_buffers(self._allocate, self._plan.on_host.check, self._is_withheld)
+
+    def _is_withheld(self) -> bool:
+        return self.is_large and (self._pool.is_withheld or self._received.is_withheld)
+
+    def _allocate(self) -> None:
+        assert self._plan is not None
+        self._exchanges = []
         self._pool.collect()
         first = self._received.open(self._plan, self._layout.buckets)
         self._exchanges = [

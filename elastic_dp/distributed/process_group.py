@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import hmac
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -60,6 +60,12 @@ class Operation:
         self.done = threading.Event()  # set only if a thread waits, or by an abort
         self.buffers = buffers
         self.work: Any = None
+
+    def may_access(self, memory: torch.Tensor) -> bool:
+        """Whether the operation is in flight and has a buffer in this memory."""
+        address = memory.untyped_storage().data_ptr()
+        buffers = (buffer.untyped_storage().data_ptr() for buffer in self.buffers)
+        return address in buffers and not self.work.is_completed()
 
 
 class Transport(Protocol):
@@ -240,6 +246,12 @@ class ProcessGroup:
         kept = self._store, None if self.on_device is None else self.on_device.release()
         _abandoned_groups.add((self._backend, self.in_flight, kept))
         self._backend, self._pending, self._store = None, set(), None
+
+
+def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: True) -> bool:
+    """Waits until the groups that this process has left are gone, with the memory that they keep:
+    as long as `waits` says so, which may raise, and for `limit_s`. Returns whether one has gone."""
+    return _abandoned_groups.drop(limit_s, waits)
 
 
 # -------------------------------------------------------------------------------------------

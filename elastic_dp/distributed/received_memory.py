@@ -26,6 +26,11 @@ class ReceivedMemory:
         self._before: dict[torch.dtype, _Before] = {}
         self._group: ProcessGroup | None = None
 
+    @property
+    def is_withheld(self) -> bool:
+        """Whether an operation may still access memory of the generation before."""
+        return any(map(_is_accessed, self._before.values()))
+
     def open(
         self, plan: ReductionPlan, buckets: Sequence[GradientBucket]
     ) -> dict[int, torch.Tensor]:
@@ -51,13 +56,18 @@ class ReceivedMemory:
     def close(self) -> None:
         """Ends the generation, whose group is still open."""
         if self._group is not None:
-            flying = self._group.in_flight
+            flying = self._group.in_flight  # also of what lies elsewhere
             self._before = {dtype: (memory, flying) for dtype, memory in self.by_dtype.items()}
         self.by_dtype, self._group = {}, None
 
 
 def _usable(before: _Before | None, numel: int) -> torch.Tensor | None:
     """Returns this memory if it is large enough and nothing accesses it any more."""
-    memory, operations = before or (None, ())
-    fits = memory is not None and numel <= memory.numel()
-    return memory if fits and all(one.work.is_completed() for one in operations) else None
+    if before is None or before[0].numel() < numel or _is_accessed(before):
+        return None
+    return before[0]
+
+
+def _is_accessed(before: _Before) -> bool:
+    memory, operations = before
+    return any(one.may_access(memory) for one in operations)

@@ -201,6 +201,7 @@ class WorkerSession:
             self.status.write_speed,
             self.gang,
         )
+        self._groups.expect_buffers(large=self.step_runner.sums.is_large)
         self.faults.watch(list(self.state.parameters.values()))
         ours = self.state, self.step_runner.buffers, self.weights, self.data, self.progress
         told = self.control, self.reporter, self.device, self.total_steps, self.gang
@@ -405,10 +406,10 @@ class WorkerSession:
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
-        step, planned = self.position.step, self.step_runner.checkpoint_planned
+        step = self.position.step
         # All members are at one position, so all know the same.
         due = bool(self.position.ended or (record is not None and record.kept))
-        whole = planned is not None and step > 0 and (due or planned(step))
+        whole = step > 0 and self.step_runner.gathers_whole(step, agreed=due)
         generation, topology = membership.generation, membership.topology
         return sharding.open(main, generation, topology, gather_whole=whole)
 

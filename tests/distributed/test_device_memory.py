@@ -20,8 +20,8 @@ from tests.patience import PATIENCE_S, eventually
 
 SHARES = [(0, 2), (2, 4)]
 KINDS = ProcessGroup, DeviceTransport, DeviceConnection, SimulatedCommunicator
-# One for each thread that launches, one for each store of this test, and one that drops groups.
-LASTING = {"device", "rendezvous", "abandoned-groups"}
+# One for each thread that launches, and one for each store of this test.
+LASTING = {"device", "rendezvous"}
 
 
 def alive() -> set[object]:

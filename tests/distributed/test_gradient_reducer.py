@@ -292,7 +292,9 @@ def without_peers(group: ProcessGroup) -> Any:
         all_to_all=lambda *_: object(),
         is_over=lambda _: False,
     )
-    return types.SimpleNamespace(world_size=group.world_size, transport=transport, on_device=None)
+    return types.SimpleNamespace(
+        world_size=group.world_size, transport=transport, on_device=None, check=lambda: None
+    )
 
 
 COUNT = 12

@@ -91,8 +91,8 @@ def test_next_generation_receives_in_the_same_memory_unless_something_accesses_i
     is_over, monkeypatch
 ):
     """Otherwise a worker would need room for both generations at each loss."""
-    work = types.SimpleNamespace(is_completed=lambda: is_over)
-    monkeypatch.setattr(ProcessGroup, "in_flight", [types.SimpleNamespace(work=work)])
+    operation = types.SimpleNamespace(may_access=lambda memory: not is_over)
+    monkeypatch.setattr(ProcessGroup, "in_flight", [operation])
     shares = [[(0, 3)], [(3, 6)], [(6, 8)]]
 
     def act(group):

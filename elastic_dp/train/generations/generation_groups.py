@@ -26,6 +26,7 @@ from elastic_dp.distributed.process_group import (
     ProcessGroup,
     Rendezvous,
     connect_devices,
+    drop_abandoned_groups,
 )
 from elastic_dp.errors import FormingFailed, GroupError
 from elastic_dp.threads import background
@@ -50,6 +51,7 @@ class GenerationGroups:
         """`connects`: the devices of the members get a communicator of their own."""
         self._worker, self._device, self._control = worker, device, control
         self._connects = connects
+        self._has_large_buffers = False
         self.main: ProcessGroup | None = None
         self.unreachable: tuple[
             WorkerId, ...
@@ -76,6 +78,10 @@ class GenerationGroups:
     @property
     def generation(self) -> int:
         return 0 if self._entered is None else self._entered.membership.generation
+
+    def expect_buffers(self, *, large: bool) -> None:
+        """Says whether operations in flight keep much memory, for which no member is to wait."""
+        self._has_large_buffers = large
 
     def load_kernels(self) -> None:
         """Prepares, in the background, for the first communicator of this process."""
@@ -130,6 +136,8 @@ class GenerationGroups:
             connect_devices(self.main, self._meeting("devices"), names=names)
         for old in self._old:
             old.close()
+        if self._has_large_buffers:
+            drop_abandoned_groups(0.0)  # returns at once
         # Other members may still be receiving, so the group closes with the next forming.
         self._old = [] if state_group is None else [state_group]
         return state_group

@@ -2,7 +2,8 @@
 
 A step updates twice. Before its commit it updates copies of what this member sends, a few pieces at
 a time, of which only the parameters are kept. After it, the same update is done in place. Small
-pieces, whose updates take more time than memory, are updated once, and their states are kept, too:
+pieces, and all of a small model, whose updates take more time than memory, are updated once, and
+their states are kept, too:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
@@ -43,7 +44,9 @@ from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_o
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
-# Small pieces, whose copies are kept until the commit: of one, and of all, in bytes of parameters.
+# Pieces that are updated once, and whose copies are kept until the commit, in bytes of parameters:
+# all that a member holds, if they are no more than this, or else the smallest: of one, and of all.
+ALL_KEPT_BYTES = 16 << 20
 SMALL_BYTES = 1 << 18
 KEPT_BYTES = 2 << 20
 
@@ -321,7 +324,9 @@ class ShardedOptimizer:
                 take(n, tensors[n], states[n])
 
     def _small_pieces(self) -> AbstractSet[int]:
-        """Returns the smallest of the pieces that this member holds."""
+        """Returns the smallest of the pieces that this member holds, or all of few."""
+        if sum(self.sizes[n] for n in self.held) <= ALL_KEPT_BYTES:
+            return set(self.held)
         small = (n for n in self.held if self.sizes[n] <= SMALL_BYTES)
         numbers = sorted(small, key=lambda n: (self.sizes[n], n))
         ends = accumulate(self.sizes[n] for n in numbers)

@@ -83,8 +83,8 @@ class StepRunner:
     wire: str | None = None
     gang: Gang | None = None  # the processes of this worker, if there are several
     inner: InnerSteps | None = None  # of each virtual worker, if it makes several
-    # Whether a checkpoint of this step is due, as far as all members know before it.
-    checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
+    # See `expect_checkpoints`; None: there is no storage.
+    _checkpoint_planned: Callable[[int], bool] | None = None
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
     _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
@@ -123,7 +123,12 @@ class StepRunner:
 
     def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
         """Sets which steps have a checkpoint, as far as all members know before them."""
-        self.checkpoint_planned = planned
+        self._checkpoint_planned = planned
+
+    def gathers_whole(self, step: int, *, agreed: bool) -> bool:
+        """Whether `step` has a checkpoint, as far as all members know, or has one as `agreed`."""
+        planned = self._checkpoint_planned
+        return planned is not None and (agreed or planned(step))
 
     def open(
         self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
@@ -251,7 +256,7 @@ class StepRunner:
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
-            if self.state.sharding is not None and self.checkpoint_planned is not None:
+            if self.state.sharding is not None and self.gathers_whole(step, agreed=True):
                 self.state.sharding.gather_whole()  # for the run's last checkpoint
             self.control.commit()
             return StopAgreed(header.stop)
@@ -272,7 +277,6 @@ class StepRunner:
         buffers = self._exchange_buffers(step, header.changed)
         norm = None
         if self._sharding is not None:
-            planned, agreed = self.checkpoint_planned, header.keep and not header.keeps_late
             norm = prepare_step(
                 self._sharding,
                 self.gradients,
@@ -282,7 +286,7 @@ class StepRunner:
                 header.used,
                 self.clip_norm,
                 self.pass_point,
-                gather_whole=planned is not None and (agreed or planned(step)),
+                gather_whole=self.gathers_whole(step, agreed=header.keep and not header.keeps_late),
             )
             finite = norm is not None
         elif extremes is None:

@@ -17,6 +17,7 @@ from elastic_dp.distributed.process_group import (
     RendezvousStoreServer,
     open_rendezvous_store,
 )
+from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
 from tests.patience import PATIENCE_S, eventually
@@ -52,9 +53,10 @@ def forms(
     workers: Sequence[WorkerId],
     meet: Rendezvous,
     prepared: int,
+    generation: int = 2,
 ) -> list[ProcessGroup]:
     members = tuple(Member(w, ((i, i + 1),), START, True) for i, w in enumerate(workers))
-    membership = Membership(2, members, workers[0], PATIENCE_S, prepared=prepared)
+    membership = Membership(generation, members, workers[0], PATIENCE_S, prepared=prepared)
 
     def form(one: GenerationGroups) -> ProcessGroup:
         one._control.form(membership, meet)
@@ -113,3 +115,23 @@ def test_preparation_of_a_generation_that_was_entered_comes_too_late(meet: Rende
     forms(groups, LIKELY, meet, prepared=1)
     groups[0].prepare(preparation(LIKELY), meet)
     assert groups[0]._prepared is None
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_groups_with_large_buffers_are_dropped_when_the_next_one_has_formed(
+    meet: Rendezvous, closed: list[object], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Other members may wait for the memory, also those of a member that itself waits for none."""
+    dropped: list[float] = []
+    monkeypatch.setattr(generation_groups, "drop_abandoned_groups", dropped.append)
+    groups = [groups_of(worker) for worker in LIKELY]
+    for one in groups:
+        one.expect_buffers(large=large)
+    forms(groups, LIKELY, meet, prepared=0)
+    dropped.clear()
+    for one in groups:
+        one.leave()
+        one._control.leave()
+    assert not closed and not dropped
+    forms(groups, LIKELY, meet, prepared=0, generation=3)
+    assert len(closed) == 2 and dropped == ([0.0, 0.0] if large else [])

@@ -39,6 +39,7 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
     monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 2048)
+    monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 0)
 
 
 class Member:
@@ -322,6 +323,27 @@ def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
     enter(members, lambda member: member.attempt(whole=True))
     for member in members:
         check_equal(member, plain_after(1))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_small_state_is_updated_once(once, monkeypatch):
+    """A large one is updated before the commit and behind it, which takes less memory."""
+    if once:
+        monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 1 << 20)
+    updated, run = [], PieceUpdates.run
+
+    def counts(updates, tensors, gradients, states):
+        updated.extend(tensors)
+        run(updates, tensors, gradients, states)
+
+    members = four()
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceUpdates, "run", counts)
+        enter(members, Member.attempt)
+    assert (len(updated) == sum(len(member.sharding.held) for member in members)) is once
+    enter(members, lambda member: member.attempt(whole=True))
+    for member in members:
+        check_equal(member, plain_after(2))
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():

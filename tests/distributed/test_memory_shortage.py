@@ -1,0 +1,207 @@
+"""Memory that operations of an abandoned group keep, and that the next generation needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from elastic_dp.distributed import abandoned_groups, memory_shortage
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.memory_shortage import allocate_buffers
+from elastic_dp.distributed.piece_routes import HeldRange
+from elastic_dp.distributed.process_group import (
+    GroupFormation,
+    ProcessGroup,
+    Rendezvous,
+    drop_abandoned_groups,
+    open_rendezvous_store,
+)
+from elastic_dp.errors import ClusterError, GroupAborted
+from tests.distributed.test_gradient_reducer import CPU, leaves_of, named
+from tests.patience import PATIENCE_S
+
+NUMEL, SHARES, V = 700, [[(0, 3)], [(3, 6)], [(6, 8)]], 8
+REFUSED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+
+
+@pytest.fixture(autouse=True)
+def _rest_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever does not end the rest of the groups, waits in vain. None outlives its test."""
+    drop_abandoned_groups(PATIENCE_S)
+    monkeypatch.setattr(abandoned_groups, "REST_S", 10 * PATIENCE_S)
+    yield
+    drop_abandoned_groups(PATIENCE_S)
+
+
+def not_withheld() -> bool:
+    return False
+
+
+def in_two_generations(
+    first: Callable[[ProcessGroup], object], second: Callable[[ProcessGroup, object], object]
+) -> list[object]:
+    """What `second` returns for each rank. It gets what `first` has returned, whose group is
+    aborted on all ranks when it has ended on all."""
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    world_size = len(SHARES)
+    together = threading.Barrier(world_size, timeout=PATIENCE_S)
+
+    def member(rank: int) -> object:
+        groups = []
+        for name in "one", "two":
+            meet = Rendezvous("127.0.0.1", store.port, name, b"secret")
+            limit = {"device": CPU, "timeout_s": PATIENCE_S}
+            formation = GroupFormation(meet, rank=rank, world_size=world_size, **limit)
+            groups.append(formation.start().wait())
+        try:
+            made = first(groups[0])
+            together.wait()
+            groups[0].abort()
+            return second(groups[1], (groups[0], made))
+        except Exception:
+            together.abort()
+            raise
+        finally:
+            for group in groups:
+                group.close()
+
+    with ThreadPoolExecutor(world_size) as pool:
+        found = list(pool.map(member, range(world_size)))
+    store.close()
+    return found
+
+
+def sum_of(gradients: GradientReducer, p: torch.nn.Parameter, rank: int, *, ends: bool):
+    """The held parts of the sum of a step, whose exchange `ends`, or is only begun."""
+    gradients.begin()
+    leaves = leaves_of(SHARES[rank], V)
+    for leaf in leaves:
+        gradients.before_leaf(leaf, leaf is leaves[-1])
+        gradients.before_backward()
+        (p * float(leaf.virtual_worker)).sum().backward()
+        gradients.after_leaf(leaf, leaf is leaves[-1])
+    gradients.send()
+    if not ends:
+        return {}
+    gradients.reduce()
+    return gradients.complete_held(1.0)
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("launches", [(0, 1), (0,), ()])
+def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
+    large, launches, monkeypatch
+):
+    """A worker that is lost in an exchange leaves those of the others in flight. Where the buffers
+    are small, nobody waits for them: new ones are made."""
+    monkeypatch.setattr(memory_shortage, "LARGE_BYTES", 0 if large else 1 << 40)
+
+    def first(group):
+        p = torch.nn.Parameter(torch.zeros(NUMEL))
+        gradients = GradientReducer(named([p]))
+        needed = {p: [HeldRange(0, 0, NUMEL, (0, 1))]}
+        gradients.open(group, SHARES, V, True, (), needed)
+        if group.rank in launches:
+            sum_of(gradients, p, group.rank, ends=False)
+        elif group.rank == 0:
+            group.all_gather(torch.zeros(3), torch.zeros(1))  # it keeps other memory
+        return gradients, p, needed, gradients.received_memory[torch.float32]
+
+    def second(group, made):
+        before, (gradients, p, needed, memory) = made
+        gradients.drop()
+        gradients.close()
+        before.close()
+        group.gather_bytes(b"")  # all have left it
+        if large:
+            drop_abandoned_groups(0.0)  # as `GenerationGroups` does
+        gradients.open(group, SHARES, V, True, (), needed)
+        used_again = gradients.received_memory[torch.float32] is memory
+        for held in sum_of(gradients, p, group.rank, ends=True).values():
+            assert torch.equal(held, torch.full((NUMEL,), float(sum(range(V)))))
+        gradients.close()
+        return used_again
+
+    expected = [large or rank not in launches for rank in range(len(SHARES))]
+    assert in_two_generations(first, second) == expected
+
+
+def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some():
+    def first(group):
+        if group.rank != 0:
+            return None
+        received = torch.zeros(3)  # for what the others never send
+        group.all_gather(received, torch.zeros(1))
+        return weakref.ref(received)
+
+    def second(group, made):
+        before, kept = made
+        before.close()
+        group.gather_bytes(b"")  # all have left it
+        if kept is None:
+            return None
+        attempts = []
+
+        def allocate() -> None:
+            attempts.append(kept() is None)
+            if kept() is not None:
+                raise RuntimeError(REFUSED)
+
+        allocate_buffers(allocate, group.check, not_withheld)
+        return attempts
+
+    assert in_two_generations(first, second)[0] == [False, True]
+
+
+def refuse() -> None:
+    raise RuntimeError(REFUSED)
+
+
+def test_a_real_shortage_is_told_at_once_and_says_the_way_out():
+    calls = []
+
+    def refused() -> None:
+        calls.append(1)
+        refuse()
+
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"4096 bytes.*more memory.*sharding=\"optimizer\""):
+        allocate_buffers(refused, lambda: None, not_withheld)
+    assert len(calls) == 1
+    assert time.monotonic() - started < memory_shortage._LIMIT_S / 2
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("shapes differ")]
+)
+def test_faults_of_a_device_and_other_errors_stay_what_they_are(error):
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError) as told:
+        allocate_buffers(fails, lambda: None, not_withheld)
+    assert told.value is error
+
+
+def test_wait_for_memory_ends_with_the_generation():
+    def aborted() -> None:
+        raise GroupAborted("the generation was ended")
+
+    def first(group):
+        return group.all_gather(torch.zeros(3), torch.zeros(1)) if group.rank == 0 else None
+
+    def second(group, made):
+        before, _ = made
+        if group.rank == 0:
+            before.close()  # the others are open until this one has ended
+            with pytest.raises(GroupAborted):
+                allocate_buffers(refuse, aborted, not_withheld)
+        group.gather_bytes(b"")
+
+    in_two_generations(first, second)
