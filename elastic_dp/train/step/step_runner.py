@@ -251,8 +251,6 @@ class StepRunner:
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
-            if self.state.sharding is not None and self.checkpoint_planned is not None:
-                self.state.sharding.gather_whole()  # for the run's last checkpoint
             self.control.commit()
             return StopAgreed(header.stop)
         if header.late:
@@ -282,7 +280,7 @@ class StepRunner:
                 header.used,
                 self.clip_norm,
                 self.pass_point,
-                gather_whole=planned is not None and (agreed or planned(step)),
+                keeps=planned is not None and (agreed or planned(step)),
             )
             finite = norm is not None
         elif extremes is None:
