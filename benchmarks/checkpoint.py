@@ -73,7 +73,7 @@ class Save:
         self.state, self.tensors, self.folder = state, flat(state), folder
         self.copies = {name: torch.zeros_like(t) for name, t in self.tensors.items()}
         self.catalog = Catalog(Store(str(folder / "ours")))
-        self.uploader = Uploader(self.catalog, lambda share, manifest: None)
+        self.uploader = Uploader(self.catalog, lambda *_: None)
         self.ways: dict[str, Callable[[int], Callable[[], Any]]] = {
             "bare copy": self.bare_copy,
             "ours": self.ours,
@@ -175,7 +175,7 @@ def training_steps(done: Callable[[], bool], at_least: int) -> float:
 def memory(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     state = make_state(megabytes)
     nbytes = sum(tensor.nbytes for tensor in flat(state).values())
-    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda share, manifest: None)
+    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda *_: None)
     before = _kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for step in range(rounds):
@@ -245,7 +245,7 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def write_one(megabytes: int, folder: Path) -> Any:
-    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda share, manifest: None)
+    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda *_: None)
     share = uploader.take(1, make_state(megabytes), 0, 1).share.result()
     commit = write_commit(
         uploader._catalog, uploader.snapshot.manifest(), [share], 1, CommitMetadata()

@@ -4,6 +4,7 @@
                                                                             step 900 of claim 3
     <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
     <run>/checkpoints/step-000000001000/<digest>/part-00000.safetensors
+    <run>/checkpoints/step-000000001000/<digest>/units-<digest>.safetensors
 
 - Only committed checkpoints are listed. One listing finds them all; a commit record is read when it
   is needed.
@@ -11,8 +12,9 @@
   claim once, before it trains; the lease's number is the fence of the claim. A controller that was
   suspended may commit steps after its successor continued from an earlier one. Such commits are not
   part of the history.
-- Parts are stored under the digest of the whole state. Parts of different states never collide, and
-  the same state always gives the same objects with the same bytes.
+- Parts are stored under the digest of the state, and units of an optimizer's state, which workers
+  have each a part of, beside them under digests of their own (state_units.py). Files of different
+  states never collide, and the same state always gives the same objects with the same bytes.
 - A deletion starts with the commit record, so a crash between two deletions never leaves a
   committed checkpoint without its parts.
 """
@@ -26,7 +28,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from elastic_dp.checkpoint.commit_record import CommitRecord
+from elastic_dp.checkpoint.commit_record import CommitRecord, Manifest
+from elastic_dp.checkpoint.state_units import UnitFile
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import ObjectMissing, Store
 
@@ -234,7 +237,8 @@ class Catalog:
         Returns None if one of the records cannot be read: then any folder may be in use.
         """
         try:
-            return {self.read(name).digest[:32] for name in kept if name.step == step}
+            mine = [self.read(name).manifest for name in kept if name.step == step]
+            return {manifest.digest_without_units[:32] for manifest in mine}
         except (CheckpointDamaged, CheckpointError):
             return None
 
@@ -250,9 +254,19 @@ class Catalog:
         return sorted(names), sorted(claims)
 
 
-def part_path(folder: str, step: int, digest: str, number: int) -> str:
+def files_path(folder: str, manifest: Manifest) -> str:
+    """Returns the path of the folder of a checkpoint's files in the store."""
+    return f"{folder}/step-{manifest.step:012}/{manifest.digest_without_units[:32]}"
+
+
+def part_path(folder: str, manifest: Manifest, number: int) -> str:
     """Returns the path of a part in the store."""
-    return f"{folder}/step-{step:012}/{digest[:32]}/part-{number:05}.safetensors"
+    return f"{files_path(folder, manifest)}/part-{number:05}.safetensors"
+
+
+def units_path(folder: str, manifest: Manifest, file: UnitFile) -> str:
+    """Returns the path of a file of units in the store."""
+    return f"{files_path(folder, manifest)}/{file.name}"
 
 
 def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[CommitName]:

@@ -7,26 +7,30 @@ share to the others; and decodes the state with `whole_tree`. A process alone ca
 
 - A request reads one whole block. Many run concurrently, which hides latency.
 - A missing, truncated, swapped or changed object raises CheckpointDamaged, which names it.
-- Only functions that make tensors import torch: `verify` and `missing_parts` only compare bytes.
+- Only functions that make tensors import torch: `verify` only compares bytes.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, part_path
-from elastic_dp.checkpoint.commit_record import CommitRecord, block_digest, block_digester
+from elastic_dp.checkpoint.checkpoint_files import (
+    headers_by_path,
+    missing_files,
+    read_range,
+    short,
+    threads,
+)
+from elastic_dp.checkpoint.commit_record import CommitRecord
+from elastic_dp.checkpoint.unit_reader import add_states, read_states, read_unit
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
-from elastic_dp.storage import ObjectMissing
 
 if TYPE_CHECKING:
     import torch
-
-IN_FLIGHT = 32  # concurrent requests for blocks
-_CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
 def read_own_range(
@@ -82,10 +86,15 @@ def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
 
     from elastic_dp.checkpoint.decoding import decode
 
-    line = torch.empty(commit.manifest.layout.total, dtype=torch.uint8)
+    manifest = commit.manifest
+    line = torch.empty(manifest.layout.total, dtype=torch.uint8)
     read_own_range(catalog, commit, 0, 1, line)
-    tensors = [view.clone() for view in commit.manifest.layout.views(line)]
-    return decode(commit.manifest.tree, tensors, **how)
+    tensors = [view.clone() for view in manifest.layout.views(line)]
+    tree = decode(manifest.tree, tensors, **how)
+    if manifest.units is not None:
+        placed = list(manifest.units.units.values())
+        add_states(tree, read_states(catalog, commit, placed, **how))
+    return tree
 
 
 def load_newest(
@@ -131,25 +140,6 @@ def newest_first(
     raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")
 
 
-def missing_parts(catalog: Catalog, commit: CommitRecord) -> list[str]:
-    """Returns what is wrong with the names and sizes of the parts in a listing.
-
-    It reads no part, so it is cheap enough to choose a checkpoint by.
-    """
-    folder = part_path(catalog.folder, commit.step, commit.digest, 0).rpartition("/")[0]
-    sizes = {
-        entry.path.rpartition("/")[2]: entry.size for entry in catalog.store.find(f"{folder}/")
-    }
-    wrong = []
-    for part in commit.manifest.layout.parts:
-        name = part_path("", commit.step, commit.digest, part.number).rpartition("/")[2]
-        if name not in sizes:
-            wrong.append(f"{name} is missing")
-        elif sizes[name] != part.nbytes:
-            wrong.append(f"{name} has {sizes[name]} bytes, not {part.nbytes}")
-    return wrong
-
-
 def verify(catalog: Catalog, name: CommitName) -> list[str]:
     """Reads a whole checkpoint, headers included, and returns what is wrong: an empty list if
     nothing is."""
@@ -157,29 +147,37 @@ def verify(catalog: Catalog, name: CommitName) -> list[str]:
         commit = catalog.read(name)
     except CheckpointDamaged as error:
         return [error.reason]
-    wrong = missing_parts(catalog, commit)
-    layout = commit.manifest.layout
-    for part in layout.parts:
-        path = part_path(catalog.folder, commit.step, commit.digest, part.number)
+    wrong = missing_files(catalog, commit)
+    for path, header in headers_by_path(catalog, commit).items():
         try:
-            header = catalog.store.read(path, 0, len(part.header))
-            if bytes(header) != part.header:
-                wrong.append(f"the header of {_short(path)} was changed")
+            if bytes(catalog.store.read(path, 0, len(header))) != header:
+                wrong.append(f"the header of {short(path)} was changed")
         except StorageError as error:
             wrong += [] if wrong else [str(error)]
-    with ThreadPoolExecutor(_threads(catalog, layout.block_bytes)) as executor:
-        found = executor.map(lambda block: _wrong(catalog, commit, block), range(layout.blocks))
+    layout, units = commit.manifest.layout, commit.manifest.units
+    reads: list[Callable[[], object]] = [
+        functools.partial(_read_alone, catalog, commit, block) for block in range(layout.blocks)
+    ]
+    if units is not None:
+        placed = units.units.values()
+        reads += [functools.partial(read_unit, catalog, commit, one) for one in placed]
+    with ThreadPoolExecutor(threads(catalog)) as executor:
+        found = executor.map(_wrong, reads)
         return list(dict.fromkeys([*wrong, *(words for words in found if words and not wrong)]))
 
 
-def _wrong(catalog: Catalog, commit: CommitRecord, block: int) -> str:
-    """Returns what is wrong with a block, or an empty text."""
-    start, end = commit.manifest.layout.block_span(block)
+def _wrong(read: Callable[[], object]) -> str:
+    """Returns what is wrong with what is read, or an empty text."""
     try:
-        _read_block(catalog, commit, block, memoryview(bytearray(end - start)))
+        read()
     except CheckpointDamaged as error:
         return error.reason
     return ""
+
+
+def _read_alone(catalog: Catalog, commit: CommitRecord, block: int) -> None:
+    start, end = commit.manifest.layout.block_span(block)
+    _read_block(catalog, commit, block, memoryview(bytearray(end - start)))
 
 
 def _read_blocks(
@@ -199,68 +197,14 @@ def _read_blocks(
     if executor is not None:
         list(executor.map(read, blocks))
         return
-    with ThreadPoolExecutor(_threads(catalog, commit.manifest.layout.block_bytes)) as made:
+    with ThreadPoolExecutor(threads(catalog)) as made:
         list(made.map(read, blocks))
 
 
 def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memoryview) -> None:
     layout = commit.manifest.layout
-    start, end = layout.block_span(block)
+    start, _ = layout.block_span(block)
     part = layout.part_of(start)
-    path = part_path(catalog.folder, commit.step, commit.digest, part.number)
+    path = part_path(catalog.folder, commit.manifest, part.number)
     at = len(part.header) + start - part.start
-    local = catalog.store.local_path(path)
-    if local is not None and _read_file(local, at, target) == commit.manifest.blocks[block]:
-        return
-    try:
-        content = catalog.store.read(path, at, at + end - start)
-    except ObjectMissing:
-        raise CheckpointDamaged(commit.step, f"{_short(path)} is missing") from None
-    except StorageError:
-        wrong = missing_parts(catalog, commit)
-        if not wrong:
-            raise
-        raise CheckpointDamaged(commit.step, "; ".join(wrong)) from None
-    target[:] = memoryview(content).cast("B")
-    if block_digest(target) != commit.manifest.blocks[block]:
-        raise CheckpointDamaged(
-            commit.step,
-            f"{_short(path)}: bytes {at} to {at + end - start} are not those that were committed",
-        )
-
-
-def _read_file(path: str, at: int, target: memoryview) -> str:
-    """Reads a block straight into `target` and returns its digest, computed while the data is in
-    the cache.
-
-    Returns "" if that fails. Then the caller reads through the store, which retries and reports
-    errors.
-    """
-    digest = block_digester()
-    try:
-        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
-            file.seek(at)
-            for i in range(0, len(target), _CACHED_BYTES):
-                piece = target[i : i + _CACHED_BYTES]
-                if file.readinto(piece) != len(piece):
-                    return ""
-                digest.update(piece)
-    except OSError:
-        return ""
-    return digest.hexdigest()
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file without waiting for the other end, in case it is a named pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _threads(catalog: Catalog, block_bytes: int) -> int:
-    """Returns the number of threads: reading local files is CPU-bound, everything else waits for
-    answers."""
-    local = catalog.store.local_path(catalog.folder) is not None
-    return min(IN_FLIGHT, (os.cpu_count() or 1)) if local else IN_FLIGHT
-
-
-def _short(path: str) -> str:
-    return "/".join(path.rsplit("/", 3)[1:])
+    read_range(catalog, commit, path, at, target, commit.manifest.blocks[block])

@@ -2,19 +2,23 @@
 
 - Every member writes its share of the parts. The parts do not depend on which member wrote them. If
   a member is lost, others write its parts: each member holds the whole state.
-- The commit record is written only after every part is, and only if all members hold the same state
-  by its digest.
+- Of a sharded optimizer's state each member holds some units only (state_units.py). One of the two
+  members that hold a unit writes it, and the other one if that is lost.
+- The commit record is written only after every part and every unit is, and only if all members hold
+  the same state by its digest, and both holders of a unit the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_dp.checkpoint.catalog import Catalog, CommitName, part_path
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, part_path, units_path
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.state_units import UnitFile, UnitPlace, UnitTable
+from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
 from elastic_dp.errors import LeaseLost, StateError
 
 
@@ -30,6 +34,20 @@ class WorkerParts:
     step: int
     digest: str
     parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WorkerUnits:
+    """What one member reports about units. The checkpoint has `total` of them.
+
+    `held` are the files of those that the member holds, and `planned` says who is to write each of
+    these files. `written` has the names of those that the member wrote.
+    """
+
+    total: int
+    held: tuple[UnitFile, ...]
+    planned: tuple[str, ...]
+    written: frozenset[str]
 
 
 def write_own_parts(
@@ -62,11 +80,77 @@ def write_parts(
     manifest = snapshot.manifest(executor)
 
     def write(number: int) -> int:
-        path = part_path(catalog.folder, manifest.step, manifest.digest, number)
+        path = part_path(catalog.folder, manifest, number)
         catalog.store.write(path, snapshot.part(manifest.layout.parts[number]))
         return number
 
     return WorkerParts(writer, manifest.step, manifest.digest, tuple(executor.map(write, numbers)))
+
+
+def write_units(
+    catalog: Catalog,
+    manifest: Manifest,
+    snapshot: UnitSnapshot,
+    executor: Executor,
+    *,
+    writer: str,
+    names: Collection[str] | None = None,
+) -> WorkerUnits:
+    """Writes the files of units that `writer` is to write, or those with these names.
+
+    `manifest` is that of the state without units. Writing a file again creates the same object with
+    the same bytes.
+    """
+    files = snapshot.files(executor)
+    mine = [
+        file
+        for planned, file in files
+        if (planned == writer if names is None else file.name in names)
+    ]
+
+    def write(file: UnitFile) -> str:
+        path = units_path(catalog.folder, manifest, file)
+        catalog.store.write(path, snapshot.content(file))
+        return file.name
+
+    written = frozenset(executor.map(write, mine))
+    held, planned = tuple(file for _, file in files), tuple(planned for planned, _ in files)
+    return WorkerUnits(snapshot.total, held, planned, written)
+
+
+def written_files(reports: Iterable[WorkerUnits]) -> dict[str, UnitFile]:
+    """Returns the files of units that some member has written, by name."""
+    found = {file.name: file for one in reports for file in one.held if file.name in one.written}
+    return dict(sorted(found.items()))
+
+
+def all_units_are_written(reports: Collection[WorkerUnits]) -> bool:
+    """Returns whether each unit is in a file that is written."""
+    places = {unit.place for file in written_files(reports).values() for unit in file.units}
+    return all(len(places) == one.total for one in reports)
+
+
+def unit_table(reports: Collection[WorkerUnits]) -> UnitTable:
+    """Returns the table of a checkpoint whose units are all written."""
+    files, places = [], set[UnitPlace]()
+    for file in written_files(reports).values():
+        theirs = {unit.place for unit in file.units}
+        if not theirs <= places:  # else members of another generation wrote its units, too
+            files.append(file)
+            places |= theirs
+    return UnitTable(tuple(files))
+
+
+def units_that_differ(reports: Mapping[str, Iterable[WorkerUnits]]) -> list[str]:
+    """Returns the members that hold other bytes of a unit than another member."""
+    holders: dict[UnitPlace, dict[str, set[str]]] = {}
+    for worker, told in reports.items():
+        for file in (file for one in told for file in one.held):
+            for unit in file.units:
+                by_digest = holders.setdefault(unit.place, {})
+                by_digest.setdefault(unit.kind.text + unit.digest, set()).add(worker)
+    odd = [by_digest for by_digest in holders.values() if len(by_digest) > 1]
+    return sorted({worker for one in odd for workers in one.values() for worker in workers})
 
 
 def missing(manifest: Manifest, shares: Iterable[WorkerParts]) -> list[int]:
@@ -81,14 +165,15 @@ def write_commit(
     shares: Sequence[WorkerParts],
     fence: int,
     metadata: CommitMetadata,
+    units: Mapping[str, Sequence[WorkerUnits]] | None = None,
 ) -> CommitRecord:
-    """Commits the checkpoint.
+    """Commits the checkpoint. `units` is what members reported about units, by member.
 
     Committing the same state twice under one claim gives one checkpoint; a different state is
     refused. Raises StateError if the members' states differ, and LeaseLost if another controller
     committed another state.
     """
-    odd = [share for share in shares if share.digest != manifest.digest]
+    odd = [share for share in shares if share.digest != manifest.digest_without_units]
     if odd:
         raise StateError(
             "the state",
@@ -98,6 +183,16 @@ def write_commit(
         )
     assert all(share.step == manifest.step for share in shares), shares
     assert not missing(manifest, shares), missing(manifest, shares)
+    if units is not None:
+        if differing := units_that_differ(units):
+            raise StateError(
+                "the optimizer's state",
+                f"not the same on the two members that hold a part of it at step {manifest.step}: "
+                f"it differs on {', '.join(differing)}",
+            )
+        reports = [one for told in units.values() for one in told]
+        assert all_units_are_written(reports)
+        manifest = replace(manifest, units=unit_table(reports))
     made = CommitRecord(manifest, fence, metadata)
     name = CommitName(manifest.step, fence)
     try:

@@ -22,10 +22,12 @@ from typing import Any
 
 import xxhash
 
-from elastic_dp.checkpoint.layout import WORDS, Layout, TensorSpec
+from elastic_dp.checkpoint.layout import Layout, TensorSpec, canonical, whole_number
+from elastic_dp.checkpoint.state_units import UnitTable
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
-FORMAT = 3
+FORMAT = 4
+_WITHOUT_UNITS = 3  # the same without units, which earlier versions can read
 
 
 @dataclass(frozen=True)
@@ -33,25 +35,40 @@ class Manifest:
     """The description of a state: its structure, layout and digests.
 
     `tree` is the encoded state (encoding.py). `blocks` holds the digest of each block of the
-    layout.
+    layout. `units` is what the workers of the run have each a part of, which is neither in the tree
+    nor in the layout: the state of a sharded optimizer.
     """
 
     step: int
     tree: Any
     layout: Layout
     blocks: tuple[str, ...]
+    units: UnitTable | None = None
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of the manifest, which covers every byte of the state through its blocks."""
-        return hashlib.sha256(_canonical(self.to_json())).hexdigest()
+        """A SHA-256 that covers every byte of the state, through its blocks and its units."""
+        if self.units is None:
+            return self.digest_without_units
+        both = [self.digest_without_units, self.units.digest]
+        return hashlib.sha256(canonical(both)).hexdigest()
+
+    @cached_property
+    def digest_without_units(self) -> str:
+        """The SHA-256 of all but the units. It names the folder of the files: each worker knows it
+        before it writes the first of them."""
+        return hashlib.sha256(canonical(self._without_units())).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values."""
+        units = {} if self.units is None else {"units": self.units.to_json()}
+        return {**self._without_units(), **units}
+
+    def _without_units(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "tree": self.tree,
-            "tensors": [_spec_to_json(spec) for spec in self.layout.specs],
+            "tensors": [spec.to_json() for spec in self.layout.specs],
             "part_bytes": self.layout.part_bytes,
             "block_bytes": self.layout.block_bytes,
             "blocks": list(self.blocks),
@@ -61,12 +78,15 @@ class Manifest:
     def from_json(cls, stored: Mapping[str, Any]) -> Manifest:
         """Returns the manifest that `to_json` described. Raises ValueError or KeyError if it is
         invalid."""
-        specs = tuple(_spec_from_json(spec) for spec in stored["tensors"])
+        specs = tuple(map(TensorSpec.from_json, stored["tensors"]))
         layout = Layout(specs, stored["part_bytes"], stored["block_bytes"])
-        made = cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]))
+        units = UnitTable.from_json(stored["units"]) if "units" in stored else None
+        made = cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]), units)
         _check(made)
         if set(stored) - set(made.to_json()):  # fields of a later version: the digest covers them
-            made.__dict__["digest"] = hashlib.sha256(_canonical(stored)).hexdigest()
+            others = {key: value for key, value in stored.items() if key != "units"}
+            digest = hashlib.sha256(canonical(others)).hexdigest()
+            made.__dict__["digest_without_units"] = digest
         return made
 
 
@@ -114,7 +134,8 @@ class CommitRecord:
     @property
     def nbytes(self) -> int:
         """The size of the state's tensors in bytes."""
-        return self.manifest.layout.total
+        units = self.manifest.units
+        return self.manifest.layout.total + (0 if units is None else units.nbytes)
 
     def to_bytes(self) -> bytes:
         """Returns the content of the commit record's file."""
@@ -126,8 +147,9 @@ class CommitRecord:
             "about": {**dataclasses.asdict(self.metadata), "metrics": metrics},
             "manifest": self.manifest.to_json(),
         }
-        digest = hashlib.sha256(_canonical(body)).hexdigest()
-        return _canonical({"elastic_dp_checkpoint": FORMAT, "digest": digest, "body": body})
+        digest = hashlib.sha256(canonical(body)).hexdigest()
+        number = _WITHOUT_UNITS if self.manifest.units is None else FORMAT
+        return canonical({"elastic_dp_checkpoint": number, "digest": digest, "body": body})
 
     @classmethod
     def from_bytes(cls, content: bytes, step: int) -> CommitRecord:
@@ -145,7 +167,8 @@ class CommitRecord:
             metadata = CommitMetadata(
                 **{name: value for name, value in told.items() if name in known}
             )
-            commit = cls(Manifest.from_json(body["manifest"]), _whole(body["fence"]), metadata)
+            manifest, fence = Manifest.from_json(body["manifest"]), whole_number(body["fence"])
+            commit = cls(manifest, fence, metadata)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointDamaged(step, f"its commit record cannot be read ({error})") from None
         if commit.step != step:
@@ -156,30 +179,11 @@ class CommitRecord:
 def _check(manifest: Manifest) -> None:
     """Raises ValueError unless every value that later code computes with is valid."""
     layout = manifest.layout
-    _whole(manifest.step)
-    if min(_whole(layout.part_bytes), _whole(layout.block_bytes)) < 1:
+    whole_number(manifest.step)
+    if min(whole_number(layout.part_bytes), whole_number(layout.block_bytes)) < 1:
         raise ValueError("a part or a block has no bytes")
-    for spec in layout.specs:
-        for n in (*spec.shape, *(spec.stride or ())):
-            _whole(n)
-        if not isinstance(spec.name, str) or not _is_dtype(spec.dtype):
-            raise ValueError(f"{spec.name!r} of {spec.dtype!r} is not a tensor")
     if len(manifest.blocks) != layout.blocks:
         raise ValueError(f"{len(manifest.blocks)} digests for {layout.blocks} blocks")
-
-
-def _is_dtype(word: Any) -> bool:
-    if word in WORDS:
-        return True
-    import torch
-
-    return isinstance(getattr(torch, word, None), torch.dtype)
-
-
-def _whole(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{number!r} is not a whole number")
-    return number
 
 
 def block_digest(content: Any) -> str:
@@ -197,7 +201,7 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
     try:
         stored = json.loads(content)
         body, digest = stored["body"], stored["digest"]
-        whole = hashlib.sha256(_canonical(body)).hexdigest() == digest
+        whole = hashlib.sha256(canonical(body)).hexdigest() == digest
         stored["elastic_dp_checkpoint"] + 0
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(step, f"its commit record is not valid ({error})") from None
@@ -258,19 +262,13 @@ def _from_2(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 2: _from_2}
+def _from_3(body: dict[str, Any]) -> dict[str, Any]:
+    """Upgrades format 3, which has no units."""
+    return body
 
 
-def _canonical(value: Any) -> bytes:
-    """Returns the JSON of a value. Keys keep their order, which is part of a state_dict."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _spec_to_json(spec: TensorSpec) -> list[Any]:
-    stride = None if spec.stride is None else list(spec.stride)
-    return [spec.name, spec.dtype, list(spec.shape), stride, spec.device]
-
-
-def _spec_from_json(stored: list[Any]) -> TensorSpec:
-    name, dtype, shape, stride, device = stored
-    return TensorSpec(name, dtype, tuple(shape), None if stride is None else tuple(stride), device)
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: _from_1,
+    2: _from_2,
+    3: _from_3,
+}

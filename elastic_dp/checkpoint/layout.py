@@ -76,6 +76,21 @@ class TensorSpec:
         kept = None if tensor.is_contiguous() or not is_dense(tensor) else tuple(tensor.stride())
         return cls(name, dtype_name(tensor.dtype), tuple(tensor.shape), kept, tensor.device.type)
 
+    def to_json(self) -> list[Any]:
+        """Returns the spec as JSON values."""
+        stride = None if self.stride is None else list(self.stride)
+        return [self.name, self.dtype, list(self.shape), stride, self.device]
+
+    @classmethod
+    def from_json(cls, stored: list[Any]) -> TensorSpec:
+        """Reverses `to_json`. Raises ValueError unless it is a spec of a tensor."""
+        name, dtype, shape, stride, device = stored
+        for n in (*shape, *(stride or ())):
+            whole_number(n)
+        if not isinstance(name, str) or not _is_dtype(dtype):
+            raise ValueError(f"{name!r} of {dtype!r} is not a tensor")
+        return cls(name, dtype, tuple(shape), None if stride is None else tuple(stride), device)
+
     @property
     def torch_dtype(self) -> torch.dtype:
         import torch
@@ -269,6 +284,26 @@ class Layout:
         if piece.end - piece.start == spec.nbytes and spec.stride is None and word:
             return spec.name, word, list(spec.shape)
         return f"{spec.name}[{first}:{last}]", word or "U8", [last - first]
+
+
+def canonical(value: Any) -> bytes:
+    """Returns the JSON of a value. Keys keep their order, which is part of a state_dict."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def whole_number(value: Any) -> int:
+    """Returns the value. Raises ValueError unless it is a whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _is_dtype(word: Any) -> bool:
+    if word in WORDS:
+        return True
+    import torch
+
+    return isinstance(getattr(torch, word, None), torch.dtype)
 
 
 def header(table: dict[str, Any]) -> bytes:

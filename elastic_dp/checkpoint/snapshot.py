@@ -77,9 +77,6 @@ class Snapshot:
         self.step, self._tree = step, encoded
         self._copy([tensor for _, tensor in tensors])
 
-    def forget(self) -> None:
-        """Lets go of memory that is not the snapshot's own: it has none."""
-
     def register(self) -> None:
         """Registers the memory with the device, which makes later snapshots of its state faster."""
         with self._room:

@@ -20,9 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, write_own_parts, write_parts
+from elastic_dp.checkpoint.checkpoint_writer import (
+    WorkerParts,
+    WorkerUnits,
+    write_own_parts,
+    write_parts,
+    write_units,
+)
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.unit_snapshot import UnitGroup, UnitSnapshot
 
 WRITES_IN_FLIGHT = 4
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
@@ -46,14 +53,17 @@ class Uploader:
     """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
     uploader.
 
-    `on_written(share, manifest)` is called on such a thread with what the committer needs. Every
-    member computes the same manifest.
+    `on_written(share, manifest, units)` is called on such a thread with what the committer needs.
+    Every member computes the same manifest. `units` is None where no state is divided into units.
     """
 
     def __init__(
-        self, catalog: Catalog, on_written: Callable[[WorkerParts, Manifest], None]
+        self,
+        catalog: Catalog,
+        on_written: Callable[[WorkerParts, Manifest, WorkerUnits | None], None],
     ) -> None:
         self.snapshot = Snapshot()
+        self.units: UnitSnapshot | None = None  # as of the step of `snapshot`
         self._catalog, self._on_written = catalog, on_written
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
@@ -62,10 +72,6 @@ class Uploader:
         self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
         # Held while the snapshot is filled, and while parts that were requested later are written.
         self._copying = threading.Lock()
-
-    def use(self, snapshot: Snapshot) -> None:
-        """Takes snapshots with this one, before the first is taken."""
-        self.snapshot = snapshot
 
     @property
     def busy(self) -> bool:
@@ -96,31 +102,44 @@ class Uploader:
         if prepared:
             self._one.submit(self.snapshot.register)
 
-    def take(self, step: int, tree: Any, rank: int, world_size: int, *, writer: str = "") -> Upload:
+    def take(
+        self,
+        step: int,
+        tree: Any,
+        rank: int,
+        world_size: int,
+        *,
+        writer: str = "",
+        units: tuple[int, Sequence[UnitGroup]] | None = None,
+    ) -> Upload:
         """Copies the state and starts to write a share of it.
 
-        Raises StateError if the state cannot be stored, or the error of the previous upload.
+        `units`: how many there are, and those that this member holds. Raises StateError if the
+        state cannot be stored, or the error of the previous upload.
         """
         begun_at = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - begun_at
         with self._copying:
-            self.snapshot.take(step, tree)
+            self.copy(step, tree, units)
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write, rank, world_size, writer)
         self._one.submit(self.snapshot.register)  # behind it, when nobody waits any more
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
-    def write(self, step: int, numbers: Sequence[int], *, writer: str = "") -> None:
-        """Also writes these parts, if the snapshot still holds this step. Any thread may call
-        it."""
-        self._last = self._one.submit(self._write_more, step, numbers, writer)
+    def copy(self, step: int, tree: Any, units: tuple[int, Sequence[UnitGroup]] | None) -> None:
+        """Copies the state, and writes nothing. See `take`."""
+        self.snapshot.take(step, tree)
+        if units is not None:
+            self.units = UnitSnapshot() if self.units is None else self.units
+            self.units.take(*units)
 
-    def forget(self) -> None:
-        """Lets go of the snapshot, unless something is still being written from it."""
-        if self._is_over():
-            with self._copying:
-                self.snapshot.forget()
+    def write(
+        self, step: int, numbers: Sequence[int], units: Sequence[str] = (), *, writer: str = ""
+    ) -> None:
+        """Also writes these parts, and the files of units with these names, if the snapshot still
+        holds this step. Any thread may call it."""
+        self._last = self._one.submit(self._write_more, step, numbers, units, writer)
 
     def wait(self) -> WorkerParts | None:
         """Waits for the upload under way and returns its share, or None if there is none.
@@ -143,13 +162,25 @@ class Uploader:
         share = write_own_parts(
             self._catalog, self.snapshot, rank, world_size, self._writers, writer=writer
         )
-        self._on_written(share, self.snapshot.manifest())
+        self._tell(share, writer, None)
         return share
 
-    def _write_more(self, step: int, numbers: Sequence[int], writer: str) -> None:
+    def _tell(self, share: WorkerParts, writer: str, names: Sequence[str] | None) -> None:
+        """Writes units, too: those with these names, or those that `writer` is to write. Reports
+        what is written."""
+        manifest, units = self.snapshot.manifest(), None
+        if self.units is not None:
+            units = write_units(
+                self._catalog, manifest, self.units, self._writers, writer=writer, names=names
+            )
+        self._on_written(share, manifest, units)
+
+    def _write_more(
+        self, step: int, numbers: Sequence[int], units: Sequence[str], writer: str
+    ) -> None:
         with self._copying:
             if self.snapshot.step == step:
                 share = write_parts(
                     self._catalog, self.snapshot, numbers, self._writers, writer=writer
                 )
-                self._on_written(share, self.snapshot.manifest())
+                self._tell(share, writer, units)

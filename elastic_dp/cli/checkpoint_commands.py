@@ -144,7 +144,7 @@ def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Cata
 
 
 def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
-    from elastic_dp.checkpoint.checkpoint_reader import missing_parts
+    from elastic_dp.checkpoint.checkpoint_files import missing_files
 
     row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
     try:
@@ -152,7 +152,7 @@ def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
     except (CheckpointDamaged, CheckpointError) as error:
         return {**row, "wrong": [str(error)]}
     metadata = {"saved_at": commit.metadata.saved_at, "metrics": dict(commit.metadata.metrics)}
-    return {**row, **metadata, "nbytes": commit.nbytes, "wrong": missing_parts(catalog, commit)}
+    return {**row, **metadata, "nbytes": commit.nbytes, "wrong": missing_files(catalog, commit)}
 
 
 def _out() -> Console:

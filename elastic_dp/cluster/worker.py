@@ -75,11 +75,14 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Also write these parts of the checkpoint after `step`, because their writer is lost."""
+    """Also write these parts of the checkpoint after `step`, and the files of units with these
+    names, because their writer is lost.
+    """
 
     worker: WorkerId
     step: int
     parts: tuple[int, ...]
+    units: tuple[str, ...] = ()
 
 
 Request = Command | WriteParts
@@ -156,9 +159,9 @@ class Worker:
             case ReleaseWorker(reason=reason):
                 control.release(reason)
                 self._begin.set()
-            case WriteParts(step=step, parts=parts):
+            case WriteParts(step=step, parts=parts, units=units):
                 if self._session is not None and self._session.checkpoints is not None:
-                    self._session.checkpoints.write(step, parts)
+                    self._session.checkpoints.write(step, parts, units)
             case TakeCheckpoint():
                 control.request_checkpoint()
             case WriteDrainCheckpoint(generation=generation, writers=writers):

@@ -154,13 +154,7 @@ class DrainCheckpointer:
             return AwaitCommit()
         holders = (*self._generation.members.values(), *self._registry.retained.values())
         top = max([worker.position for worker in holders if worker.has_state], default=START)
-        writers = tuple(
-            [
-                w.id
-                for w in holders
-                if (w.has_state and w.position == top and w.at_head) and not w.partial
-            ]
-        )
+        writers = tuple([w.id for w in holders if w.has_state and w.position == top and w.at_head])
         if top.ended or not top.step or not writers or not self.in_time(due, now):
             return Unneeded()
         if self.committed_step >= top.step:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.train.generations.worker_progress import LogCall
@@ -24,6 +24,7 @@ class WrittenParts:
     - `stall_s` is how long the snapshot blocked this member's training, in seconds.
     - `took_s` is the time from the begin of the snapshot to this report, in seconds.
     - `lineage_id` is the generation in which the run of this state began or went back.
+    - `units` is set where the optimizer is sharded.
     """
 
     share: WorkerParts
@@ -36,6 +37,7 @@ class WrittenParts:
     job: str = ""
     data: str = ""
     took_s: float = 0.0
+    units: WorkerUnits | None = None
 
 
 class ControllerLink(Protocol):

@@ -74,7 +74,7 @@ class LocalRun:
                 catalog,
                 self.spec.checkpoint,
                 CommitterActions(
-                    request_parts=lambda worker, step, parts: kept.write(step, parts),
+                    request_parts=lambda one: kept.write(one.step, one.parts, one.units),
                     request_checkpoint=self.control.request_checkpoint,
                     tell=self.say,
                     committed=lambda step, duration_s: None,

@@ -386,7 +386,7 @@ class WorkerSession:
         """Restores, sends or receives the state, or neither. `group`: of those that send or
         receive. Returns the number of bytes received."""
         if role is TransferRole.RESTORE:
-            self._transfer.restore(group, self.checkpoints)
+            self._transfer.restore(group, membership, self.checkpoints)
         if role is TransferRole.RESTORE or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)
         if payload is not None:
@@ -400,18 +400,16 @@ class WorkerSession:
     def _get_pieces(self, membership: Membership) -> int:
         """Receives the pieces of a sharded optimizer that this worker is to hold now. Returns the
         number of bytes received."""
-        sharding, main, record = self.state.sharding, self._groups.main, self.state.record
+        sharding, main = self.state.sharding, self._groups.main
         if sharding is None:
             return 0
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
-        step = self.position.step
-        # All members are at one position, so all know the same.
-        due = bool(self.position.ended or (record is not None and record.kept))
-        whole = step > 0 and self.step_runner.gathers_whole(step, agreed=due)
-        generation, topology = membership.generation, membership.topology
-        return sharding.open(main, generation, topology, gather_whole=whole)
+        nbytes = sharding.open(main, membership.generation, membership.topology)
+        if self.checkpoints is not None:
+            self.checkpoints.has_pieces_among(self.weights.members)
+        return nbytes
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         share = self.step_runner.share(membership, self.rank, next_step)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.checkpoint_files import missing_files
 from elastic_dp.checkpoint.checkpoint_reader import (
     load,
     load_newest,
-    missing_parts,
     read_own_range,
     verify,
     whole_tree,
@@ -30,10 +30,9 @@ from elastic_dp.checkpoint.commit_record import (
     CommitMetadata,
     CommitRecord,
     Manifest,
-    _canonical,
     block_digest,
 )
-from elastic_dp.checkpoint.layout import Layout
+from elastic_dp.checkpoint.layout import Layout, canonical
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
 from elastic_dp.storage import Store
@@ -182,10 +181,10 @@ def test_a_damaged_part_is_named_and_the_one_before_is_used(tmp_path, change):
 def test_names_and_sizes_alone_tell_most(tmp_path, change, words):
     catalog = catalog_of(tmp_path)
     committed = checkpoint(catalog, 2, big_tree(3 << 20))
-    assert missing_parts(catalog, committed) == []
+    assert missing_files(catalog, committed) == []
     parts = sorted(Path(catalog.folder).rglob("*.safetensors"))
     change(parts[1], parts[2])
-    (wrong,) = missing_parts(catalog, committed)
+    (wrong,) = missing_files(catalog, committed)
     assert wrong.startswith("part-00001.safetensors") and words in wrong
 
 
@@ -248,11 +247,11 @@ def test_the_format_before_is_read(tmp_path):
     ("number", "error", "words"),
     [
         (
-            4,
+            5,
             CheckpointError,
             (
-                "has format 4: it was written by a newer version of elastic_dp, and this one "
-                "reads up to format 3"
+                "has format 5: it was written by a newer version of elastic_dp, and this one "
+                "reads up to format 4"
             ),
         ),
         (0, CheckpointDamaged, "unknown format"),
@@ -301,8 +300,8 @@ def _with(commit, change):
     """Return its bytes after `change(body)`, with the digest that they then have."""
     stored = json.loads(commit.to_bytes())
     change(stored["body"])
-    digest = hashlib.sha256(_canonical(stored["body"])).hexdigest()
-    return _canonical(stored | {"digest": digest})
+    digest = hashlib.sha256(canonical(stored["body"])).hexdigest()
+    return canonical(stored | {"digest": digest})
 
 
 def test_fields_of_a_later_version_are_left_out_and_parts_are_found_by_its_digest():
@@ -315,7 +314,7 @@ def test_fields_of_a_later_version_are_left_out_and_parts_are_found_by_its_diges
     read = CommitRecord.from_bytes(_with(committed, add), 3)
     assert read.metadata == committed.metadata and read.manifest == committed.manifest
     stored = json.loads(_with(committed, add))["body"]["manifest"]
-    assert read.digest == hashlib.sha256(_canonical(stored)).hexdigest() != committed.digest
+    assert read.digest == hashlib.sha256(canonical(stored)).hexdigest() != committed.digest
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,21 @@ from elastic_dp.cli import app
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store
 from elastic_dp.train.state.train_state import TrainState
+from tests.checkpoint.sharded_states import save_sharded
 from tests.checkpoint.states import big_tree, same, save, train_state
 
 runner = CliRunner()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=[save, save_sharded], ids=["replicated", "sharded"])
+def run(tmp_path_factory, request):
     """A run's folder with two checkpoints."""
     folder = tmp_path_factory.mktemp("run")
     catalog = Catalog(Store(str(folder)))
     catalog.claim(1, None)
     for step in (10, 20):
-        save(catalog, train_state(step), step, metrics={"accuracy": 1.0 / step}, workers=2)
+        metrics = {"accuracy": 1.0 / step}
+        request.param(catalog, train_state(step), step, metrics=metrics, workers=2)
     return folder
 
 

@@ -16,11 +16,13 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load_newest, verify
 from elastic_dp.storage import Store
+from tests.checkpoint.sharded_states import sharded_checkpoint, whole_state
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
 from tests.storage.conftest import bucket  # noqa: F401
 from tests.storage.servers import s3_options
 
 STATES = {step: big_tree(1 << 20, seed=step) for step in (1, 2, 3)}
+SHARDED = {step: whole_state(step) for step in (1, 2, 3)}
 NEVER = 10**6
 
 
@@ -58,7 +60,13 @@ def kill_myself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def second_step(store, countdown, *, disk=False):
+def write(catalog, step, states, **how):
+    """Checkpoint it as a group does whose members have everything, or a part of the optimizer."""
+    made = sharded_checkpoint if states is SHARDED else checkpoint
+    made(catalog, step, states[step], **how)
+
+
+def second_step(store, countdown, *, disk=False, states=STATES):
     """Checkpoint step 2 and delete step 1, dying on the way. Returns how many calls were made."""
     before = countdown.left
     backend = store._backend
@@ -67,7 +75,7 @@ def second_step(store, countdown, *, disk=False):
     for name in ("fsync", "link", "replace", "unlink") if disk else ():
         setattr(os, name, countdown.around(getattr(os, name)))
     catalog = Catalog(store)
-    checkpoint(catalog, 2, STATES[2], workers=2)
+    write(catalog, 2, states, workers=2)
     catalog.retain(Keep(1), 1)
     return before - countdown.left
 
@@ -89,7 +97,7 @@ def in_a_process(call):
     return int(said) if status == 0 else -os.WTERMSIG(status)
 
 
-def check_and_go_on(store):
+def check_and_go_on(store, states=STATES):
     """After a death: step 1 or step 2 is there, whole, and a new writer finds nothing in its
     way."""
     catalog = Catalog(store)
@@ -97,10 +105,10 @@ def check_and_go_on(store):
     assert names in ([CommitName(1, 1)], [CommitName(1, 1), CommitName(2, 1)], [CommitName(2, 1)])
     for name in names:
         assert verify(catalog, name) == [] and same(
-            load_newest(catalog, name.step, on_damage=pytest.fail)[1], STATES[name.step]
+            load_newest(catalog, name.step, on_damage=pytest.fail)[1], states[name.step]
         )
     catalog.claim(2, names[-1])
-    checkpoint(catalog, 3, STATES[3], fence=2)
+    write(catalog, 3, states, fence=2)
     catalog.retain(Keep(1), 2)
     left = [
         entry.path[len(catalog.folder) + 1 :] for entry in catalog.store.find(f"{catalog.folder}/")
@@ -112,10 +120,10 @@ def check_and_go_on(store):
     return names[-1].step
 
 
-def first_step(store):
+def first_step(store, states=STATES):
     catalog = Catalog(store)
     catalog.claim(1, None)
-    checkpoint(catalog, 1, STATES[1])
+    write(catalog, 1, states)
 
 
 def test_killed_on_a_disk(tmp_path):
@@ -139,18 +147,19 @@ def test_killed_on_a_disk(tmp_path):
     assert found[commit_at:] == [2] * (calls - commit_at), "a checkpoint was lost again"
 
 
-def test_dead_in_memory():
+@pytest.mark.parametrize("states", [STATES, SHARDED], ids=["replicated", "sharded"])
+def test_dead_in_memory(states):
     def prepared():
         store = memory_store()
-        first_step(store)
+        first_step(store, states)
         return store
 
-    calls = second_step(prepared(), Countdown(NEVER, raise_dead))
+    calls = second_step(prepared(), Countdown(NEVER, raise_dead), states=states)
     for at in range(1, calls + 1):
         store = prepared()
         with pytest.raises(Dead):
-            second_step(store, Countdown(at, raise_dead))
-        check_and_go_on(Store(store._url))
+            second_step(store, Countdown(at, raise_dead), states=states)
+        check_and_go_on(Store(store._url), states)
 
 
 def test_dead_on_s3(bucket):  # noqa: F811

@@ -1,5 +1,6 @@
 """Training goes on while the copy is written; one upload at a time; what goes wrong is raised."""
 
+import copy
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.errors import StateError, StorageError
+from tests.checkpoint.sharded_states import groups_of, units_of, whole_state, without_units
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import PATIENCE_S, eventually
 
@@ -47,8 +49,8 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     tree["double"].zero_()
     go.set()
     share = uploader.wait()
-    [(told, manifest)] = uploader.shares
-    assert told == share and share.writer == "w0" and not uploader.busy
+    [(told, manifest, units)] = uploader.shares
+    assert told == share and share.writer == "w0" and not uploader.busy and units is None
     write_commit(catalog, manifest, [share], 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
 
@@ -65,8 +67,8 @@ def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     go.set()
     thread.join()
     uploader.wait()
-    assert [share.step for share, _ in uploader.shares] == [1, 2]
-    assert [manifest.step for _, manifest in uploader.shares] == [1, 2]
+    assert [share.step for share, *_ in uploader.shares] == [1, 2]
+    assert [manifest.step for _, manifest, _ in uploader.shares] == [1, 2]
     assert done[0].stall_s >= done[0].waited_s >= 0
 
 
@@ -107,3 +109,23 @@ def test_a_state_that_cannot_be_stored_starts_nothing(uploader):
     with pytest.raises(StateError, match=r"body\.f"):
         uploader.take(1, {"body": {"f": print}}, 0, 1)
     assert uploader.wait() is None and uploader.shares == []
+
+
+def test_units_are_copied_with_the_state_and_written_by_who_is_to_write_them(uploader):
+    tree, catalog = whole_state(), uploader._catalog
+    units = units_of(tree)
+    groups = groups_of(0, units, [(n % 2, 1 - n % 2) for n in range(len(units))])
+    assert {group.writer for group in groups} == {"0", "1"}
+    uploader.take(1, without_units(tree), 0, 1, writer="0", units=(len(units), groups))
+    before = copy.deepcopy(tree)
+    tree["step"]["optimizer"][0]["exp_avg"].zero_()
+    share = uploader.wait()
+    [(_, manifest, told)] = uploader.shares
+    mine = [f.name for f, w in zip(told.held, told.planned, strict=True) if w == "0"]
+    assert (told.total, sorted(told.written)) == (len(units), sorted(mine))
+    others = [file.name for file in told.held if file.name not in mine]
+    uploader.write(1, [], others, writer="0")
+    eventually(lambda: len(uploader.shares) == 2)
+    reports = {"0": [written for *_, written in uploader.shares]}
+    write_commit(catalog, manifest, [share], 1, CommitMetadata(), reports)
+    assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)

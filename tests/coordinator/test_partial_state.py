@@ -100,7 +100,7 @@ def test_run_without_a_checkpoint_fails_when_both_holders_are_lost() -> None:
     assert "there is no checkpoint" in failed.error
 
 
-def test_worker_with_a_part_of_the_state_is_not_asked_to_write_all_of_it() -> None:
+def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() -> None:
     """All of three are needed, and one must be gone in ten seconds."""
     config = {"min_workers": 3, "drain_margin_s": 3.0, "checkpointing": True}
     scenario = Scenario(size=3, **config)
@@ -110,4 +110,9 @@ def test_worker_with_a_part_of_the_state_is_not_asked_to_write_all_of_it() -> No
     scenario.wait(7.1, "w1", "w2", "w3", step=6)
     for worker in ("w1", "w2", "w3"):
         scenario.stopped(worker, step=6, partial=True)
-    assert not scenario.ever(m.WriteDrainCheckpoint)
+    told = scenario.ever(m.WriteDrainCheckpoint)
+    assert {one.worker for one in told} == {"w1", "w2", "w3"}
+    assert {one.writers for one in told} == {("w1", "w2", "w3")}
+    assert not scenario.ever(m.ReleaseWorker)
+    scenario.tell(m.CheckpointCommitted(6, 0.1))
+    assert {one.worker for one in scenario.ever(m.ReleaseWorker)} == {"w2"}

@@ -11,7 +11,10 @@ import torch
 import torch.distributed.checkpoint
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import load, verify
+from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.exporting import export, load_state
+from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import (
     DrainNoticed,
@@ -23,6 +26,7 @@ from elastic_dp.distributed import gradient_units
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.sharding import piece_exchange
+from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
 from tests.runs import (
@@ -331,9 +335,15 @@ def check_exports(url, digest):
 
 
 def checkpoints_of(url):
-    """The digests of their bytes, by step."""
+    """By step, the digests of what they have, in whatever files it lies."""
     catalog = Catalog(Store(str(url)))
-    return {name.step: catalog.read(name).manifest.digest for name in catalog.names()}
+    digests, types = {}, types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))
+    for name in catalog.names():
+        assert verify(catalog, name) == []
+        snapshot = Snapshot()
+        snapshot.take(name.step, load(catalog, catalog.read(name), types=types))
+        digests[name.step] = snapshot.manifest().digest
+    return digests
 
 
 def checkpoints_without_sharding(spec, train, tmp_path):
@@ -370,7 +380,7 @@ def with_a_damaged_backup(train, step, once):
             if point == "before_forward" and at == step and session.rank == 1 and not once.exists():
                 once.touch()
                 sharding = session.state.sharding
-                number = next(n for n, one in enumerate(sharding._holders) if one.backup == 1)
+                number = next(n for n, one in enumerate(sharding.holders) if one.backup == 1)
                 sharding.held[number]["exp_avg"].view(-1)[0] += 1.0
             inner(point, at)
 

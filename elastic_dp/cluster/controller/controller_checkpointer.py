@@ -111,8 +111,10 @@ class ControllerCheckpointer:
             Catalog(store),
             self._spec.checkpoint,
             CommitterActions(
-                request_parts=lambda worker, step, parts: worker_group.send(
-                    [worker], WriteParts(worker, step, tuple(parts)), None
+                request_parts=lambda one: worker_group.send(
+                    [one.worker],
+                    WriteParts(one.worker, one.step, tuple(one.parts), tuple(one.units)),
+                    None,
                 ),
                 request_checkpoint=partial(self._post, CheckpointRequested()),
                 tell=self._say,

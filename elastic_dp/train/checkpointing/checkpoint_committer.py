@@ -57,7 +57,7 @@ class CommitterActions:
     All are called on the committer's thread.
     """
 
-    request_parts: Callable[[WorkerId, int, Sequence[int]], None]  # (worker, step, parts)
+    request_parts: Callable[[PartsRequest], None]
     request_checkpoint: Callable[[], None]  # for one of the next steps
     tell: Callable[[str], None]  # a message for the user
     # the step and the seconds from its snapshot, 0 if not known; it may be called twice
@@ -252,7 +252,7 @@ class CheckpointCommitter:
 
     def _request(self, requests: Sequence[PartsRequest]) -> None:
         for one in requests:
-            self._actions.request_parts(one.worker, one.step, one.parts)
+            self._actions.request_parts(one)
 
     # -------------------------------------------------------------------------- commit record
 
@@ -266,7 +266,9 @@ class CheckpointCommitter:
         try:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)
-            write_commit(self._catalog, one.manifest, one.written, self._claim.fence, metadata)
+            units = one.units or None
+            fence = self._claim.fence
+            write_commit(self._catalog, one.manifest, one.written, fence, metadata, units)
             duration_s = time.monotonic() - one.began_at
             self._pending.committed(step)
             self._schedule.committed(one.stall_s, time.monotonic())

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_parts
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_parts, write_units
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
 from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
 from elastic_dp.errors import LeaseLost, StorageError
 
@@ -38,8 +39,10 @@ def commit_without_controller(
     worker: str,
     token: str,
     lease_s: float,
+    units: UnitSnapshot | None = None,
 ) -> str:
-    """Writes and commits the snapshot. Returns the outcome as a text for the log.
+    """Writes and commits the snapshot. Returns the outcome as a text for the log. `units` are those
+    of a sharded optimizer, all of them.
 
     `token` is that of the controller's lease. `metadata` receives the metadata of the newest
     commit, or None, and returns that of the new one. The function waits for the lease up to
@@ -52,7 +55,7 @@ def commit_without_controller(
         if why:
             return f"no last checkpoint: {why}"
         try:
-            return _commit(catalog, snapshot, metadata, holder, worker)
+            return _commit(catalog, snapshot, metadata, holder, worker, units)
         finally:
             with contextlib.suppress(StorageError):
                 holder.release()
@@ -92,6 +95,7 @@ def _commit(
     metadata: Callable[[CommitMetadata | None], CommitMetadata],
     holder: Holder,
     worker: str,
+    units: UnitSnapshot | None,
 ) -> str:
     names = catalog.names()
     newest: CommitName | None = names[-1] if names else None
@@ -106,7 +110,12 @@ def _commit(
         manifest = snapshot.manifest(executor)
         parts = range(len(manifest.layout.parts))
         share = write_parts(catalog, snapshot, parts, executor, writer=worker)
+        told = None
+        if units is not None:
+            files = [file.name for _, file in units.files(executor)]
+            own = write_units(catalog, manifest, units, executor, writer=worker, names=files)
+            told = {worker: [own]}
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # raises LeaseLost if another worker was faster
-    write_commit(catalog, manifest, [share], fence, metadata(before))
+    write_commit(catalog, manifest, [share], fence, metadata(before), told)
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

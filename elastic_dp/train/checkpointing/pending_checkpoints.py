@@ -5,17 +5,23 @@ The module has no clock and no I/O. The rules:
 - A checkpoint is complete when every part of one state is written, by any member, and each member
   that is present has reported its digest, even one that had nothing to write.
 - A part whose writer is lost is requested from another member that has reported the same state,
-  once from each member.
+  once from each member. A file of units is requested from one that holds them.
 - A late report about a step before the newest commit record is ignored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, missing
+from elastic_dp.checkpoint.checkpoint_writer import (
+    WorkerParts,
+    WorkerUnits,
+    all_units_are_written,
+    missing,
+    written_files,
+)
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.train.controller_link import WrittenParts
@@ -29,9 +35,9 @@ class PendingCheckpoint:
 
     first: WrittenParts
     shares: dict[WorkerId, list[WorkerParts]] = field(default_factory=dict)
-    requested: dict[int, WorkerId] = field(
-        default_factory=dict
-    )  # the member that each part was requested from
+    units: dict[WorkerId, list[WorkerUnits]] = field(default_factory=dict)
+    # The member that each part, or file of units by its name, was requested from.
+    requested: dict[int | str, WorkerId] = field(default_factory=dict)
     stall_s: float = 0.0
     told_at: float = 0.0
     began_at: float = math.inf
@@ -49,12 +55,23 @@ class PendingCheckpoint:
         return [share for shares in self.shares.values() for share in shares]
 
     @property
+    def all_units(self) -> list[WorkerUnits]:
+        return [told for several in self.units.values() for told in several]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all parts and all units are written."""
+        return not missing(self.manifest, self.written) and all_units_are_written(self.all_units)
+
+    @property
     def all_parts(self) -> Sequence[int]:
         return range(len(self.manifest.layout.parts))
 
     def add(self, worker: WorkerId, written: WrittenParts, now: float) -> None:
         self.stall_s = max(self.stall_s, written.stall_s)
         self.shares.setdefault(worker, []).append(written.share)
+        if written.units is not None:
+            self.units.setdefault(worker, []).append(written.units)
         self.told_at = now
         self.began_at = min(self.began_at, now - written.took_s)
 
@@ -66,11 +83,13 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PartsRequest:
-    """A request that `worker` also writes these parts of the checkpoint of `step`."""
+    """A request that `worker` also writes these parts of the checkpoint of `step`, and the files of
+    units with these names."""
 
     worker: WorkerId
     step: int
     parts: Sequence[int]
+    units: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +137,18 @@ class PendingCheckpoints:
     def requests_for_lost(self, one: PendingCheckpoint) -> list[PartsRequest]:
         """Returns requests for the shares of all lost members."""
         lost = self._lost.intersection(one.first.members)
-        return [x for worker in lost for x in self._requests(one, one.share_of(worker))]
+        parts = [x for worker in lost for x in self._requests(one, one.share_of(worker))]
+        return [*parts, *self._unit_requests(one, self._lost.__contains__)]
 
     def requests_after_loss(self, one: PendingCheckpoint, worker: WorkerId) -> list[PartsRequest]:
         """Returns requests for the share of a lost member and for what was requested from it."""
-        again = [part for part, asked in one.requested.items() if asked == worker]
-        for part in again:
-            del one.requested[part]
+        again = [item for item, asked in one.requested.items() if asked == worker]
+        for item in again:
+            del one.requested[item]
         share = one.share_of(worker) if worker in one.first.members else ()
-        return self._requests(one, [*again, *share])
+        parts = [*(item for item in again if isinstance(item, int)), *share]
+        of_units = self._unit_requests(one, self._lost.__contains__)
+        return [*self._requests(one, parts), *of_units]
 
     def requests_for_missing(self, one: PendingCheckpoint) -> list[PartsRequest]:
         """Returns requests for all missing parts.
@@ -134,7 +156,25 @@ class PendingCheckpoints:
         They include parts in the share of no member, where members divided the writing by two
         memberships.
         """
-        return self._requests(one, one.all_parts)
+        return [*self._requests(one, one.all_parts), *self._unit_requests(one, lambda _: True)]
+
+    def _unit_requests(
+        self, one: PendingCheckpoint, of_writer: Callable[[WorkerId], bool]
+    ) -> list[PartsRequest]:
+        """Returns requests for files of units that are not written, of the writers for which
+        `of_writer` is true, to members that are present and hold the units."""
+        places = {u.place for file in written_files(one.all_units).values() for u in file.units}
+        names: dict[WorkerId, list[str]] = {}
+        for worker, told in one.units.items():
+            if worker in self._lost:
+                continue
+            for report in told:
+                for writer, file in zip(report.planned, report.held, strict=True):
+                    covered = all(unit.place in places for unit in file.units)
+                    if of_writer(writer) and not covered and file.name not in one.requested:
+                        one.requested[file.name] = worker
+                        names.setdefault(worker, []).append(file.name)
+        return [PartsRequest(worker, one.step, (), tuple(some)) for worker, some in names.items()]
 
     def _requests(self, one: PendingCheckpoint, parts: Sequence[int]) -> list[PartsRequest]:
         """Returns requests to one member that is present and has reported this state.
@@ -158,7 +198,7 @@ class PendingCheckpoints:
         if one.step not in self._pending:
             return False
         silent = set(one.first.members).difference(one.shares, self._lost)
-        return not missing(one.manifest, one.written) and not (silent and waits)
+        return one.is_written and not (silent and waits)
 
     # ------------------------------------------------------------------------------- outcomes
 

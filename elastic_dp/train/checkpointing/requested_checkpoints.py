@@ -108,9 +108,6 @@ class RequestedCheckpoints:
 
     def _decide(self, request: CheckpointRequest) -> CheckpointDecision:
         """Waits for the previous upload within its patience, then decides."""
-        if not self._state.is_whole:  # it is gathered in a step that knows of the checkpoint
-            waits = request.is_due and not request.is_last
-            return CheckpointDecision.DEFER if waits else CheckpointDecision.LEAVE_OUT
         if request.is_last:
             return CheckpointDecision.TAKE
         may = bool(request.writers) or not request.agreed_to_wait

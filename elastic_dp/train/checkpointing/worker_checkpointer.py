@@ -7,6 +7,7 @@
   tell, all members skip every checkpoint except the run's last one, and request it again until it
   is taken.
 - Each member holds the whole state of the step, so each can write a part that another one did not.
+  Of a sharded optimizer's state it holds units, and so does another member, which can write them.
 - A checkpoint holds nothing that differs between members (such as the rank), so all members hold
   the same bytes.
 """
@@ -22,16 +23,18 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.borrowing_snapshot import BorrowingSnapshot
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.state_dict_names import naming_of
+from elastic_dp.checkpoint.state_units import PlacedUnit
+from elastic_dp.checkpoint.unit_reader import add_states
+from elastic_dp.checkpoint.unit_snapshot import UnitGroup
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.coordinator.messages import Signature, WorkerId
+from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
@@ -46,6 +49,7 @@ from elastic_dp.train.checkpointing.job_match import (
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
 
@@ -78,6 +82,8 @@ class WorkerCheckpointer:
         self._stall_s = 0.0
         self._began_at = 0.0  # the newest snapshot
         self._members: tuple[WorkerId, ...] = ()
+        self._units: CheckpointUnits | None = None
+        self._holders: tuple[WorkerId, ...] = ()  # the members among whom pieces are divided
         self._lineage_id = 0
         self._naming: dict[str, Any] = {}
         self._versions: dict[str, str] = {}
@@ -112,8 +118,7 @@ class WorkerCheckpointer:
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
         if state.sharding is not None:
-            self._uploader.use(BorrowingSnapshot(state.sharding.lends))
-            state.sharding.call_before_whole(lambda: self._make_room(state))
+            self._units = CheckpointUnits(state.sharding, state.optimizer, state.parameters)
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state."""
@@ -122,11 +127,16 @@ class WorkerCheckpointer:
                 whole = not state.in_parts
                 self._uploader.prepare(_tree(state, WorkerProgress(), whole=whole))
 
-    def _make_room(self, state: TrainState) -> None:
-        """Lets go of the snapshot before the whole of a sharded state is gathered, unless it is
-        that of the present step, of which a lost member's parts may be requested."""
-        if state.record is None or state.record.number != self._uploader.snapshot.step:
-            self._uploader.forget()
+    def has_pieces_among(self, members: tuple[WorkerId, ...]) -> None:
+        """Records that a generation of these members begins, who have divided the pieces of a
+        sharded optimizer's state among them.
+
+        If it begins with the step of the last snapshot, all take that checkpoint again: members
+        that have not taken it yet may hold no longer what those who are lost held with them.
+        """
+        self._holders = members
+        if self._uploader.snapshot.step == self._taken:
+            self._taken -= 1
 
     @property
     def late(self) -> bool:
@@ -195,7 +205,14 @@ class WorkerCheckpointer:
         self._members, self._lineage_id = members, progress.lineage_id
         rank = members.index(self._worker)
         try:
-            upload = self._uploader.take(step, tree, rank, len(members), writer=self._worker)
+            upload = self._uploader.take(
+                step,
+                tree,
+                rank,
+                len(members),
+                writer=self._worker,
+                units=self._held_units(members),
+            )
             self._stall_s = upload.stall_s
         except StateError as error:
             if by_job:
@@ -211,9 +228,15 @@ class WorkerCheckpointer:
         """Whether this member is still writing its share of the newest checkpoint."""
         return self._uploader.busy
 
-    def write(self, step: int, parts: Sequence[int]) -> None:
-        """Also writes these parts, in place of a member that is lost."""
-        self._uploader.write(step, parts, writer=self._worker)
+    def write(self, step: int, parts: Sequence[int], units: Sequence[str] = ()) -> None:
+        """Also writes these parts, and the files of units with these names, in place of a member
+        that is lost."""
+        self._uploader.write(step, parts, units, writer=self._worker)
+
+    def _held_units(self, writers: Sequence[WorkerId]) -> tuple[int, list[UnitGroup]] | None:
+        if self._units is None:
+            return None
+        return self._units.total, self._units.groups(self._worker, self._holders, writers)
 
     def commit_without_controller(self, state: TrainState, progress: WorkerProgress) -> None:
         """Writes and commits a checkpoint, and reports the outcome.
@@ -223,20 +246,21 @@ class WorkerCheckpointer:
         """
         with contextlib.suppress(StorageError):
             self._uploader.wait()
-        snapshot = self._uploader.snapshot
         self._ask_for_help(state)
         try:
-            snapshot.take(progress.position.step, _tree(state, progress))
+            units = self._held_units((self._worker,))
+            self._uploader.copy(progress.position.step, _tree(state, progress), units)
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
         said = commit_without_controller(
             self._catalog,
-            snapshot,
+            self._uploader.snapshot,
             self._about,
             worker=self._worker,
             token=self._lease_token,
             lease_s=self._lease_s,
+            units=self._uploader.units,
         )
         self._link.say(f"{self._worker}: {said}")
 
@@ -261,11 +285,13 @@ class WorkerCheckpointer:
         self,
         state: TrainState,
         group: ProcessGroup,
+        membership: Membership,
         device: torch.device,
         enters: Callable[[str], None],
         share: Callable[[Any, int], Any] | None = None,
     ) -> tuple[CommitRecord, list[dict[str, float]], int]:
-        """Loads the newest intact checkpoint, together with all members of `group`.
+        """Loads the newest intact checkpoint, together with all members of `group`. Of a sharded
+        optimizer's state each of them reads what it is to hold.
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
         step's body. `enters`: see `read_collectively`. `share` takes the tree and the step, and
@@ -276,10 +302,23 @@ class WorkerCheckpointer:
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
-        commit, line = read_collectively(self._catalog, group, enters=enters, damaged=damaged)
         types = types_of(state)
+
+        def own_units(commit: CommitRecord) -> list[PlacedUnit] | None:
+            table = commit.manifest.units
+            if table is None or self._units is None:
+                return None
+            rank, world_size = membership.rank(self._worker), len(membership.members)
+            return self._units.to_hold(table, rank, world_size, membership.topology)
+
+        commit, line, states = read_collectively(
+            self._catalog, group, enters=enters, damaged=damaged, own_units=own_units, types=types
+        )
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
         tree = whole_tree(commit, line, types=types)
+        own = self._units if own_units(commit) is not None else None
+        if own is None:
+            add_states(tree, states)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         kinds = tree["step"].setdefault(
             "kinds", [commit.metadata.versions["kind"]]
@@ -307,6 +346,8 @@ class WorkerCheckpointer:
         places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
         tree = tree if share is None else share(tree | {"log_calls": calls}, commit.step)
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
+        if own is not None:
+            own.hold(states)
         self._taken = commit.step
         return commit, tree["evaluations"], calls
 
@@ -314,7 +355,7 @@ class WorkerCheckpointer:
         """Waits until the upload under way has ended."""
         self._uploader.close()
 
-    def _wrote(self, share: WorkerParts, manifest: Manifest) -> None:
+    def _wrote(self, share: WorkerParts, manifest: Manifest, units: WorkerUnits | None) -> None:
         written = WrittenParts(
             share,
             self._members,
@@ -326,6 +367,7 @@ class WorkerCheckpointer:
             self._job,
             self._data,
             took_s=time.monotonic() - self._began_at,
+            units=units,
         )
         self._link.wrote(self._worker, written)
 

@@ -146,7 +146,12 @@ class StateTransfer:
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
         return nbytes
 
-    def restore(self, group: ProcessGroup | None, checkpoints: WorkerCheckpointer | None) -> None:
+    def restore(
+        self,
+        group: ProcessGroup | None,
+        membership: Membership,
+        checkpoints: WorkerCheckpointer | None,
+    ) -> None:
         """Restores the newest checkpoint, together with all members. The first process of a worker
         has `checkpoints`, and hands out what it reads."""
         if checkpoints is None:
@@ -160,7 +165,7 @@ class StateTransfer:
         alone = ProcessGroup(None, 0, 1, self._device)
         share = None if self._gang is None else self._share
         commit, evaluations, log_calls = checkpoints.restore(
-            self._state, group or alone, self._device, enters, share
+            self._state, group or alone, membership, self._device, enters, share
         )
         self._restored(commit.step, evaluations, log_calls)
 

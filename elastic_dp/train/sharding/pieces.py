@@ -8,7 +8,7 @@ the same on all workers and in all generations.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,3 +54,14 @@ def pieces_of(parameters: Sequence[torch.Tensor], whole: Collection[int]) -> lis
             units = [layout.units[unit] for unit in layout.of_parameter(number)]
             pieces += [StatePiece(number, unit.first, unit.last, False) for unit in units]
     return pieces
+
+
+def part_of(piece: StatePiece, parameter: torch.Tensor, value: Any) -> Any:
+    """Returns a copy of what belongs to a piece of a value of its parameter's state."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if piece.whole or not value.dim():
+        return value.clone()
+    if value.stride() != parameter.stride():
+        value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return piece.of(value).clone()

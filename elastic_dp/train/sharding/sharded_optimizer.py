@@ -7,7 +7,6 @@ their states are kept, too:
 
     held        the state of the pieces that this member holds, as of the last commit
     prepared    the gradients of these pieces in the step that is being attempted, until its commit
-    whole       the state of all pieces, for a checkpoint: a part of what is prepared, too
 
 Who has committed a step has the updated parameters of all members, and so knows that all members
 have prepared it (`parameter_gather.py`). Therefore a member that was aborted before its commit
@@ -21,7 +20,6 @@ does without sharding, and no parameters are gathered.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -39,8 +37,7 @@ from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_o
 from elastic_dp.train.sharding.piece_exchange import exchange
 from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
-from elastic_dp.train.sharding.pieces import StatePiece, pieces_of
-from elastic_dp.train.sharding.whole_state import WholeState, address_of, part_of
+from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
@@ -59,7 +56,6 @@ class _PreparedStep:
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
     states: dict[int, State]  # of the small ones that are updated already
-    whole: WholeState | None = None
 
     @property
     def missing(self) -> dict[int, torch.Tensor]:
@@ -85,13 +81,10 @@ class ShardedOptimizer:
         ]
         self.held: dict[int, State] = {}
         self._prepared: _PreparedStep | None = None
-        self._whole: WholeState | None = None  # as of the last commit, where it was gathered
-        self._lent: AbstractSet[int] = frozenset()  # memory of what `whole` returned
-        self._make_room: Callable[[], None] = lambda: None
         self.committed_in = 0  # the generation of the last commit
         self._generation = 0
         self._group: ProcessGroup | None = None
-        self._holders: list[Holders] = []
+        self.holders: list[Holders] = []  # of this or the last generation, by piece
         self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step, and its norm
@@ -106,22 +99,16 @@ class ShardedOptimizer:
         group: ProcessGroup,
         generation: int,
         topology: Sequence[Sequence[int]],
-        *,
-        gather_whole: bool,
     ) -> int:
         """Gives each member the pieces that it is to hold in this generation. All members are at
         the same step. Returns the number of bytes received.
 
-        With `gather_whole`, every member gets the state of all pieces, for a checkpoint. Raises
-        PiecesLost if nobody holds some piece, and GroupError.
+        Raises PiecesLost if nobody holds some piece, and GroupError.
         """
         self.close()
         self._prepared = None
         world_size, rank = group.world_size, group.rank
-        states = self.held
-        if self._whole is not None:
-            states = {n: self._whole.of_piece(n) for n in range(len(self.pieces))} | states
-        held = self._holders_now(group, states)
+        held = self._holders_now(group)
         lost = sum(not ranks for ranks in held)
         if lost:
             raise PiecesLost(
@@ -130,27 +117,14 @@ class ShardedOptimizer:
             )
         holders = assign_pieces(self.sizes, world_size, topology, held)
         mine = {n for n, one in enumerate(holders) if rank in one.ranks}
-        everyone = range(world_size)
-        targets = [everyone if gather_whole else one.ranks for one in holders]
-        moves = moves_to(targets, held, self.sizes)
-        whole = self._new_whole(states) if gather_whole else None
+        moves = moves_to([one.ranks for one in holders], held, self.sizes)
         received: dict[int, State] = {}
-
-        def take(number: int, state: State) -> None:
-            if number in mine:
-                received[number] = state
-            if whole is not None:
-                whole.add(number, state, is_new=number not in mine)
-
-        nbytes = exchange(group, moves, self.sizes, states, take)
-        # What lies in the memory of the whole state is copied, since that memory goes.
-        kept = {n: s if n in self.held else _copy(s) for n, s in states.items() if n in mine}
-        self.held |= kept | received
+        nbytes = exchange(group, moves, self.sizes, self.held, received.__setitem__)
+        self.held |= received
         if moves:
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
         self.held = {n: state for n, state in self.held.items() if n in mine}
-        self._whole = whole
-        self._group, self._generation, self._holders = group, generation, holders
+        self._group, self._generation, self.holders = group, generation, holders
         self._small = self._small_pieces()
         self._norm = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
@@ -160,11 +134,10 @@ class ShardedOptimizer:
         self._group = self._gather = self._adding = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
 
-    def _holders_now(self, group: ProcessGroup, states: Mapping[int, State]) -> list[list[int]]:
-        """Returns the ranks that hold each piece, the same on all members. `states` are those that
-        this one has."""
+    def _holders_now(self, group: ProcessGroup) -> list[list[int]]:
+        """Returns the ranks that hold each piece, the same on all members."""
         mine = bytearray(len(self.pieces))
-        for piece in states:
+        for piece in self.held:
             mine[piece] = 1
         ranks: list[list[int]] = [[] for _ in self.pieces]
         for rank, flags in enumerate(group.gather_bytes(bytes(mine))):
@@ -172,17 +145,6 @@ class ShardedOptimizer:
                 if flag:
                     ranks[piece].append(rank)
         return ranks
-
-    def call_before_whole(self, make_room: Callable[[], None]) -> None:
-        """Sets what is called before memory for the state of all pieces is allocated."""
-        self._make_room = make_room
-
-    def _new_whole(self, states: Mapping[int, State]) -> WholeState:
-        self._make_room()
-        whole = WholeState(self._parameters, self.pieces)
-        for number, state in states.items():
-            whole.add(number, state)
-        return whole
 
     # ------------------------------------------------------------------------------- a step
 
@@ -202,14 +164,14 @@ class ShardedOptimizer:
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
-        self._prepared = self._gather = self._adding = self._whole = None
+        self._prepared = self._gather = self._adding = None
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""
         if self.all_hold_all:
             return None
         ranges: dict[torch.Tensor, list[HeldRange]] = {}
-        for number, (piece, one) in enumerate(zip(self.pieces, self._holders, strict=True)):
+        for number, (piece, one) in enumerate(zip(self.pieces, self.holders, strict=True)):
             of_parameter = ranges.setdefault(self._parameters[piece.parameter], [])
             of_parameter.append(HeldRange(number, piece.first, piece.last, one.ranks))
         return ranges
@@ -275,7 +237,7 @@ class ShardedOptimizer:
             if used[piece.parameter] and self._updates.has(number)
         ]
         gather = ParameterGather(
-            self._group, self._parameters, self.pieces, self._holders, updated, memory
+            self._group, self._parameters, self.pieces, self.holders, updated, memory
         )
         self._kept_gather = used, gather
         return gather
@@ -301,7 +263,7 @@ class ShardedOptimizer:
 
             self._update_copies(gather.backed, prepared.gradients, note)
         gather.wait()
-        odd = {self._holders[number].primary for number in gather.differing(digests)}
+        odd = {self.holders[number].primary for number in gather.differing(digests)}
         return adding.wait(), odd | {adding.group.rank} if odd else odd
 
     def _update_copies(
@@ -348,32 +310,6 @@ class ShardedOptimizer:
         piece = self.pieces[number]
         return piece.of(self._parameters[piece.parameter].detach())
 
-    def gather_whole(self) -> None:
-        """Gives all members the state of all pieces: as of the commit of what is prepared, or of
-        the last one if nothing is. Raises GroupError."""
-        if self.all_hold_all:
-            return
-        assert self._group is not None
-        prepared = self._prepared
-        gradients = {} if prepared is None else prepared.missing
-        present = self.held if prepared is None else self.held | prepared.states
-        whole = self._new_whole({n: s for n, s in present.items() if n not in gradients})
-
-        def add(number: int, _: torch.Tensor, state: State) -> None:
-            whole.add(number, state, is_new=True)
-
-        self._update_copies(gradients, gradients, add)
-        present = {n: whole.of_piece(n) for n in self.held}
-        everyone = range(self._group.world_size)
-        held = [one.ranks for one in self._holders]
-        moves = moves_to([everyone] * len(held), held, self.sizes)
-        take = functools.partial(whole.add, is_new=True)
-        exchange(self._group, moves, self.sizes, present, take)
-        if prepared is None:
-            self._whole = whole
-        else:
-            prepared.whole = whole
-
     def step_ends(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates all parameters, after the commit. `gradients`: see `step_in_place`."""
         if self.all_hold_all:
@@ -387,7 +323,6 @@ class ShardedOptimizer:
         assert self._prepared is not None and self._gather is not None
         self._advance(self._prepared)
         self._gather.install()
-        self._whole = self._prepared.whole
         self._prepared = self._gather = self._adding = None
 
     def step_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -416,11 +351,10 @@ class ShardedOptimizer:
         """Goes to `step`, which another member has committed in `generation` and this one has not:
         by what it has prepared there. Without that it holds nothing, and others have it. The
         parameters and the groups are still those of the step before."""
-        prepared, self._prepared, self._whole = self._prepared, None, None
+        prepared, self._prepared = self._prepared, None
         self.committed_in = generation
         if prepared is not None and (prepared.step, prepared.generation) == (step, generation):
             self._advance(prepared)
-            self._whole = prepared.whole
         else:
             self.held = {}
 
@@ -428,13 +362,13 @@ class ShardedOptimizer:
         """Holds nothing from now on: this worker joins a run, whose last commit was in
         `generation`, and `open` gives it its pieces."""
         self._optimizer.state.clear()
-        self.held, self._prepared, self._whole = {}, None, None
+        self.held, self._prepared = {}, None
         self.committed_in = generation
 
     @torch.no_grad()
     def absorb(self) -> None:
         """Takes over the whole state from the user's optimizer, and holds all pieces."""
-        self.held, self._prepared, self._whole = {}, None, None
+        self.held, self._prepared = {}, None
         self.committed_in = 0
         for number, piece in enumerate(self.pieces):
             p = self._parameters[piece.parameter]
@@ -444,21 +378,23 @@ class ShardedOptimizer:
                 self._optimizer.state.pop(p, None)
         self._optimizer.state.clear()
 
+    def to_hold(
+        self, rank: int, world_size: int, topology: Sequence[Sequence[int]]
+    ) -> AbstractSet[int]:
+        """Returns the pieces that a rank is to hold in a generation whose members can read any."""
+        everyone = range(world_size)
+        holders = assign_pieces(self.sizes, world_size, topology, [everyone] * len(self.sizes))
+        return {number for number, one in enumerate(holders) if rank in one.ranks}
+
+    def hold(self, held: Mapping[int, State]) -> None:
+        """Holds these pieces from now on, and those that have no state at all."""
+        without = {n: State() for n in range(len(self.pieces)) if not self._updates.has(n)}
+        self.held = without | dict(held)
+
     @property
-    def has_whole(self) -> bool:
-        """Whether this member has the state of all pieces as of the last commit."""
-        return self._whole is not None or len(self.held) == len(self.pieces)
-
-    def whole(self) -> dict[torch.Tensor, State]:
-        """Returns the state by parameter, as an optimizer that is not sharded has it."""
-        assert self.has_whole
-        whole = self._new_whole(self.held) if self._whole is None else self._whole
-        self._lent = whole.memory
-        return whole.by_parameter()
-
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor that `whole` has just returned will not be changed."""
-        return tensor.numel() > 0 and address_of(tensor) in self._lent
+    def has_all(self) -> bool:
+        """Whether this member holds all pieces."""
+        return len(self.held) == len(self.pieces)
 
     @property
     def held_bytes(self) -> int:

@@ -21,24 +21,22 @@ def prepare_step(
     clip_norm: float | None,
     pass_point: Callable[[str, int], None],
     *,
-    gather_whole: bool,
+    keeps: bool,
 ) -> torch.Tensor | None:
     """Updates copies of this member's parameters, and gathers those of all members.
 
-    `used`: numbers of the parameters that have a gradient. `gather_whole`: the whole state, too,
-    for a checkpoint. Returns the norm of the gradient, or None if it is not finite. Raises
-    GroupError, also where the two members that update a piece have computed other bits.
+    `used`: numbers of the parameters that have a gradient. `keeps`: the step goes into a
+    checkpoint. Returns the norm of the gradient, or None if it is not finite. Raises GroupError,
+    also where the two members that update a piece have computed other bits.
     """
     held, memory = gradients.complete_held(factor), gradients.received_memory
     if not sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory):
         return None
     pass_point("prepared", step)
-    compares = weights.compares_updates(step, keeps=gather_whole)
+    compares = weights.compares_updates(step, keeps=keeps)
     norm, differing = sharding.gather(compares=compares)
     if norm is None:
         return None
     weights.compare_updates(step, differing)
-    if gather_whole:
-        sharding.gather_whole()
     pass_point("gathered", step)
     return norm

@@ -122,19 +122,19 @@ class TrainState:
     @property
     def is_whole(self) -> bool:
         """Whether this worker has the whole state, and not only a part of the optimizer's."""
-        return self.sharding is None or self.sharding.has_whole
+        return self.sharding is None or self.sharding.has_all
 
     def tree(
         self, evaluations: Sequence[dict[str, float]], ended: str | None, *, whole: bool = False
     ) -> dict[str, Any]:
         """Returns the state as the source sends it.
 
-        What is sharded is only in it with `whole`, which needs `is_whole`. Of what is sharded over
-        the processes of this worker it has the local parts, or with `whole` all of it, for which
-        the other processes call `gather`.
+        What is sharded over the workers is not in it. Of what is sharded over the processes of this
+        worker it has the local parts, or with `whole`, for a checkpoint, all of it, for which the
+        other processes call `gather`.
         """
         optimizers, sharding = self.optimizers, self.sharding
-        of_parameters = sharding.whole() if sharding is not None and whole else None
+        of_parameters = None
         parameters = [whole_of(p) if whole else local_of(p) for p in self.parameters.values()]
         if whole and self.in_parts:
             of_parameters = optimizers.gathered()

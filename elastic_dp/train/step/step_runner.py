@@ -125,7 +125,7 @@ class StepRunner:
         """Sets which steps have a checkpoint, as far as all members know before them."""
         self._checkpoint_planned = planned
 
-    def gathers_whole(self, step: int, *, agreed: bool) -> bool:
+    def _has_checkpoint(self, step: int, *, agreed: bool) -> bool:
         """Whether `step` has a checkpoint, as far as all members know, or has one as `agreed`."""
         planned = self._checkpoint_planned
         return planned is not None and (agreed or planned(step))
@@ -256,8 +256,6 @@ class StepRunner:
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
-            if self.state.sharding is not None and self.gathers_whole(step, agreed=True):
-                self.state.sharding.gather_whole()  # for the run's last checkpoint
             self.control.commit()
             return StopAgreed(header.stop)
         if header.late:
@@ -286,7 +284,7 @@ class StepRunner:
                 header.used,
                 self.clip_norm,
                 self.pass_point,
-                gather_whole=self.gathers_whole(step, agreed=header.keep and not header.keeps_late),
+                keeps=self._has_checkpoint(step, agreed=header.keep and not header.keeps_late),
             )
             finite = norm is not None
         elif extremes is None:

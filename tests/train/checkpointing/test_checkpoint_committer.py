@@ -19,6 +19,7 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
 )
+from elastic_dp.train.checkpointing.pending_checkpoints import PartsRequest
 from elastic_dp.train.controller_link import WrittenParts
 from tests.patience import PATIENCE_S, eventually
 
@@ -39,7 +40,7 @@ class Stage:
             self.catalog,
             config or CheckpointConfig(),
             CommitterActions(
-                request_parts=lambda *request: self.asked.put(request),
+                request_parts=self.asked.put,
                 request_checkpoint=lambda: self.wanted.put(time.monotonic()),
                 tell=self.told.append,
                 committed=self.commit,
@@ -147,7 +148,7 @@ def test_parts_of_a_lost_worker_are_requested_of_another(stage, lost_first):
     stage.write("w2", members, [2, 3])
     if not lost_first:
         stage.committer.lost("w3")
-    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w2", 5, [4, 5])
     stage.write("w1", members, [0, 1])
     stage.write("w2", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
@@ -164,7 +165,8 @@ def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
     stage.comes_to_rest()
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 0.0)
     stage.committer.lost("w9")  # wakes it
-    worker, step, parts = stage.asked.get(timeout=PATIENCE_S)
+    asked = stage.asked.get(timeout=PATIENCE_S)
+    worker, step, parts = asked.worker, asked.step, asked.parts
     assert (step, parts) == (5, [4, 5])
     stage.write(worker, ("w1", "w2"), parts)
     assert stage.committed.get(timeout=PATIENCE_S) == 5
@@ -197,10 +199,10 @@ def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage
     members = ("w1", "w2", "w3")
     stage.committer.lost("w3")
     stage.write("w2", members, [2, 3])
-    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w2", 5, [4, 5])
     stage.write("w1", members, [0, 1])
     stage.committer.lost("w2")
-    assert stage.asked.get(timeout=PATIENCE_S) == ("w1", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w1", 5, [4, 5])
     stage.write("w1", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 

@@ -55,7 +55,7 @@ def test_step_sends_little_more_than_a_replicated_one(world_size, sent):
         sharding, parameters = member.sharding, list(member.parameters.values())
         if group.rank:
             sharding.forget(0)
-        sharding.open(group, 1, (), gather_whole=False)
+        sharding.open(group, 1, ())
         gradients = GradientReducer(member.parameters)
         gradients.open(group, shares, world_size, True, (), sharding.needed())
         for step in (1, 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
+from elastic_dp.train.sharding.pieces import part_of
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
@@ -70,7 +72,7 @@ class Member:
             p.grad = gradient
         self.optimizer.step()
 
-    def attempt(self, *, commits: bool = True, whole: bool = False, memory=None) -> None:
+    def attempt(self, *, commits: bool = True, memory=None) -> None:
         sharding, step = self.sharding, self.step + 1
         sharding.begin()
         gradients = self.gradients(step)
@@ -85,8 +87,6 @@ class Member:
             assert sharding.prepare(step, held, used, None, memory or {})
             norm, self.odd = sharding.gather(compares=True)
             assert norm is not None
-            if whole:
-                sharding.gather_whole()
         if commits:
             self.step = step
             sharding.step_ends(gradients)
@@ -108,14 +108,14 @@ class Member:
 GENERATIONS = itertools.count(1)
 
 
-def enter(members: Sequence[Member], act=None, topology=(), whole: bool = False) -> list:
+def enter(members: Sequence[Member], act=None, topology=()) -> list:
     """All members enter a generation; then `act(member)` of each of them."""
     generation = next(GENERATIONS)
 
     def entered(group: ProcessGroup) -> object:
         torch.set_num_threads(1)
         member = members[group.rank]
-        nbytes = member.sharding.open(group, generation, topology, gather_whole=whole)
+        nbytes = member.sharding.open(group, generation, topology)
         if act is not None:
             act(member)
         member.sharding.close()
@@ -132,15 +132,24 @@ def same_bits(one, other) -> bool:
     return one == other
 
 
-def check_equal(member: Member, plain: Member) -> None:
-    """Weights, and the whole state, which the member must have."""
-    for mine, theirs in zip(member.parameters.values(), plain.parameters.values(), strict=True):
-        assert same_bits(mine, theirs)
-    whole = member.sharding.whole()
-    for mine, theirs in zip(member.parameters.values(), plain.parameters.values(), strict=True):
-        given = plain.optimizer.state.get(theirs, {})
-        assert whole.get(mine, {}).keys() == given.keys()
-        assert all(same_bits(whole[mine][key], given[key]) for key in given)
+def check_equal(members: Sequence[Member], plain: Member) -> None:
+    """Weights, and the state of all pieces, of which each is on two members, or on the one."""
+    copies = Counter(number for member in members for number in member.sharding.held)
+    pieces = members[0].sharding.pieces
+    assert copies == Counter(dict.fromkeys(range(len(pieces)), min(2, len(members))))
+    for member in members:
+        check_held(member, plain)
+
+
+def check_held(member: Member, plain: Member) -> None:
+    theirs = list(plain.parameters.values())
+    assert all(map(same_bits, member.parameters.values(), theirs))
+    for number, state in member.sharding.held.items():
+        piece = member.sharding.pieces[number]
+        p = theirs[piece.parameter]
+        given = plain.optimizer.state.get(p, {})
+        assert state.keys() == given.keys()
+        assert all(same_bits(state[key], part_of(piece, p, given[key])) for key in given)
 
 
 def of_kind(kind, **options) -> Callable:
@@ -180,13 +189,14 @@ def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
             member = Member(make, kinds, dtype)
             if group.rank:
                 member.sharding.forget(0)
-            member.sharding.open(group, 1, (), gather_whole=False)
-            for step in range(STEPS):
-                member.attempt(whole=step == STEPS - 1)
+            member.sharding.open(group, 1, ())
+            for _ in range(STEPS):
+                member.attempt()
             plain = Member(make, kinds, dtype, shard=False)
             for _ in range(STEPS):
                 plain.plain_step()
-            check_equal(member, plain)
+            check_held(member, plain)
+            assert member.sharding.held
             assert not member.optimizer.state
             if len(member.sharding.pieces) > 8:
                 assert len(member.sharding.held) < len(member.sharding.pieces)
@@ -257,12 +267,11 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     for member in members:
         if member.step < newest.step:
             member.take_over(newest, joins=False)
-    enter(members, whole=True)
-    for member in members:
-        check_equal(member, plain_after(newest.step))
+    enter(members)
+    check_equal(members, plain_after(newest.step))
 
 
-def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
+def test_losing_bothholders_of_a_piece_is_an_error_on_all_members():
     members = four()
     enter(members, Member.attempt)
     mine = set(members[0].sharding.held)
@@ -271,7 +280,7 @@ def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
 
     def fails(group):
         with pytest.raises(PiecesLost, match="were on lost workers alone"):
-            left[group.rank].sharding.open(group, 2, (), gather_whole=False)
+            left[group.rank].sharding.open(group, 2, ())
 
     of_each(2, fails)
 
@@ -300,9 +309,8 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     members = four()
     enter(members, Member.attempt)
     assert len(gathered) > 20 and max(gathered) <= 1000
-    enter(members, whole=True)
-    for member in members:
-        check_equal(member, plain_after(1))
+    enter(members)
+    check_equal(members, plain_after(1))
 
 
 def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
@@ -317,12 +325,11 @@ def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
     members = four()
     with monkeypatch.context() as patched:
         patched.setattr(PieceUpdates, "run", counts)
-        enter(members, lambda member: member.attempt(commits=False, whole=True))
+        enter(members, lambda member: member.attempt(commits=False))
     assert len(copied) > 4 * 3
     assert max(copied) < 2048 + gradient_units.UNIT_BYTES
-    enter(members, lambda member: member.attempt(whole=True))
-    for member in members:
-        check_equal(member, plain_after(1))
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(1))
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -361,11 +368,10 @@ def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bit
             for k, v in s.items()
         )
         assert all(map(same_bits, member.parameters.values(), weights))
-        member.attempt(whole=True)
+        member.attempt()
 
     enter(members, train)
-    for member in members:
-        check_equal(member, plain_after(2))
+    check_equal(members, plain_after(2))
 
 
 def test_member_behind_holds_what_it_prepared_when_another_has_committed():
@@ -378,55 +384,8 @@ def test_member_behind_holds_what_it_prepared_when_another_has_committed():
     assert all(held)
     # The one that has committed is lost: the others have everything.
     del members[2]
-    enter(members, whole=True)
-    for member in members:
-        check_equal(member, plain_after(1))
-
-
-def test_whole_state_of_an_aborted_step_is_that_of_no_step():
-    """A last checkpoint would have the weights of one step and the state of the next."""
-    members = four()
-    enter(members, Member.attempt)
-    enter(members, lambda member: member.attempt(commits=False, whole=True))
-    assert not any(member.sharding.has_whole for member in members)
-    enter(members, lambda member: member.attempt(commits=member is members[3], whole=True))
-    for member in members[:3]:
-        member.take_over(members[3], joins=False)
-    for member in members:  # what was prepared counts now
-        check_equal(member, plain_after(2))
-
-
-@pytest.mark.parametrize("make", [ADAM, of_kind(torch.optim.Adafactor)], ids=["pieces", "whole"])
-def test_whole_state_is_lent_to_a_snapshot_without_what_a_member_holds(make):
-    """What is held may be updated in place later."""
-    members = [Member(make, [(70, 33), (64, 65)] * 2, torch.float32) for _ in range(4)]
-    for member in members[1:]:
-        member.take_over(members[0], joins=True)
-    enter(members, lambda member: member.attempt(whole=True))
-    for member in members:
-        sharding = member.sharding
-        whole = sharding.whole()
-        of_all = [x for state in whole.values() for x in state.values() if x.dim()]
-        mine = [x for state in sharding.held.values() for x in state.values()]
-        lent = [x for x in of_all if sharding.lends(x)]
-        assert not any(map(sharding.lends, [*mine, *member.parameters.values()]))
-        copied = sum(x.numel() for x in of_all) - sum(x.numel() for x in lent)
-        assert copied <= sum(x.numel() for x in mine)
-        assert lent
-    enter(members[:2])  # each holds everything from now on, and a step updates in place
-    for member in members[:2]:
-        of_all = member.sharding.whole()  # which `lends` is about
-        mine = [x for state in member.sharding.held.values() for x in state.values()]
-        assert of_all and not any(map(member.sharding.lends, mine))
-
-
-def test_member_goes_on_alone_after_a_step_with_a_checkpoint():
-    """Those that leave say that nothing is lost with them, since all have the whole state."""
-    members = four()
-    enter(members, lambda member: member.attempt(whole=True))
-    assert all(member.sharding.has_whole for member in members)
-    assert enter(members[:1], Member.attempt) == [0]
-    check_equal(members[0], plain_after(2))
+    enter(members)
+    check_equal(members, plain_after(1))
 
 
 def test_state_that_was_prepared_in_another_generation_does_not_count():
@@ -439,15 +398,14 @@ def test_state_that_was_prepared_in_another_generation_does_not_count():
     assert members[0].sharding.held == held  # it was not there
     members[0].take_over(members[1], joins=False)
     assert not members[0].sharding.held
-    enter(members, whole=True)
-    for member in members:
-        check_equal(member, plain_after(2))
+    enter(members)
+    check_equal(members, plain_after(2))
 
 
 def test_backup_with_other_bits_than_its_primary_is_found_before_the_commit():
     members = four()
     enter(members, Member.attempt)
-    holders = members[0].sharding._holders
+    holders = members[0].sharding.holders
     pieces = members[0].sharding.pieces
     # The parameter has a gradient in the second step.
     piece = next(n for n, one in enumerate(pieces) if one.parameter)
@@ -477,9 +435,8 @@ def test_gradients_that_arrive_in_other_memory_are_gathered_there():
             assert sharing(member.sharding._kept_gather[1]._flats[0], memory[torch.float32])
 
     enter(members, train)
-    enter(members, whole=True)
-    for member in members:
-        check_equal(member, plain_after(2))
+    enter(members)
+    check_equal(members, plain_after(2))
 
 
 def sharing(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -511,10 +468,9 @@ def test_state_is_absorbed_from_a_checkpoint_by_any_number_of_members(world_size
             }
         member.step = 3
         member.sharding.absorb()
-    received = enter(members, lambda member: member.attempt(whole=True))
+    received = enter(members, Member.attempt)
     assert received == [0] * world_size  # all have read it
-    for member in members:
-        check_equal(member, plain_after(4))
+    check_equal(members, plain_after(4))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

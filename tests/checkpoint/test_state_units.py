@@ -1,0 +1,251 @@
+"""The units of a sharded optimizer's state in a checkpoint: whoever holds and writes them, it is
+read bit for bit, and has one digest; what is missing or changed is named."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_dp.checkpoint import unit_snapshot
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, files_path, units_path
+from elastic_dp.checkpoint.checkpoint_files import missing_files
+from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, verify
+from elastic_dp.checkpoint.checkpoint_writer import all_units_are_written, write_commit, write_units
+from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
+from elastic_dp.errors import CheckpointDamaged, StateError
+from elastic_dp.storage import Store
+from tests.checkpoint.sharded_states import (
+    groups_of,
+    held_by_two,
+    sharded_checkpoint,
+    units_of,
+    whole_state,
+    without_units,
+    write_sharded,
+)
+from tests.checkpoint.states import checkpoint, memory_store, same
+from tests.checkpoint.test_commit_record import _with
+
+
+def digest_of(tree):
+    """That of the checkpoint of a run whose optimizer is not sharded."""
+    snapshot = Snapshot()
+    snapshot.take(3, tree)
+    return snapshot.manifest().digest
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8]),
+    workers=st.integers(1, 5),
+    unit=st.integers(1, 40),
+    draw=st.randoms(use_true_random=False),
+)
+def test_state_is_read_bit_for_bit_whoever_holds_and_writes_its_units(
+    shapes, dtype, workers, unit, draw
+):
+    tree = whole_state(draw.randrange(100), shapes=shapes, dtype=dtype)
+    count = len(units_of(tree, unit))
+    pairs = [tuple(draw.sample(range(workers), min(2, workers))) for _ in range(count)]
+    lost = [draw.randrange(workers)] if workers > 1 else []
+    catalog = Catalog(memory_store())
+    options = {"workers": workers, "holders": pairs, "lost": lost, "unit": unit}
+    committed = sharded_checkpoint(catalog, 3, tree, **options)
+    assert same(load(catalog, committed), tree)
+    assert digest_of(load(catalog, committed)) == digest_of(tree)
+    assert verify(catalog, CommitName(3, 1)) == []
+    other = sharded_checkpoint(Catalog(memory_store()), 3, tree, workers=2, unit=unit)
+    assert committed.digest == other.digest
+    assert CommitRecord.from_bytes(committed.to_bytes(), 3) == committed
+
+
+def test_both_holders_have_the_same_files_and_the_backup_writes_those_of_a_lost_primary():
+    tree, urls = whole_state(), {}
+    for lost in ((), (0,), (1,), (2,)):
+        catalog = Catalog(memory_store())
+        committed = sharded_checkpoint(catalog, 3, tree, lost=lost)
+        found = catalog.store.find(f"{catalog.folder}/")
+        urls[lost] = {
+            e.path[len(catalog.folder) :]: catalog.store.read_all(e.path)
+            for e in found
+            if "/seals/" not in e.path
+        }
+        assert same(load(catalog, committed), tree)
+    first, *others = urls.values()
+    assert sum("/units-" in path for path in first) >= 3
+    assert all(one == first for one in others)
+
+
+def test_files_of_units_have_a_limited_size(monkeypatch):
+    monkeypatch.setattr(unit_snapshot, "MAX_FILE_BYTES", 200)
+    tree, catalog = whole_state(), Catalog(memory_store())
+    committed = sharded_checkpoint(catalog, 3, tree, workers=1)
+    files = committed.manifest.units.files
+    assert len(files) > 3 and max(f.nbytes - len(f.header) for f in files) <= 200
+    assert same(load(catalog, committed), tree)
+
+
+def test_files_of_units_are_safetensors_files(tmp_path):
+    tree, catalog = whole_state(), Catalog(Store(str(tmp_path)))
+    committed = sharded_checkpoint(catalog, 3, tree)
+    opened = {}
+    for file in committed.manifest.units.files:
+        path = "/" + units_path(catalog.folder, committed.manifest, file).lstrip("/")
+        opened |= safetensors.torch.load_file(path)
+    first = tree["step"]["optimizer"][0]["exp_avg"]
+    spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
+    flat = torch.cat([opened[f"optimizer.0.exp_avg[{n}:{m}]"] for n, m in spans])
+    assert torch.equal(flat, first.as_strided((35,), (1,)))
+    assert torch.equal(opened["optimizer.4.row"], tree["step"]["optimizer"][4]["row"])
+
+
+def test_snapshot_keeps_its_bytes_while_the_state_changes_and_takes_no_new_memory():
+    tree, catalog = whole_state(), Catalog(memory_store())
+    units, snapshot = units_of(tree), UnitSnapshot()
+    snapshot.take(len(units), groups_of(0, units, held_by_two(len(units), 2)))
+    before = [(file.name, bytes(snapshot.content(file))) for _, file in snapshot.files()]
+    memory = {copied.memory.data_ptr() for copied in snapshot._files}
+    for state in tree["step"]["optimizer"]:
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
+                value += 1
+    assert [(f.name, bytes(snapshot.content(f))) for _, f in snapshot.files()] == before
+    snapshot.take(len(units), groups_of(0, units, held_by_two(len(units), 2)))
+    assert {copied.memory.data_ptr() for copied in snapshot._files} == memory
+    names = [name for name, _ in before]
+    assert not set(names) & {file.name for _, file in snapshot.files()}
+    assert catalog.names() == []
+
+
+def test_checkpoint_without_all_of_its_units_is_not_committed():
+    catalog, tree = Catalog(memory_store()), whole_state()
+    manifest, shares, reports = write_sharded(catalog, 3, tree)
+    del reports["1"]  # its backup has not written them
+    assert not all_units_are_written([one for told in reports.values() for one in told])
+    with pytest.raises(AssertionError):
+        write_commit(catalog, manifest, shares, 1, CommitMetadata(), reports)
+    assert catalog.names() == []
+
+
+def test_unit_that_differs_on_its_two_holders_is_not_committed():
+    catalog, tree = Catalog(memory_store()), whole_state()
+    manifest, shares, reports = write_sharded(catalog, 3, tree)
+    other = whole_state()
+    other["step"]["optimizer"][0]["exp_avg"][0, 0] += 1.0
+    units = units_of(other)
+    snapshot = UnitSnapshot()
+    snapshot.take(len(units), groups_of(1, units, held_by_two(len(units), 3)))
+    with ThreadPoolExecutor(1) as executor:
+        reports["1"] = [write_units(catalog, manifest, snapshot, executor, writer="1")]
+    with pytest.raises(StateError, match=r"two members that hold a part of it at step 3.* on 0, 1"):
+        write_commit(catalog, manifest, shares, 1, CommitMetadata(), reports)
+    assert catalog.names() == []
+
+
+def damaged_files(tmp_path):
+    """A checkpoint of step 2 behind one of step 1, and the files of its units."""
+    catalog = Catalog(Store(str(tmp_path)))
+    sharded_checkpoint(catalog, 1, whole_state(1))
+    committed = sharded_checkpoint(catalog, 2, whole_state(2))
+    folder = Path("/", files_path(catalog.folder, committed.manifest))
+    return catalog, sorted(folder.glob("units-*"))
+
+
+def test_each_changed_byte_of_a_file_of_units_is_found_and_named(tmp_path):
+    catalog, files = damaged_files(tmp_path)
+    committed = catalog.read(CommitName(2, 1))
+    for path in files:
+        content = path.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        for at in (8, header, (header + len(content)) // 2, len(content) - 1):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            assert any(path.name in wrong for wrong in verify(catalog, CommitName(2, 1))), at
+            if at >= header:
+                with pytest.raises(CheckpointDamaged, match=f"{path.name}: bytes .* not those"):
+                    load(catalog, committed)
+                told = []
+                assert load_newest(catalog, on_damage=told.append)[0].step == 1
+                assert path.name in str(told[0])
+        path.write_bytes(content)
+    assert verify(catalog, CommitName(2, 1)) == []
+
+
+@pytest.mark.parametrize("how", ["removed", "shorter", "swapped"])
+def test_missing_file_of_units_is_named(how, tmp_path):
+    catalog, files = damaged_files(tmp_path)
+    committed = catalog.read(CommitName(2, 1))
+    if how == "removed":
+        files[0].unlink()
+    elif how == "shorter":
+        files[0].write_bytes(files[0].read_bytes()[:-1])
+    else:
+        files[0].write_bytes(files[1].read_bytes())
+    with pytest.raises(CheckpointDamaged, match=files[0].name):
+        load(catalog, committed)
+    if how != "swapped":
+        assert any(files[0].name in wrong for wrong in missing_files(catalog, committed))
+    assert any(files[0].name in wrong for wrong in verify(catalog, CommitName(2, 1)))
+
+
+def test_units_are_deleted_with_their_checkpoint(tmp_path):
+    catalog, _ = damaged_files(tmp_path)
+    assert catalog.retain(Keep(1), 1) == [1]
+    found = catalog.store.find(f"{catalog.folder}/")
+    left = [entry.path for entry in found if "/seals/" not in entry.path]
+    assert left and all("step-000000000002/" in path for path in left)
+    assert verify(catalog, CommitName(2, 1)) == []
+
+
+def test_checkpoint_without_units_keeps_the_format_that_earlier_versions_read():
+    plain = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
+    units = sharded_checkpoint(Catalog(memory_store()), 3, whole_state())
+    assert json.loads(plain.to_bytes())["elastic_dp_checkpoint"] == 3
+    assert json.loads(units.to_bytes())["elastic_dp_checkpoint"] == 4
+    assert "units" not in json.loads(plain.to_bytes())["body"]["manifest"]
+
+
+def _of_first_parameter(units):
+    return next(unit for file in units["files"] for unit in file if unit[:2] == [0, 0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda units: units.pop("kinds"),
+        lambda units: units.update(files=5),
+        lambda units: _of_first_parameter(units).__setitem__(0, 3),
+        lambda units: _of_first_parameter(units).__setitem__(2, 9),
+        lambda units: units["files"][0][0].__setitem__(1, -1),
+        lambda units: units["files"][0][0].__setitem__(3, 99),
+        lambda units: units["files"][0][0].__setitem__(4, 7),
+        lambda units: units["kinds"][0][1][0].__setitem__(1, "os"),
+        lambda units: units["kinds"][0].__setitem__(2, [-7, 5]),
+    ],
+)
+def test_table_of_units_that_makes_no_sense_is_damage(change):
+    committed = sharded_checkpoint(Catalog(memory_store()), 3, whole_state())
+    changed = _with(committed, lambda body: change(body["manifest"]["units"]))
+    with pytest.raises(CheckpointDamaged, match="its commit record cannot be read"):
+        CommitRecord.from_bytes(changed, 3)
+
+
+def test_digest_covers_each_unit_and_the_rest():
+    digests = set()
+    for change in range(4):
+        tree = whole_state()
+        if change == 1:
+            tree["step"]["optimizer"][3]["exp_avg_sq"][3, 0, 5] += 1.0
+        elif change == 2:
+            tree["step"]["optimizer"][4]["lr"] = 0.2
+        elif change == 3:
+            tree["step"]["parameters"][0][0, 0] += 1.0
+        digests.add(sharded_checkpoint(Catalog(memory_store()), 3, tree).digest)
+    assert len(digests) == 4
+    assert without_units(whole_state())["step"]["optimizer"] == [{}] * 5

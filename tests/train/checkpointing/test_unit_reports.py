@@ -1,0 +1,121 @@
+"""Who owes which units of a sharded optimizer's state, and when all of them are written."""
+
+import dataclasses
+
+import pytest
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import load, verify
+from elastic_dp.train.controller_link import WrittenParts
+from tests.checkpoint.sharded_states import held_by_two, units_of, whole_state, write_sharded
+from tests.checkpoint.states import same
+from tests.patience import PATIENCE_S, eventually
+from tests.train.checkpointing.test_checkpoint_committer import (
+    _nothing_is_requested,  # noqa: F401
+    stage,  # noqa: F401
+)
+
+TREE, STEP, MEMBERS = whole_state(), 5, ("0", "1", "2")
+
+
+class Reports:
+    """What each member says that it has written; all files are written already."""
+
+    def __init__(self, stage, tree=TREE):  # noqa: F811
+        self._stage = stage
+        catalog = Catalog(stage.catalog.store)
+        self.manifest, self.shares, self.units = write_sharded(catalog, STEP, tree)
+
+    def held(self, worker):
+        return self.units[worker][0]
+
+    def of(self, worker, *, writes):
+        """Reports the parts of a worker, and that it wrote the files with these names."""
+        share = next(share for share in self.shares if share.writer == worker)
+        units = dataclasses.replace(self.held(worker), written=frozenset(writes))
+        written = WrittenParts(share, MEMBERS, self.manifest, {}, {}, 0.0, units=units)
+        self._stage.committer.wrote(worker, written)
+
+    def planned(self, worker, by):
+        """The files that a worker holds and another one is to write."""
+        held = self.held(worker)
+        return [f.name for f, w in zip(held.held, held.planned, strict=True) if w == by]
+
+    def own(self, worker):
+        return self.planned(worker, worker)
+
+
+def committed(stage):  # noqa: F811
+    assert stage.committed.get(timeout=PATIENCE_S) == STEP
+    (name,) = stage.catalog.names()
+    assert verify(stage.catalog, name) == []
+    assert same(load(stage.catalog, stage.catalog.read(name)), TREE)
+
+
+def test_checkpoint_is_committed_when_all_have_written_their_units(stage):  # noqa: F811
+    reports = Reports(stage)
+    for worker in ("0", "1"):
+        reports.of(worker, writes=reports.own(worker))
+    stage.comes_to_rest()
+    assert stage.catalog.names() == []
+    reports.of("2", writes=reports.own("2"))
+    committed(stage)
+    assert stage.asked.empty()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_units_of_a_lost_writer_are_requested_of_their_other_holder(stage, first):  # noqa: F811
+    reports = Reports(stage)
+    if first:
+        stage.committer.lost("0")
+    for worker in ("1", "2"):
+        reports.of(worker, writes=reports.own(worker))
+    if not first:
+        stage.committer.lost("0")
+    wanted = {worker: set(reports.planned(worker, "0")) for worker in ("1", "2")}
+    assert all(wanted.values())
+    while any(wanted.values()):
+        asked = stage.asked.get(timeout=PATIENCE_S)
+        assert asked.step == STEP
+        if asked.units:
+            assert set(asked.units) <= wanted[asked.worker]
+            wanted[asked.worker] -= set(asked.units)
+            assert stage.catalog.names() == []
+    for worker in ("1", "2"):
+        reports.of(worker, writes=reports.planned(worker, "0"))
+    share = next(share for share in reports.shares if share.writer == "0")
+    parts = WrittenParts(
+        dataclasses.replace(share, writer="1"), MEMBERS, reports.manifest, {}, {}, 0.0
+    )
+    stage.committer.wrote("1", parts)
+    committed(stage)
+
+
+def test_units_are_requested_of_nobody_when_both_their_holders_are_lost(stage):  # noqa: F811
+    reports = Reports(stage)
+    stage.committer.lost("0")
+    stage.committer.lost("1")
+    reports.of("2", writes=reports.own("2"))
+    stage.comes_to_rest()
+    of_units = []
+    while not stage.asked.empty():
+        of_units += stage.asked.get().units
+    assert set(of_units) == {*reports.planned("2", "0"), *reports.planned("2", "1")}
+    reports.of("2", writes=of_units)
+    stage.comes_to_rest()
+    pairs = held_by_two(len(units_of(TREE)), 3)
+    assert any("2" not in map(str, pair) for pair in pairs)
+    assert stage.catalog.names() == []
+
+
+def test_units_that_differ_on_their_holders_are_told_and_nothing_is_committed(stage):  # noqa: F811
+    reports = Reports(stage)
+    other = whole_state()
+    other["step"]["optimizer"][0]["exp_avg"] += 1.0
+    others = Reports(stage, other)
+    for worker in ("0", "1"):
+        reports.of(worker, writes=reports.own(worker))
+    others.of("2", writes=others.own("2"))
+    words = "not the same on the two members that hold a part of it"
+    eventually(lambda: any(words in text for text in stage.told))
+    assert stage.catalog.names() == []
