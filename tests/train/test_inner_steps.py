@@ -4,6 +4,7 @@ run again."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import Counter
@@ -37,6 +38,7 @@ from tests.train.test_staleness import tree_sum, weights_of
 
 SLOW = pytest.mark.slow
 INNER = 3  # steps
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
 
 
 def with_inner(spec: JobSpec, inner_steps: int = INNER, **changes: Any) -> JobSpec:
@@ -232,6 +234,73 @@ def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_
         assert torch.equal(found, mean), step
 
 
+def with_moments() -> nn.Module:
+    """A model with buffers for the moments of its inner optimizer."""
+    model = classifier()
+    for i, p in enumerate([*model.parameters()]):
+        for name in MOMENTS:
+            model.register_buffer(f"{name}_{i}", torch.zeros_like(p))
+    return model
+
+
+def moments_of(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    numbers = range(len([*model.parameters()]))
+    return [{name: model.get_buffer(f"{name}_{i}") for name in MOMENTS} for i in numbers]
+
+
+def goes_on(model: nn.Module, step: int) -> torch.optim.Adam:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for p, moments in zip(model.parameters(), moments_of(model), strict=True):
+        optimizer.state[p] = {"step": torch.tensor(float((step - 1) * INNER))} | moments
+    return optimizer
+
+
+def trains_with_moments(ctx: Any) -> None:
+    model = with_moments()
+    loop(ctx, model, torch.optim.SGD(model.parameters(), lr=1.0), inner_optimizer=goes_on)
+
+
+def test_moments_in_buffers_go_on_with_their_mean_over_virtual_workers() -> None:
+    """The recipe of docs/diloco.md, beside a loop in plain PyTorch that averages moments."""
+    kept: list[tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
+
+    def noted(ctx: Any) -> None:
+        model = with_moments()
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        kept.append((weights_of(model), []))
+        for _ in ctx.steps(model, outer, cross_entropy, inner_optimizer=goes_on):
+            kept.append((weights_of(model), copy.deepcopy(moments_of(model))))
+
+    spec = with_inner(spec_of(steps=3, virtual=2, workers=1))
+    local(spec, noted)
+    data = open_data(spec.data, virtual_workers=2 * INNER)
+    (weights, _), *after = kept
+    model, states = classifier(), None
+    parameters = list(model.parameters())
+    for step, (expected, moments) in enumerate(after, 1):
+        changes, left = [], []
+        for v in range(2):
+            put(parameters, weights)
+            optimizer = torch.optim.Adam(parameters, lr=1e-2)
+            if states is not None:
+                optimizer.state.update(zip(parameters, copy.deepcopy(states), strict=True))
+            for key in range(v * INNER, (v + 1) * INNER):
+                seed_everything(seed_for(spec.data.seed, step, key))
+                optimizer.zero_grad()
+                cross_entropy(model, data.batch(step, key)).backward()
+                optimizer.step()
+            changes.append([w - p.detach() for w, p in zip(weights, parameters, strict=True)])
+            left.append([optimizer.state[p] for p in parameters])
+        states = [
+            {"step": one["step"]} | {name: (one[name] + other[name]) / 2 for name in MOMENTS}
+            for one, other in zip(*left, strict=True)
+        ]
+        weights = [w - (a / 2 + b / 2) for w, a, b in zip(weights, *changes, strict=True)]
+        assert all(map(torch.equal, weights, expected)), step
+        for state, found in zip(states, moments, strict=True):
+            assert all(torch.equal(state[name], found[name]) for name in MOMENTS), step
+
+
 def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:
     """The outer optimizer would let it decay otherwise."""
     kept: list[torch.Tensor] = []
@@ -374,7 +443,8 @@ def passes(folder: Path) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "staleness"), [(None, 0), ("int8", 1), pytest.param("int8", 0, marks=SLOW)]
+    ("wire", "staleness"),
+    [(None, 0), ("bf16", 0), ("int8", 1), pytest.param("int8", 0, marks=SLOW)],
 )
 def test_lost_worker_only_its_virtual_workers_run_again(wire, staleness, tmp_path):
     """Death in the last inner step of the fourth virtual worker, so four are lost."""
@@ -390,7 +460,7 @@ def test_lost_worker_only_its_virtual_workers_run_again(wire, staleness, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [trains, trains_batch_norm])
+@pytest.mark.parametrize("train", [trains, trains_batch_norm, trains_with_moments])
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("point", IN_A_STEP)
 def test_worker_killed_anywhere_in_a_step_changes_no_bit(point, rank, train, tmp_path):
