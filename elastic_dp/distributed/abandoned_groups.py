@@ -33,11 +33,12 @@ class AbandonedGroups:
         self._dropping: list[tuple[threading.Event, threading.Thread]] = []
         self._one_has_gone = False  # since `drop` was called last
 
-    def add(self, abandoned: Abandoned) -> None:
-        if abandoned[0] is None:
+    def add(self, handed: list[Abandoned]) -> None:
+        """Takes the one group out of this list, of which the caller keeps nothing else."""
+        if handed[0][0] is None:
             return
         rested = threading.Event()
-        thread = background("drop-group", partial(_drop, abandoned, rested))
+        thread = background("drop-group", partial(_drop, handed, rested))
         with self._lock:
             self._forget_gone()
             thread.start()
@@ -66,8 +67,8 @@ class AbandonedGroups:
         self._dropping = left
 
 
-def _drop(abandoned: Abandoned, rested: threading.Event) -> None:
-    _backend, operations, _store = abandoned
+def _drop(handed: list[Abandoned], rested: threading.Event) -> None:
+    _backend, operations, _store = handed.pop()
     rested.wait(REST_S)
     for operation in operations:
         with contextlib.suppress(RuntimeError):

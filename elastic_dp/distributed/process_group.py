@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.abandoned_groups import AbandonedGroups
+from elastic_dp.distributed.abandoned_groups import Abandoned, AbandonedGroups
 from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceConnection
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
@@ -243,9 +243,12 @@ class ProcessGroup:
                 kept_for_it, goodbye.work = self._watch.say_goodbye(self._backend)
                 goodbye.buffers = (kept_for_it,)
                 self._pending.add(goodbye)
-        kept = self._store, None if self.on_device is None else self.on_device.release()
-        _abandoned_groups.add((self._backend, self.in_flight, kept))
+        kept = None if self.on_device is None else self.on_device.release()
+        handed: list[Abandoned] = [(self._backend, self.in_flight, (self._store, kept))]
+        # Whoever lets go of it last drops it, which may block. So nothing is kept here.
         self._backend, self._pending, self._store = None, set(), None
+        del kept
+        _abandoned_groups.add(handed)
 
 
 def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: True) -> bool:

@@ -83,7 +83,7 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "gradient memory of a device stays between generations",
-        "GradientReducer._lay_out",
+        "GradientReducer._allocate",
         "self._pool.keep_host_memory_only()",
         "pass",
         module="elastic_dp.distributed.gradient_reducer",

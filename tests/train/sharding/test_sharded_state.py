@@ -348,9 +348,8 @@ def test_small_state_is_updated_once(once, monkeypatch):
         patched.setattr(PieceUpdates, "run", counts)
         enter(members, Member.attempt)
     assert (len(updated) == sum(len(member.sharding.held) for member in members)) is once
-    enter(members, lambda member: member.attempt(whole=True))
-    for member in members:
-        check_equal(member, plain_after(2))
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(2))
 
 
 def test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits():
