@@ -13,7 +13,7 @@ WORKERS = 50
 
 
 def test_no_event_leaves_a_cycle() -> None:
-    """It runs in a process of its own: threads that other tests have left free cycles meanwhile."""
+    """A process of its own runs it: threads that other tests have left free cycles meanwhile."""
     code = f"from {__name__} import garbage_of, live; print(garbage_of(live))"
     root = Path(__file__).parents[2]
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
