@@ -399,37 +399,26 @@ def gangs(setup: Setup) -> dict[str, Any]:
     a process is killed."""
     if setup.on_gpu:
         raise Skipped("workers of several processes are refused on GPUs: they were never tried")
-    options: dict[str, Any] = {"steps": setup.pick(12, 6), "processes": 2, "body_s": 0.05}
-    killed = str(setup.folder / "killed")
-    fault = WorkerFault("backward", step=3, rank=1, process=1, once=killed)
-    two = job(setup, workers=2, **options)
-    runs = {
-        "one": partial(group, job(setup, workers=1, **options)),
-        "two": partial(group, two),
-        "kill": partial(group, two, [fault]),
-    }
-    outcomes, _ = together(setup, runs)
-    facts = {"killed": outcomes["kill"].workers_lost}
-    if facts["killed"] < 1:
-        raise Wrong("the fault did not happen")
-    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
+    options = {"steps": setup.pick(12, 6), "processes": 2, "body_s": 0.05}
+    return with_a_kill(setup, options, step=3, rank=1, process=1)
 
 
 def inner_steps(setup: Setup) -> dict[str, Any]:
     """Killed in the middle of its inner steps."""
-    return with_a_kill(setup, nth=5, inner_steps=3)
+    options = {"model": "conv", "steps": setup.pick(8, 4), "inner_steps": 3}
+    return with_a_kill(setup, options, step=3, rank=1, nth=5)
 
 
 def staleness(setup: Setup) -> dict[str, Any]:
     """With delayed gradients, a lost worker's of the step before are computed again."""
-    return with_a_kill(setup, nth=2, staleness=1)
+    options = {"model": "conv", "steps": setup.pick(8, 4), "staleness": 1}
+    return with_a_kill(setup, options, step=3, rank=1, nth=2)
 
 
-def with_a_kill(setup: Setup, *, nth: int, **options: Any) -> dict[str, Any]:
-    """The same bits on one worker, on two, and on two of which one is killed."""
-    options |= {"model": "conv", "steps": setup.pick(8, 4)}
-    killed = str(setup.folder / "killed")
-    fault = WorkerFault("backward", step=3, rank=1, nth=nth, once=killed)
+def with_a_kill(setup: Setup, options: dict[str, Any], **where: Any) -> dict[str, Any]:
+    """The same bits on one worker, on two, and on two of which one is killed in a backward pass.
+    `where`: of its WorkerFault."""
+    fault = WorkerFault("backward", once=str(setup.folder / "killed"), **where)
     two = job(setup, workers=2, **options)
     runs = {
         "one": partial(group, job(setup, workers=1, **options)),
