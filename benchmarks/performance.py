@@ -293,24 +293,25 @@ def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
 
 
 def sharding(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    from benchmarks.sharding import TARGET, targets
+    from benchmarks.sharding import TARGET, beside_unsharded, targets
 
     met = targets(list(r))
-    alike = ("parameters", "workers", "peer")
     for one in r:
         if not one["sharded"]:
             continue
-        parameters, workers, peer = (one[key] for key in alike)
-        (other,) = (x for x in r if not x["sharded"] and all(x[k] == one[k] for k in alike))
+        parameters, workers, peer = one["parameters"], one["workers"], one["peer"]
         where = f"{parameters}, {workers} workers, beside {peer}"
         what = f"{parameters} parameters, {workers} workers"
+        low, high = one["interval"]
         yield Row(
-            f"Step time beside {peer}, with and without it, {what}, {one['pairs']} pairs",
-            " and ".join(
-                f"{x['ratio']:.3f} [{x['interval'][0]:.2f}, {x['interval'][1]:.2f}]"
-                for x in (one, other)
-            ),
-            f"{TARGET} of a step without",
+            f"Step time, beside {peer}, {what}, {one['pairs']} pairs",
+            f"{one['ratio']:.3f} [{low:.2f}, {high:.2f}]",
+        )
+        middle, low, high = beside_unsharded(one, r)
+        yield Row(
+            f"Step time, beside a step that is not sharded, {what}",
+            f"{middle:.3f} [{low:.2f}, {high:.2f}]",
+            f"{TARGET}",
             met[f"{where}: {TARGET} of the time of a step that is not sharded"],
         )
         yield Row(
