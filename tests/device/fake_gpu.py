@@ -67,6 +67,8 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
+    # Where torch is built for CUDA, its optimizers ask for the stream of the GPU, which has none.
+    patch(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     patch(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     run = threading.Thread.run
 

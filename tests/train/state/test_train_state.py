@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 from collections import deque
 
 import numpy as np
@@ -154,7 +155,9 @@ def test_mean_of_a_narrow_buffer_does_not_overflow(dtype):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_scripted_model_is_refused_by_name():
     def train(ctx):
-        model = torch.jit.script(classifier())
+        with warnings.catch_warnings():  # newer versions of torch warn that it is deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            model = torch.jit.script(classifier())
         loop(ctx, model, adamw(model))
 
     with pytest.raises(ModelError, match="model is a TorchScript module"):
