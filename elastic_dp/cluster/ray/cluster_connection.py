@@ -36,7 +36,8 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
         address = address or newest_on_this_machine(tell)
         send_token()
         ray.init(address=address or "auto", log_to_driver=False)
-    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
+    # An address with another protocol is an AssertionError to Ray 2.56.
+    except (OSError, ValueError, AssertionError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
             f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address "
             "as HOST:6379, or set RAY_ADDRESS; one with token authentication needs "
