@@ -67,7 +67,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
-    # Where torch is built for CUDA, its optimizers ask for the stream of the GPU, which has none.
+    # Where torch is built for CUDA, its optimizers ask for the stream of a GPU of the machine.
     patch(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     patch(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     run = threading.Thread.run
@@ -278,6 +278,10 @@ class _Cuda:
     @staticmethod
     def synchronize() -> None:
         pass
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        return False
 
     @staticmethod
     def set_sync_debug_mode(mode: str) -> None:
