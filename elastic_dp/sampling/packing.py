@@ -35,14 +35,14 @@ class Segments(NamedTuple):
     """Tokens of row groups, in the order in which packed rows have them; int64 [segments].
 
     Segment i is `lengths[i]` tokens of row group `groups[i]`, from its token `starts[i]` on, in
-    the order `PackedOrder.documents`. It belongs to packed row `rows[i]`, counted in the
-    micro-batch.
+    the order `PackedOrder.documents`. They begin at token `places[i]` of the micro-batch, of which
+    row r has r·L ≤ i < (r + 1)·L. Rows that follow each other in the line share a segment.
     """
 
     groups: Ints
     starts: Ints
     lengths: Ints
-    rows: Ints
+    places: Ints
 
 
 class PackedOrder:
@@ -129,12 +129,13 @@ class PackedOrder:
             stop = min((first + count) * b, self._rows.share(virtual_worker))
             index = np.arange(min(first * b, stop), stop, dtype=np.int64)
             located = self._locate(epoch, virtual_worker, index)
-            cuts = np.searchsorted(located.rows, np.arange(count + 1) * b)
+            tokens = b * self.length
+            cuts = np.searchsorted(located.places, np.arange(count + 1) * tokens)
             for number in range(count):
                 part = slice(cuts[number], cuts[number + 1])
-                segments = Segments(*(of_all[part] for of_all in located))
+                groups, starts, lengths, places = (of_all[part] for of_all in located)
                 rows = min(max(len(index) - number * b, 0), b)
-                found.append((segments._replace(rows=segments.rows - number * b), rows))
+                found.append((Segments(groups, starts, lengths, places - number * tokens), rows))
             step += count
         return found
 
@@ -149,15 +150,24 @@ class PackedOrder:
         return permute(np.arange(count), np.uint64(count), key)
 
     def _locate(self, epoch: int, virtual_worker: int, index: Ints) -> Segments:
-        """Locate rows of the virtual worker's share; `index` counts them from 0 in its order."""
+        """Locate rows of the virtual worker's share; `index` counts them from 0 in its order, from
+        the first row of a micro-batch on.
+        """
         position, _, _ = self._rows.positions(virtual_worker, index)
         if self._rows.shuffle == "full":
             position = self._rows.permuted(epoch, position)
-        first = position * self.length
-        count = np.minimum(self.length, self.num_tokens - first)
+        follows = np.zeros(len(index), dtype=bool)  # in the line, and in the micro-batch
+        follows[1:] = position[1:] == position[:-1] + 1
+        follows[:: self.micro_batch_size] = False
+        row = np.flatnonzero(~follows)
+        first = position[row] * self.length
+        end = np.append(row, len(index))[1:] - row + position[row]
+        count = np.minimum(end * self.length, self.num_tokens) - first
         shuffled = self._rows.shuffle == "rows"
-        rows, groups, starts, lengths = self._line(epoch if shuffled else 0).spans(first, count)
-        return Segments(groups, starts, lengths, rows)
+        runs, groups, starts, lengths = self._line(epoch if shuffled else 0).spans(first, count)
+        before = np.cumsum(lengths) - lengths
+        places = row[runs] * self.length + before - before[np.searchsorted(runs, runs)]
+        return Segments(groups, starts, lengths, places)
 
     def _lay_out(self, epoch: int) -> EpochOrder:
         if self._rows.shuffle == "rows":

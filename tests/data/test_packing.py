@@ -120,12 +120,12 @@ def check(rows: list[Row], ids: Any = range(DOCUMENTS)) -> None:
     assert sum(0 in row["input_ids"] for row in rows) <= 1
 
 
-@pytest.mark.parametrize("long_pieces", [1, 1 << 30])
+@pytest.mark.parametrize("gathered", [1, 1 << 30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_packed_once_for_one_worker_and_for_three(
-    kind, long_pieces, tmp_path, monkeypatch
+    kind, gathered, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packed_micro_batches, "_LONG_PIECES", long_pieces)
+    monkeypatch.setattr(packed_micro_batches, "_GATHERED", gathered)
     monkeypatch.setattr(packed_micro_batches, "_TOKENS_AT_ONCE", 2 * LENGTH + 1)
     config = packed(tmp_path / "in", kind)
     alone = epoch_of(config, 1)

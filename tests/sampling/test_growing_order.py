@@ -169,6 +169,6 @@ def test_packed_rows_are_taken_once_an_epoch(tail):
         for v in range(order.schedule.at(step)):
             found = order.locate(step, v)
             tokens += int(found.lengths.sum())
-            assert len(set(found.rows.tolist())) == order.rows(step, v)
+            assert -(-int(found.lengths.sum()) // base.length) == order.rows(step, v)
     assert order.ends_epoch(per_epoch)
     assert tokens == 151 if tail == "short" else 151 - 5 * 8 - 4 * 4 < tokens <= 148

@@ -24,8 +24,9 @@ def tokens_of(order: PackedOrder, steps: range) -> list[list[tuple[int, int]]]:
         for v in range(order.virtual_workers):
             found = order.locate(step, v)
             here: list[list[tuple[int, int]]] = [[] for _ in range(order.rows(step, v))]
-            for group, start, length, row in zip(*(each.tolist() for each in found), strict=True):
-                here[row] += [(group, start + i) for i in range(length)]
+            for group, start, length, place in zip(*(each.tolist() for each in found), strict=True):
+                for i in range(length):
+                    here[(place + i) // order.length].append((group, start + i))
             rows += here
     return rows
 
@@ -152,9 +153,13 @@ def test_golden_packed_order_is_unchanged():
     )
     found = [[each.tolist() for each in order.locate(step, 0)] for step in (1, 2, 3)]
     assert found == [
-        [[1, 0, 0, 2], [4, 0, 6, 0], [2, 6, 5, 3], [0, 0, 1, 1]],
-        [[2, 2], [3, 11], [8, 8], [0, 1]],
-        [[2, 1, 1, 3], [14, 0, 2, 0], [6, 2, 4, 4], [0, 0, 1, 1]],
+        [[1, 0, 2], [4, 0, 0], [2, 11, 3], [0, 2, 13]],
+        [[2], [3], [16], [0]],
+        [[2, 1, 3], [14, 0, 0], [6, 6, 4], [0, 6, 12]],
+    ]
+    assert tokens_of(order, range(1, 2)) == [
+        [*((1, i) for i in range(4, 6)), *((0, i) for i in range(6))],
+        [*((0, i) for i in range(6, 11)), *((2, i) for i in range(3))],
     ]
     documents = order.documents(1, 2, 6)
     assert documents is not None and documents.tolist() == [2, 4, 5, 0, 1, 3]

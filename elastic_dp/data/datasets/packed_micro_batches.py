@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -37,9 +37,12 @@ from elastic_dp.sampling import GrowingOrder, PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
-# From this mean number of tokens on, pieces of documents are copied one by one: a copy costs as
-# much as gathering so many tokens.
-_LONG_PIECES = 96
+# Pieces of documents with a smaller mean number of tokens are gathered: to copy one by itself costs
+# as much as to gather so many tokens.
+_GATHERED = 96
+# Slices of a memoryview take two thirds of the time of an array's, and longer ones should not keep
+# other threads from Python.
+_LONG = 1 << 16
 _TOKENS_AT_ONCE = (
     1 << 15
 )  # where arrays with an item for each token are needed, to stay in the cache
@@ -47,6 +50,7 @@ _DOCUMENTS_KEPT = 1 << 22  # whose order is kept, of row groups; 16 bytes each
 _NAMED = 3  # segments, in an error message
 
 Work = tuple[Ints, Segments, int]  # row groups, what the rows consist of, epoch
+_Move = tuple[int, int, int, int]  # first and last + 1 of the row group's tokens, and of the output
 
 
 class _Layout(NamedTuple):
@@ -68,15 +72,23 @@ class _Pieces(NamedTuple):
     lengths: Ints
 
 
-class _Part(NamedTuple):
-    """What packed rows have of a row group in an epoch: runs of tokens. Run i is `lengths[i]`
-    tokens from token `starts[i]` on, in the order of the epoch, and begins at `places[i]` in the
-    output. In the order of `starts`."""
+class _Runs(NamedTuple):
+    """What packed rows have of a row group in an epoch: run i is `lengths[i]` tokens from token
+    `starts[i]` on, in the order of the epoch, and begins at `places[i]` in the output. In the order
+    of `starts`."""
 
     epoch: int
     starts: Ints
     lengths: Ints
     places: Ints
+
+
+class _Part(NamedTuple):
+    """Runs of a row group that is in memory."""
+
+    columns: Columns
+    layout: _Layout
+    runs: _Runs
 
 
 class PackedStream(MicroBatchStream):
@@ -140,10 +152,7 @@ class PackedStream(MicroBatchStream):
         return made, sum(out.nbytes for out in columns.values())
 
     def _fill(
-        self,
-        assembler: _PackedRows,
-        key: Key,
-        wanted: Mapping[int, Sequence[_Part]],
+        self, assembler: _PackedRows, key: Key, wanted: Mapping[int, Sequence[_Runs]]
     ) -> dict[int, BadShard]:
         """Copies tokens from row groups as these arrive. Returns those that cannot be decoded."""
         todo, failed = sorted(wanted), dict[int, BadShard]()
@@ -152,17 +161,22 @@ class PackedStream(MicroBatchStream):
             todo = [row_group for row_group in todo if row_group not in here]
             taken = list(here)
             try:
-                for row_group, content in here.items():
-                    if isinstance(content, BadShard):
-                        failed[row_group] = content
-                        continue
-                    for part in wanted[row_group]:
-                        layout = self._layout(part.epoch, row_group, content)
-                        assembler.copy(content, part, layout)
+                failed |= {g: bad for g, bad in here.items() if isinstance(bad, BadShard)}
+                assembler.copy(self._parts(wanted, here))
             finally:
                 here.clear()  # drops the references before the reader counts the memory as free
                 self.reader.release(key, taken)
         return failed
+
+    def _parts(
+        self, wanted: Mapping[int, Sequence[_Runs]], here: Mapping[int, Columns | BadShard]
+    ) -> list[_Part]:
+        return [
+            _Part(columns, self._layout(runs.epoch, row_group, columns), runs)
+            for row_group, columns in here.items()
+            if not isinstance(columns, BadShard)
+            for runs in wanted[row_group]
+        ]
 
     def _layout(self, epoch: int, row_group: int, columns: Columns) -> _Layout:
         key = epoch, row_group
@@ -217,22 +231,35 @@ class _PackedRows:
         self._runs: list[tuple[Ints, Ints]] = []  # places, lengths
         self._begins: list[Ints] = []  # places of documents
 
-    def copy(self, columns: Mapping[str, Column], part: _Part, layout: _Layout) -> None:
-        runs = _Pieces(part.starts, part.places, part.lengths)
-        pieces = _pieces_of(layout, part) if self._ids or not layout.is_file_order else runs
-        for name, column in columns.items():
-            values: Array = column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[assignment]
-            if name not in self._out:
-                self._out[name] = self._blocks.empty(self._shape, values.dtype)
-            out = self._out[name].reshape(-1)
-            if layout.is_file_order:
-                _copy_long(values, runs, out)
-            elif len(pieces.lengths) * _LONG_PIECES <= int(part.lengths.sum()):
-                _copy_each(values, pieces, out)
-            else:
-                _gather(values, pieces, out)
-        self._runs.append((part.places, part.lengths))
-        self._begins.append(pieces.places)
+    def copy(self, parts: Sequence[_Part]) -> None:
+        """Copies the tokens of parts of several row groups: those of one alone are a few rows where
+        epochs are shuffled, and what NumPy costs is the number of calls."""
+        if not parts:
+            return
+        pieces, cuts = _runs_of(parts)
+        self._runs.append((pieces.places, pieces.lengths))
+        is_file_order, num_tokens = parts[0].layout.is_file_order, int(pieces.lengths.sum())
+        if self._ids or not is_file_order:
+            of_documents = _cut_at_documents(parts, pieces, cuts)
+            self._begins.append(of_documents[0].places)
+            if not is_file_order:
+                pieces, cuts = of_documents
+        is_gathered = not is_file_order and num_tokens < _GATHERED * len(pieces.lengths)
+        moves = [] if is_gathered else _moves(pieces)
+        for part, (low, high) in zip(parts, pairwise(cuts), strict=True):
+            for name, column in part.columns.items():
+                values: Array = column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[assignment]
+                out = self._room(name, values.dtype)
+                if is_gathered:
+                    _gather(values, _Pieces(*(of_all[low:high] for of_all in pieces)), out)
+                else:
+                    _copy(values, moves[low:high], out)
+
+    def _room(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """The output of a column, flat."""
+        if name not in self._out:
+            self._out[name] = self._blocks.empty(self._shape, dtype)
+        return self._out[name].reshape(-1)
 
     def finish(self) -> dict[str, Array]:
         """All columns [rows, length], with int32 `ids`."""
@@ -276,16 +303,14 @@ class _PackedRows:
 
 def _by_row_group(
     wanted: Sequence[MicroBatch], bounds: Sequence[int], length: int
-) -> dict[int, list[_Part]]:
-    """Parts by row group, in runs as long as possible. The rows of micro-batch j are
+) -> dict[int, list[_Runs]]:
+    """Runs by row group, as long as possible, and by epoch. The rows of micro-batch j are
     bounds[j] ≤ i < bounds[j + 1] of the output."""
     each = [m.work[1] for m in wanted]
-    groups, starts, lengths, rows = map(np.concatenate, zip(*each, strict=True))
-    counts = [len(segments.rows) for segments in each]
-    rows = rows + np.repeat(bounds[:-1], counts)
+    groups, starts, lengths, places = map(np.concatenate, zip(*each, strict=True))
+    counts = [len(segments.groups) for segments in each]
+    places = places + np.repeat(np.array(bounds[:-1]) * length, counts)
     epochs = np.repeat([m.work[2] for m in wanted], counts)
-    before = np.cumsum(lengths) - lengths
-    places = rows * length + before - before[np.searchsorted(rows, rows)]
 
     order = np.lexsort((starts, groups, epochs))
     groups, epochs = groups[order], epochs[order]
@@ -298,32 +323,59 @@ def _by_row_group(
     cuts = np.searchsorted(runs, parts).tolist()
     groups, epochs, starts, places = groups[runs], epochs[runs], starts[runs], places[runs]
     lengths = np.add.reduceat(lengths, runs)
-    found: dict[int, list[_Part]] = {}
+    found: dict[int, list[_Runs]] = {}
     for low, high in pairwise(cuts):
         here = slice(low, high)
-        part = _Part(int(epochs[low]), starts[here], lengths[here], places[here])
-        found.setdefault(int(groups[low]), []).append(part)
+        runs_here = _Runs(int(epochs[low]), starts[here], lengths[here], places[here])
+        found.setdefault(int(groups[low]), []).append(runs_here)
     return found
 
 
-def _pieces_of(layout: _Layout, part: _Part) -> _Pieces:
-    """Cuts the runs of a row group at the ends of documents."""
-    begins, stops = layout.begins, part.starts + part.lengths
-    low = np.searchsorted(begins, part.starts, side="right") - 1
-    counts = np.searchsorted(begins, stops, side="left") - low
+def _runs_of(parts: Sequence[_Part]) -> tuple[_Pieces, list[int]]:
+    """The runs of all parts, and the number of the first one of each part [parts + 1]."""
+    _, starts, lengths, places = zip(*(part.runs for part in parts), strict=True)
+    cuts = [0, *accumulate(map(len, starts))]
+    return _Pieces(*map(np.concatenate, (starts, places, lengths))), cuts
+
+
+def _cut_at_documents(
+    parts: Sequence[_Part], runs: _Pieces, cuts: Sequence[int]
+) -> tuple[_Pieces, list[int]]:
+    """Cuts the runs of `_runs_of` at the ends of documents. Returns the same for the pieces."""
+    # The documents that the parts touch are laid end to end: `begins` there, `sources` in the row
+    # group. A run lies by the part's number of `shifts` later there than in its row group's order.
+    begins, sources, shifts, end = list[Ints](), list[Ints](), list[int](), 0
+    for layout, of_part in ((part.layout, part.runs) for part in parts):
+        first, stop = of_part.starts[0], of_part.starts[-1] + of_part.lengths[-1]
+        low = layout.begins.searchsorted(first, side="right") - 1
+        high = layout.begins.searchsorted(stop)
+        shift = end - int(layout.begins[low])
+        begins.append(layout.begins[low:high] + shift)
+        sources.append(layout.sources[low:high])
+        shifts.append(shift)
+        end = int(layout.begins[high]) + shift
+    begin = np.concatenate([*begins, [end]])
+    source = np.concatenate(sources)
+
+    starts = runs.sources + np.repeat(shifts, np.diff(cuts))
+    stops = starts + runs.lengths
+    low_of = np.searchsorted(begin, starts, side="right") - 1
+    counts = np.searchsorted(begin, stops) - low_of
     ends = np.cumsum(counts)
-    document = np.arange(ends[-1]) + np.repeat(low + counts - ends, counts)
-    first, stop, sources = begins[document], begins[document + 1], layout.sources[document]
+    document = np.arange(ends[-1]) + np.repeat(low_of + counts - ends, counts)
+    piece_starts, piece_stops = begin[document], begin[document + 1]
+    piece_sources = source[document]
     # A run may begin and end within a document
-    first[ends - counts] = part.starts
-    stop[ends - 1] = stops
-    sources[ends - counts] += part.starts - begins[low]
-    places = first + np.repeat(part.places - part.starts, counts)
-    lengths = stop - first
+    piece_starts[ends - counts], piece_stops[ends - 1] = starts, stops
+    piece_sources[ends - counts] += starts - begin[low_of]
+    places = piece_starts + np.repeat(runs.places - starts, counts)
+    lengths = piece_stops - piece_starts
+    piece_cuts = np.concatenate([[0], ends])[cuts]
     if not lengths.all():  # documents may be empty
         kept = lengths > 0
-        sources, places, lengths = sources[kept], places[kept], lengths[kept]
-    return _Pieces(sources, places, lengths)
+        piece_sources, places, lengths = piece_sources[kept], places[kept], lengths[kept]
+        piece_cuts = np.concatenate([[0], np.cumsum(kept)])[piece_cuts]
+    return _Pieces(piece_sources, places, lengths), piece_cuts.tolist()
 
 
 def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
@@ -333,25 +385,22 @@ def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
     return aligned(view(pc.run_end_decode(runs)).reshape(shape))
 
 
-def _copy_long(values: Array, runs: _Pieces, out: Array) -> None:
-    """`values` and `out`: flat."""
-    for source, place, length in zip(*(each.tolist() for each in runs), strict=True):
-        out[place : place + length] = values[source : source + length]
-
-
-def _copy_each(values: Array, pieces: _Pieces, out: Array) -> None:
-    """Like `_copy_long`, for pieces of some hundred tokens: slices of a memoryview take two thirds
-    of the time."""
+def _moves(pieces: _Pieces) -> list[_Move]:
     sources, places, lengths = pieces
-    taken, there = memoryview(values.data), memoryview(out.data)
-    stops = (sources + lengths).tolist(), (places + lengths).tolist()
-    each = zip(sources.tolist(), stops[0], places.tolist(), stops[1], strict=True)
-    for source, source_stop, place, stop in each:
-        there[place:stop] = taken[source:source_stop]
+    bounds = sources, sources + lengths, places, places + lengths
+    return list(zip(*(each.tolist() for each in bounds), strict=True))
+
+
+def _copy(values: Any, moves: Sequence[_Move], out: Any) -> None:
+    """`values` and `out`: flat."""
+    if moves[0][1] - moves[0][0] < _LONG:
+        values, out = memoryview(values.data), memoryview(out.data)
+    for source, source_stop, place, stop in moves:
+        out[place:stop] = values[source:source_stop]
 
 
 def _gather(values: Array, pieces: _Pieces, out: Array) -> None:
-    """Like `_copy_each`, for short pieces: many at once by their indices."""
+    """Like `_copy`, for short pieces: many at once by their indices."""
     sources, places, lengths = pieces
     before = np.cumsum(lengths) - lengths
     block = before // _TOKENS_AT_ONCE
@@ -364,7 +413,7 @@ def _gather(values: Array, pieces: _Pieces, out: Array) -> None:
         gathered = values.take(index)
         first = low + np.concatenate([[0], np.flatnonzero(~follows[low : high - 1]) + 1])
         runs = np.add.reduceat(lengths[here], first - low)
-        _copy_each(gathered, _Pieces(before[first] - before[low], places[first], runs), out)
+        _copy(gathered, _moves(_Pieces(before[first] - before[low], places[first], runs)), out)
 
 
 def _bounds_of(column: Column) -> Ints:
