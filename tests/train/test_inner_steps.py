@@ -261,7 +261,7 @@ def trains_with_moments(ctx: Any) -> None:
 
 
 def test_moments_in_buffers_go_on_with_their_mean_over_virtual_workers() -> None:
-    """The recipe of docs/diloco.md, beside a loop in plain PyTorch that averages moments."""
+    """Beside a loop in plain PyTorch that averages moments."""
     kept: list[tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
 
     def noted(ctx: Any) -> None:
