@@ -76,6 +76,12 @@ class InnerMoments(nn.Module):
                 f"{_MOMENTUM} and {_SECOND}: use torch's Adam, AdamW, NAdam or RAdam, without "
                 "amsgrad"
             )
+        needed = {"step"} | ({"mu_product"} if isinstance(optimizer, torch.optim.NAdam) else set())
+        if counts.keys() != needed:
+            raise ModelError(
+                f"InnerMoments.go_on got {sorted(counts)} for a {type(optimizer).__name__}, and "
+                f"needs {sorted(needed)}: pass them by these names"
+            )
         for number, p in enumerate(self.weights):
             rows, columns = self._factors(number)
             second = rows[:, None] * (columns / columns.mean().clamp_min(_LEAST))

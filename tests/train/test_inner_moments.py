@@ -21,12 +21,12 @@ from elastic_dp.errors import ModelError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, local, resize, spec_of
+from tests.runs import group, lines_of, local, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import classifier, cross_entropy, loop
 from tests.train.test_finished_work import STEP
 from tests.train.test_finished_work import job as job_of_three
-from tests.train.test_inner_steps import INNER, put, with_inner
+from tests.train.test_inner_steps import INNER, logs_what_is_sent, put, with_inner
 from tests.train.test_kills import IN_A_STEP
 from tests.train.test_staleness import weights_of
 
@@ -152,6 +152,37 @@ def test_optimizer_with_other_moments_is_refused_by_name(optimizer: Any) -> None
     model: Any = with_moments()
     with pytest.raises(ModelError, match="keeps other moments than exp_avg and exp_avg_sq: use"):
         model.moments.go_on(optimizer(model.moments.weights, lr=0.1), step=0)
+
+
+def test_missing_count_is_refused_by_name() -> None:
+    model: Any = with_moments()
+    nadam = torch.optim.NAdam(model.moments.weights, lr=0.1)
+    with pytest.raises(ModelError, match=r"needs \['mu_product', 'step'\]: pass"):
+        model.moments.go_on(nadam, step=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_momentum_takes_as_many_bytes_as_the_weights_and_is_rounded_as_they_are(wire):
+    def sent(*, moves: bool) -> int:
+        def train(ctx: Any) -> None:
+            model: Any = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 256), nn.Linear(256, 4))
+            model.moments = edp.InnerMoments(model)
+            if moves:
+                loop(ctx, model, outer(model), inner_optimizer=inner)
+            else:
+                sgd = torch.optim.SGD(model.moments.weights, lr=1.0)
+                loop(ctx, model, sgd, inner_optimizer=fresh_adam)
+
+        spec = with_inner(spec_of(steps=4, workers=2, min_workers=2, virtual=2), wire=wire)
+        outcome, run = group(spec, logs_what_is_sent(train))
+        assert outcome.error is None, outcome.traceback
+        return [line["sent"] for line in lines_of(run) if "sent" in line][-1]
+
+    def fresh_adam(model: Any, step: int) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.moments.weights, lr=1e-2)
+
+    assert sent(moves=True) <= 2.2 * sent(moves=False)
 
 
 # ----------------------------------------------------------------------------- any fleet, any loss
