@@ -1,7 +1,7 @@
 """What `wire=`, `staleness=` and `inner_steps=` save and cost in a step: bytes and time, on several
 links.
 
-    python -m benchmarks.compression [--pairs 60] [--quick]
+    python -m benchmarks.compression [--pairs 60] [--links "no limit" …] [--quick]
 
 Two workers are on two [hosts](slow_link.py), which needs root and Debian's iproute2. What the
 device of the first one sends is counted. In turn, in the same processes and on the same rows: one
@@ -9,7 +9,8 @@ of our steps, and one of DDP. Where ours has `wire="bf16"`, DDP has torch's `fp1
 (the one for bfloat16 asks for NCCL, and sends as many bytes); beside "int8" it has `powerSGD_hook`
 where that works, since torch has none for 8 bits; beside the others it is as it is. With
 `inner_steps`, a step is an inner step: one of our steps and as many of DDP are divided by their
-number. Quoted: medians of rank 0. Ends with 1, and says why, if a target was missed.
+number. Quoted: medians of rank 0. With `--links` what was recorded of other links stays. Ends with
+1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
-from benchmarks.report import each, exit_code, median_interval, of_pairs
-from benchmarks.slow_link import DEVICE, Host, bytes_sent, hosts
+from benchmarks.report import each, exit_code, median_interval, of_pairs, recorded
+from benchmarks.slow_link import DEVICE, Host, bytes_sent, hosts, throughput
 from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.train.train_function import train_until_released
 
+NAME = "compression"
 SETTINGS: dict[str, dict[str, Any]] = {
     "None": {},
     "bf16": {"wire": "bf16"},
@@ -48,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SKIPPED = 3  # first steps allocate
 LINKS = {  # bits/s, and seconds one way
-    "no limit": (None, 0.0),  # 3.6 Gb/s with one connection, on two idle cores
+    "no limit": (None, 0.0),
     "1 Gb/s, 1 ms": (1e9, 0.001),
     "1 Gb/s, 25 ms": (1e9, 0.025),
     "0.1 Gb/s, 25 ms": (0.1e9, 0.025),
@@ -179,7 +181,8 @@ def measure_on_link(size: str, setting: str, pairs: int, link: str) -> dict[str,
         hosts(rate_bits_s=rate, delay_s=delay) as on,
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), on[0].enter) as first,
     ):
-        return first.submit(measure, size, setting, pairs, link, on).result()
+        carries = {"link_gbit_s": round(throughput(*on) / 1e9, 2)}
+        return carries | first.submit(measure, size, setting, pairs, link, on).result()
 
 
 def measured(one: Mapping[str, Any]) -> list[str]:
@@ -215,14 +218,15 @@ def cases(sizes: Sequence[str], pairs: int, links: Sequence[str]) -> Iterator[tu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = of_pairs(__doc__, ["4.9M"], arguments)
-    links = list(LINKS)
+    options = of_pairs(__doc__, ["4.9M"], arguments, links=LINKS)
     if options.quick:
-        options.sizes, options.pairs, links = list(SIZES)[:1], 3, links[:1]
+        options.sizes, options.pairs, options.links = list(SIZES)[:1], 3, list(LINKS)[:1]
     prepare_environment(os.environ, 1)  # as workers have it, for both
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE  # DDP's
     keep = not (options.quick or options.no_write)
-    results = each("compression", cases(options.sizes, options.pairs, links), keep=keep)
+    before = {} if options.links == list(LINKS) else recorded(NAME)
+    found = cases(options.sizes, options.pairs, options.links)
+    results = each(NAME, found, keep=keep, before=before)
     return 0 if options.quick else exit_code(targets(results))
 
 

@@ -31,7 +31,7 @@ from torch import nn
 
 import elastic_dp as edp
 from benchmarks.compression import SETTINGS, argument, inner_steps, measured
-from benchmarks.report import RESULTS, add_quick, exit_code, write
+from benchmarks.report import add_quick, exit_code, recorded, write
 from jobs.gpt import CACHE, GPT, loss_fn, write_shards
 
 NAME = "compression_loss"
@@ -167,12 +167,6 @@ def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
     return {"training": curve, "held_out": end}
 
 
-def recorded() -> dict[str, Any]:
-    """Return what was measured before; {} for nothing."""
-    path = RESULTS / f"{NAME}.json"
-    return json.loads(path.read_text())["results"] if path.exists() else {}
-
-
 def measure(seeds: int, steps: int, before: dict[str, Any]) -> dict[str, Any]:
     """Train what is not in `before`, and write each training down when it is over."""
     results: dict[str, Any] = {"steps": steps, "rates": RATES, "found": {}}
@@ -264,7 +258,7 @@ def main() -> int:
         for setting in SETTINGS:
             print(setting, trained(0, setting, 80, RATES[setting]), flush=True)
         return 0
-    results = recorded()
+    results = recorded(NAME)
     if not asked.draw:
         results = measure(asked.seeds, asked.steps, results)
     else:

@@ -32,7 +32,7 @@ Everything here was measured on CPUs, with Gloo, on one machine of two cores. Wo
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
 `benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `work_lost`, `device_pause`,
 `join`, `planned`, `data_cache`, `step_overhead`, `telemetry_overhead`, `first_five_minutes`,
-`against_commit`, `compression`, `compression_loss`, `sharding`, `sharding_memory`,
+`against_commit`, `compression`, `compression_loss`, `diloco_kills`, `sharding`, `sharding_memory`,
 `sharding_changes`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
 missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
 are 95 % intervals.
@@ -243,6 +243,12 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
     hooks = {"bf16": " and its `fp16_compress_hook`", "int8": " and its `powerSGD_hook`"}
     met = iter(targets(r).values())
     for name, one in r.items():
+        if "link_gbit_s" in one["None"]:
+            carried = [found["link_gbit_s"] for found in one.values()]
+            yield Row(
+                f"What one connection carries without a run, {name}",
+                f"{min(carried):.2f} to {max(carried):.2f} Gb/s",
+            )
         for setting in measured(one):
             without, changed = one["None"], one[setting]
             what = f"`{argument(setting)}`, {name}"
@@ -289,6 +295,41 @@ def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
             f"{statistics.fmean(more):+.5f} ({each})",
             f"the standard deviation of the seeds, {deviation(r):.4f}",
             next(met),
+        )
+
+
+def diloco_kills(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.diloco_kills import INNER_STEPS, WORKERS, targets
+
+    (met,) = targets(r).values()
+    for name, one in r.items():
+        if isinstance(one, str):
+            yield Row(name, one)
+            continue
+        who, is_ours = f"{name}, {one['kills']} kills", name == "elastic_dp"
+        yield Row(
+            f"Inner steps in a second without a kill, each island, {name}",
+            f"{one['inner_steps_per_s']}",
+        )
+        yield Row(
+            f"Inner steps lost by a kill, {who}",
+            f"mean {statistics.fmean(one['lost']):.1f}, max {max(one['lost'])}",
+            f"fewer than {WORKERS * INNER_STEPS}, a whole step" if is_ours else "",
+            met if is_ours else None,
+        )
+        still, whole, cost = one["still_ms"], one["whole_s"], one["cost_s"]
+        yield Row(
+            f"Longest time in which the survivor began no inner step, {who}",
+            f"median {statistics.median(still):.0f} ms, max {max(still)}; "
+            f"without a kill {one['still_calm_ms']}",
+        )
+        yield Row(
+            f"From the kill until both have committed together again, {who}",
+            f"median {statistics.median(whole):.1f} s, max {max(whole)}",
+        )
+        yield Row(
+            f"Seconds of training of both that a kill costs, {who}",
+            f"median {statistics.median(cost):.1f}, max {max(cost)}",
         )
 
 
@@ -886,6 +927,16 @@ SECTIONS = {
         "inner steps. The loss at the end is that of the final weights on 512 rows that no run "
         "trains on. The curves are those of the training loss, with bands from the least to the "
         "largest of the seeds. [Slow links](slow-links.md#what-they-cost-in-loss) has the rates.",
+    ),
+    "diloco_kills": Section(
+        "Inner steps under kills",
+        "benchmarks.diloco_kills",
+        diloco_kills,
+        "Two islands on two hosts, network namespaces of this machine, joined by an emulated link "
+        "of 1 Gb/s and 25 ms; 8 inner steps between two exchanges; a GPT of 0.9 million "
+        "parameters; torchft's DiLoCo beside ours, on the same machine in turn. With one worker "
+        "left ours runs both islands, and torchft one of them. Replacements start on the same two "
+        "cores: ours from a process that has imported torch, torchft's from nothing.",
     ),
     "sharding": Section("Steps with a sharded optimizer", "benchmarks.sharding", sharding),
     "sharding_memory": Section(

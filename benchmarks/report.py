@@ -46,10 +46,18 @@ def write(name: str, results: Any) -> Path:
     return path
 
 
-def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, Any]:
+def recorded(name: str) -> dict[str, Any]:
+    """Return what was measured before; {} for nothing."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
+def each(
+    name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool, before: Mapping[str, Any] = {}
+) -> dict[str, Any]:
     """Print each piece when it is found. `keep`: and write all so far, so that an early end loses
-    none."""
-    results: dict[str, Any] = {}
+    none. `before`: pieces that were measured before, which stay unless they are found again."""
+    results = dict(before)
     for piece, found in pieces:
         results[piece] = found
         print(piece, json.dumps(found, indent=1), flush=True)
@@ -59,15 +67,21 @@ def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[st
 
 
 def of_pairs(
-    description: str, sizes: Iterable[str], arguments: Sequence[str] | None = None, **more: int
+    description: str,
+    sizes: Iterable[str],
+    arguments: Sequence[str] | None = None,
+    links: Iterable[str] = (),
+    **more: int,
 ) -> argparse.Namespace:
     """Return the options of a benchmark that measures models in pairs. `sizes`: the models of
-    `models.SIZES` that it measures unless others are given. `more`: further numbers, with their
-    defaults."""
+    `models.SIZES` that it measures unless others are given. `links`: all that it can measure.
+    `more`: further numbers, with their defaults."""
     parser = argparse.ArgumentParser(description=description)
     for name, default in {"pairs": 60, **more}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sizes", nargs="*", default=list(sizes), choices=list(SIZES))
+    if links:
+        parser.add_argument("--links", nargs="*", default=list(links), choices=list(links))
     parser.add_argument("--no-write", action="store_true")
     add_quick(parser)
     return parser.parse_args(arguments)

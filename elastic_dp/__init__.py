@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
+    from elastic_dp.train.inner_moments import InnerMoments
     from elastic_dp.train.learning_rate import batch_lr
     from elastic_dp.train.noise_scale import NoiseScale
 
@@ -31,6 +32,7 @@ __all__ = [
     "DataConfig",
     "ElasticTrainer",
     "FailureConfig",
+    "InnerMoments",
     "IterableData",
     "MapStyleData",
     "NoiseScale",
@@ -46,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
+    "InnerMoments": "elastic_dp.train.inner_moments",
     "NoiseScale": "elastic_dp.train.noise_scale",
     "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",

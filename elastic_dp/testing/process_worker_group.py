@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.followers.follower import FollowerProcess, follow
@@ -74,6 +74,16 @@ def preload(*modules: str, first: bool = False) -> None:
     _context.set_forkserver_preload([*_preloaded, _LAST])
 
 
+class Host(Protocol):
+    """A network of this machine, such as a network namespace."""
+
+    @property
+    def address(self) -> str: ...
+
+    def enter(self) -> None:
+        """This thread, and what it starts, is on this host from now on."""
+
+
 class ProcessWorkerGroup:
     """Implements `WorkerGroup`. At most `limit` processes run; further workers stay pending."""
 
@@ -84,9 +94,10 @@ class ProcessWorkerGroup:
         limit: int | None = None,
         device: SimulatedDevice | None = None,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
+        host_of: Callable[[WorkerId], Host] | None = None,
     ) -> None:
         self._job, self._controller, self._device = job, controller, device
-        self.limit, self._location = limit, location
+        self.limit, self._location, self._host_of = limit, location, host_of
         self._lock = threading.Lock()
         self._pipes: dict[WorkerId, Connection] = {}
         self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
@@ -154,9 +165,10 @@ class ProcessWorkerGroup:
                 outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._outboxes[worker] = outbox
             followers = self._start_followers(worker)
+            host = None if self._host_of is None else self._host_of(worker)
             process = _context.Process(
                 target=_main,
-                args=(worker, self._job, theirs, self._device, followers),
+                args=(worker, self._job, theirs, self._device, followers, host),
                 daemon=True,
             )
             process.start()
@@ -249,14 +261,18 @@ def _main(
     pipe: Connection,
     device: SimulatedDevice | None,
     followers: Sequence[FollowerProcess],
+    host: Host | None,
 ) -> None:
+    if host is not None:
+        host.enter()
     if device is not None:
         install(SimulatedAccelerator(device))
     if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
     link = _PipeLink(pipe)
-    worker = Worker(identity, job, link, _HOST, followers)
+    address = _HOST if host is None else host.address
+    worker = Worker(identity, job, link, address, followers)
 
     def listen() -> None:
         while True:
@@ -291,7 +307,8 @@ class ProcessRun:
 
     `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
     folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
-    compute on a simulated device. `location`: where each worker claims to run.
+    compute on a simulated device. `location`: where each worker claims to run. `address`: where
+    workers find the controller. `host_of`: on which host each worker runs, if not on this one.
     """
 
     def __init__(
@@ -307,11 +324,13 @@ class ProcessRun:
         check: Callable[[], None] = lambda: None,
         device: SimulatedDevice | None = None,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
+        address: str = _HOST,
+        host_of: Callable[[WorkerId], Host] | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
-        self.controller = Controller(spec, run, _HOST, secret, self.journal, url=url, check=check)
+        self.controller = Controller(spec, run, address, secret, self.journal, url=url, check=check)
         job = WorkerJob(
             pickle_by_value((spec, train)),
             index,
@@ -323,7 +342,8 @@ class ProcessRun:
             faults,
             spec.scaling.processes_per_worker,
         )
-        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, location)
+        where = location, host_of
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, *where)
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.worker_group)

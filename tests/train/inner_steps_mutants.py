@@ -13,6 +13,7 @@ from tests.module_mutants import ModuleMutant, take_out, take_out_in_workers
 INNER = "elastic_dp.train.step.inner_steps"
 ARGUMENTS = "elastic_dp.train.loop_guard.inner_arguments"
 TESTS = "tests/train/test_inner_steps.py"
+OF_MOMENTS = "tests/train/test_inner_moments.py"
 IN_PLAIN_TORCH = f"{TESTS}::test_weights_after_each_step_are_those_of_a_loop_in_plain_torch"
 REFUSED = f"{TESTS}::test_arguments_that_do_not_fit_are_refused_before_the_first_step"
 
@@ -40,6 +41,14 @@ INNER_STEPS_MUTANTS = [
         "True",
         module=INNER,
         caught_by=f"{TESTS}::test_parameter_without_a_gradient_gets_none_from_the_inner_steps",
+    ),
+    ModuleMutant(
+        "what inner steps write to a parameter without a gradient is dropped",
+        "InnerSteps.run",
+        "p._version != version",
+        "False",
+        module=INNER,
+        caught_by=f"{OF_MOMENTS}::test_moments_are_those_of_a_loop_in_plain_torch",
     ),
     ModuleMutant(
         "the inner optimizer is always that of the first step",

@@ -33,7 +33,7 @@ from tests.train.test_finished_work import job as job_of_three
 from tests.train.test_growing_batch import job as growing_job
 from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
 from tests.train.test_kills import job as job_of_kills
-from tests.train.test_nodes import on_nodes
+from tests.train.test_nodes import on_nodes, topologies
 from tests.train.test_staleness import tree_sum, weights_of
 
 SLOW = pytest.mark.slow
@@ -261,7 +261,7 @@ def trains_with_moments(ctx: Any) -> None:
 
 
 def test_moments_in_buffers_go_on_with_their_mean_over_virtual_workers() -> None:
-    """The recipe of docs/diloco.md, beside a loop in plain PyTorch that averages moments."""
+    """Beside a loop in plain PyTorch that averages moments."""
     kept: list[tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
 
     def noted(ctx: Any) -> None:
@@ -576,6 +576,22 @@ def test_growing_batch_on_two_nodes_with_a_kill_has_the_local_digest(tmp_path):
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     assert outcome.digest == local(spec, trains).digest
+
+
+@pytest.mark.slow
+def test_loss_of_a_whole_zone_has_the_local_digest(tmp_path):
+    """The two workers of one of two zones die. The sums of a zone leave it as one before that."""
+    spec = spec_of(steps=8, workers=4, virtual=4, config={"hold": {1: 4, 2: 4, 6: 4}})
+    spec = with_inner(spec)
+    zone = tuple(
+        WorkerFault("backward", step=4, rank=rank, once=str(tmp_path / str(rank)))
+        for rank in (2, 3)
+    )
+    outcome, run = group(spec, trains_batch_norm, faults=zone, location=on_nodes(4, zones=2))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 2
+    assert outcome.digest == local(spec, trains_batch_norm).digest
+    assert [[2, 2]] in topologies(run)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ is not a gradient, but what H steps of an optimizer of its own change.
 So a leaf depends on θ(t), its rows and its seeds alone, as any leaf does. The tree adds the leaves,
 and the optimizer of the job applies their mean to θ(t). Nothing of the inner steps outlives them:
 the inner optimizer begins anew each time, since state that it kept would be lost with its worker.
+State that is to go on is written to parameters that need no gradient of the loss, or to buffers.
 """
 
 from __future__ import annotations
@@ -86,14 +87,16 @@ class InnerSteps:
     ) -> tuple[PseudoGradients, MicroBatchResult]:
         """Makes an inner step with each of `batches`.
 
-        Returns the pseudo-gradients of the parameters that had a gradient in any of them, and the
-        result of them together. `expected`: the weight of the step. `gradients`: checks what the
-        loss function leaves. `passes`: is told the points of each inner step. Raises LossError,
-        ModelError, and what `passes` raises.
+        Returns the pseudo-gradients of the parameters that had a gradient in any of them or were
+        written to, and the result of them together. `expected`: the weight of the step.
+        `gradients`: checks what the loss function leaves. `passes`: is told the points of each
+        inner step. Raises LossError, ModelError, and what `passes` raises.
         """
         start = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
+        versions = {p: p._version for p in start}
         try:
             used, results = self._train(step, v, batches, gradients, passes)
+            used |= {p for p, version in versions.items() if p._version != version}
             result = InnerStepsResult.of(results)
             scale = result.weight / expected
             return {p: (start[p] - p.detach()).mul_(scale) for p in start if p in used}, result
