@@ -44,6 +44,7 @@ class InnerMoments(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.weights = tuple(p for p in model.parameters() if p.requires_grad)
+        self._momentum_lr = 1.0
         self.momenta = nn.ParameterList(torch.zeros_like(p) for p in self.weights)
         for number, p in enumerate(self.weights):
             rows = _by_rows(torch.zeros_like(p))
@@ -61,6 +62,7 @@ class InnerMoments(nn.Module):
         `momentum_lr`: 0.5 with `staleness=1`, where each change is applied a step late, so that
         they do not swing.
         """
+        self._momentum_lr = momentum_lr
         mean = {"lr": momentum_lr, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
         return [{"params": [*self.weights]}, {"params": [*self.momenta], **mean}]
 
@@ -91,6 +93,23 @@ class InnerMoments(nn.Module):
             }
         optimizer.register_step_post_hook(lambda made, *_: self._take(made))
         return optimizer
+
+    def refuse_other_mean(self, outer: torch.optim.Optimizer) -> None:
+        """Raises ModelError unless the outer optimizer takes the mean of the momenta, as a group of
+        `outer_groups` does."""
+        mine = set(self.momenta)
+        groups = [group for group in outer.param_groups if not mine.isdisjoint(group["params"])]
+        takes_the_mean = isinstance(outer, torch.optim.SGD) and all(
+            group["lr"] == self._momentum_lr
+            and not (group["momentum"] or group["weight_decay"] or group["maximize"])
+            for group in groups
+        )
+        if not takes_the_mean or sum(len(group["params"]) for group in groups) != len(mine):
+            raise ModelError(
+                "the outer optimizer does not take the mean of the momenta of InnerMoments: make "
+                "it as torch.optim.SGD(model.moments.outer_groups(), lr=…), and let no scheduler "
+                "change the rate of its second group"
+            )
 
     # ----------------------------------------------------------------------------------- private
 

@@ -139,7 +139,8 @@ class TrainingParts:
         if inner_rows is not None:
             assert given.inner_optimizer is not None  # it is checked above
             how = given.inner_optimizer, given.inner_clip_norm, spec.data.seed
-            inner = InnerSteps(given.model, micro_batches, inner_rows, speed, *how)
+            models = given.model, given.optimizer
+            inner = InnerSteps(*models, micro_batches, inner_rows, speed, *how)
         rows: RowSource = inner_rows or data
         step_runner = StepRunner(
             state,

@@ -161,17 +161,43 @@ def test_missing_count_is_refused_by_name() -> None:
         model.moments.go_on(nadam, step=0)
 
 
+def halves_all_rates(model: Any) -> tuple[Any, Any]:
+    optimizer = outer(model)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda model: (torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9), None),
+        lambda model: (torch.optim.SGD(model.moments.weights, lr=1.0), None),
+        lambda model: (torch.optim.AdamW(model.moments.outer_groups(), lr=1.0), None),
+        halves_all_rates,
+    ],
+    ids=["momentum", "left out", "AdamW", "scheduler"],
+)
+def test_outer_optimizer_that_does_not_take_the_mean_is_refused_by_name(made: Any) -> None:
+    def train(ctx: Any) -> None:
+        model = with_moments()
+        optimizer, scheduler = made(model)
+        loop(ctx, model, optimizer, scheduler=scheduler, inner_optimizer=inner)
+
+    spec = with_inner(spec_of(steps=3, virtual=4))
+    with pytest.raises(ModelError, match="does not take the mean of the momenta of InnerMoments"):
+        local(spec, train)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_momentum_takes_as_many_bytes_as_the_weights_and_is_rounded_as_they_are(wire):
     def sent(*, moves: bool) -> int:
         def train(ctx: Any) -> None:
             model: Any = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 256), nn.Linear(256, 4))
-            model.moments = edp.InnerMoments(model)
             if moves:
+                model.moments = edp.InnerMoments(model)
                 loop(ctx, model, outer(model), inner_optimizer=inner)
             else:
-                sgd = torch.optim.SGD(model.moments.weights, lr=1.0)
+                sgd = torch.optim.SGD(model.parameters(), lr=1.0)
                 loop(ctx, model, sgd, inner_optimizer=fresh_adam)
 
         spec = with_inner(spec_of(steps=4, workers=2, min_workers=2, virtual=2), wire=wire)
@@ -180,7 +206,7 @@ def test_momentum_takes_as_many_bytes_as_the_weights_and_is_rounded_as_they_are(
         return [line["sent"] for line in lines_of(run) if "sent" in line][-1]
 
     def fresh_adam(model: Any, step: int) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.moments.weights, lr=1e-2)
+        return torch.optim.Adam(model.parameters(), lr=1e-2)
 
     assert sent(moves=True) <= 2.2 * sent(moves=False)
 

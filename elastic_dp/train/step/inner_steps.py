@@ -25,6 +25,7 @@ from torch import nn
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.sampling.seeds import inner_seed
+from elastic_dp.train.inner_moments import InnerMoments
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.inner_rows import InnerRows
@@ -60,10 +61,11 @@ class InnerStepsResult(MicroBatchResult):
 
 @dataclass(frozen=True)
 class InnerSteps:
-    """Makes the inner steps of one model. `make_optimizer` and `clip_norm` are `inner_optimizer`
-    and `inner_clip_norm` of `ctx.steps`, `seed` is that of the job."""
+    """Makes the inner steps of one model. `outer` is the optimizer of `ctx.steps`, `make_optimizer`
+    and `clip_norm` are its `inner_optimizer` and `inner_clip_norm`, `seed` is that of the job."""
 
     model: nn.Module
+    outer: torch.optim.Optimizer
     micro_batches: MicroBatchRunner
     rows: InnerRows
     speed: ComputeSpeed
@@ -119,6 +121,9 @@ class InnerSteps:
         """Returns the parameters that had a gradient, and the results with a weight."""
         seed_everything(inner_seed(self.seed, step, v))
         optimizer = self.make_optimizer(self.model, step)
+        for module in self.model.modules():
+            if isinstance(module, InnerMoments):
+                module.refuse_other_mean(self.outer)
         used: set[torch.Tensor] = set()
         results = []
         try:
