@@ -30,14 +30,8 @@ def check_shardable(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     precision: str | None,
-    device: torch.device,
 ) -> None:
     """Raises SpecError or ModelError, which name what cannot be sharded."""
-    if device.type != "cpu":
-        raise SpecError(
-            f'sharding is "optimizer", which does not work on a {device.type} device yet: '
-            f"train on CPUs, {_WAY_OUT}"
-        )
     if precision == "fp16":
         raise SpecError(
             'precision is "fp16", whose loss scaling does not work with sharding="optimizer" yet: '

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units, process_group
-from elastic_dp.distributed.gradient_units import in_memory_order
+from elastic_dp.distributed.gradient_norm import gradient_norm
+from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
@@ -25,6 +26,7 @@ from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
 
 STEPS = 3
+DEVICE = torch.device("cpu")  # of the members' parameters
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +49,17 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 class Member:
     """A worker: its parameters, the user's optimizer, and what is sharded of it."""
 
-    def __init__(self, make: Callable, kinds: Sequence[tuple[int, ...]], dtype, shard=True) -> None:
+    def __init__(
+        self, make: Callable, kinds: Sequence[tuple[int, ...]], dtype, shard=True, clip_norm=None
+    ) -> None:
         draw = torch.Generator().manual_seed(0)
+        self.device = DEVICE if shard else torch.device("cpu")
         self.parameters = {
-            str(number): torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
-            for number, shape in enumerate(kinds)
+            str(n): torch.nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype))
+            for n, shape in enumerate(kinds)
         }
         self.optimizer = make(list(self.parameters.values()))
-        self.step = 0
+        self.step, self.clip_norm = 0, clip_norm
         self.odd = set()  # ranks whose updates differ
         self.sharding = ShardedOptimizer(self.optimizer, self.parameters) if shard else None
 
@@ -62,7 +67,8 @@ class Member:
         """Those of all members. The first parameter has none in each third step."""
         draw = torch.Generator().manual_seed(step)
         values = [
-            torch.randn(p.shape, generator=draw).to(p.dtype) for p in self.parameters.values()
+            torch.randn(p.shape, generator=draw).to(self.device, p.dtype)
+            for p in self.parameters.values()
         ]
         return [None if not n and step % 3 == 2 else g for n, g in enumerate(values)]
 
@@ -70,6 +76,10 @@ class Member:
         self.step += 1
         for p, gradient in zip(self.parameters.values(), self.gradients(self.step), strict=True):
             p.grad = gradient
+        if self.clip_norm is not None:
+            parameters = list(self.parameters.values())
+            norm = gradient_norm(UnitLayout.of(parameters), [p.grad for p in parameters])
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self.optimizer.step()
 
     def attempt(self, *, commits: bool = True, memory=None) -> None:
@@ -84,7 +94,8 @@ class Member:
                 for n, piece in enumerate(sharding.pieces)
                 if n in sharding.held and (p := list(given)[piece.parameter]) in used
             }
-            assert sharding.prepare(step, held, used, None, memory or {})
+            finite = None if sharding._group.on_device is None else True
+            assert sharding.prepare(step, held, used, self.clip_norm, memory or {}, finite=finite)
             norm, self.odd = sharding.gather(compares=True)
             assert norm is not None
         if commits:
@@ -126,9 +137,10 @@ def enter(members: Sequence[Member], act=None, topology=()) -> list:
 
 def same_bits(one, other) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.equal(
-            one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8)
-        )
+        if one.shape != other.shape:
+            return False
+        one, other = (x.detach().cpu().reshape(-1).view(torch.uint8) for x in (one, other))
+        return torch.equal(one, other)
     return one == other
 
 
