@@ -94,7 +94,10 @@ def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
         assert list(digests(tmp_path, fake_gpu.GPU, model, precision, **how)) == on_host
 
 
-@pytest.mark.parametrize(("first", "then"), [(None, "optimizer"), ("optimizer", None)])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(None, "optimizer"), pytest.param("optimizer", None, marks=pytest.mark.slow)],
+)
 def test_state_is_restored_to_a_fake_gpu_with_and_without_sharding(
     first, then, tmp_path, monkeypatch
 ):

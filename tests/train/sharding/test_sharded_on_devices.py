@@ -46,7 +46,7 @@ from tests.train.test_simulated_device import (
 from tests.train.test_simulated_device import job as job_on_a_device
 
 SLOW = pytest.mark.slow
-TRANSPORTS = ("Gloo", "communicator")
+TRANSPORTS = (pytest.param("Gloo", marks=SLOW), "communicator")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def check_cases(cases, group):
         member.sharding.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["Gloo", "communicator"])
 def test_step_on_a_simulated_device_has_the_bits_of_the_processor(transport):
     over(transport, 3, partial(check_cases, CASES))
 
@@ -116,11 +116,13 @@ def test_state_on_a_device_survives_more_losses(seed):
     of_members.test_state_survives_losses_joins_and_aborts_at_any_instant(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
 def test_member_behind_holds_on_a_device_what_it_prepared():
     of_members.test_member_behind_holds_what_it_prepared_when_another_has_committed()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_simulated")
 def test_aborted_step_on_a_device_leaves_state_as_it_was_and_is_done_again():
     of_members.test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits()
@@ -176,10 +178,12 @@ def test_step_on_a_fake_gpu_mixes_no_devices_and_has_the_bits_of_the_processor(g
     gpu(3, partial(check_cases, [*CASES, (ADAM, 0.5)]))
 
 
+@pytest.mark.slow
 def test_state_on_a_fake_gpu_survives_losses_joins_and_aborts(gpu):
     of_members.test_state_survives_losses_joins_and_aborts_at_any_instant(0)
 
 
+@pytest.mark.slow
 def test_backup_on_a_fake_gpu_with_other_bits_is_found_before_the_commit(gpu):
     of_members.test_backup_with_other_bits_than_its_primary_is_found_before_the_commit()
 
@@ -206,9 +210,8 @@ def test_units_are_restored_to_the_device_that_they_were_on(gpu):
     ("train", "workers"),
     [
         (batch_norm, 3),
-        pytest.param(average_and_plateau, 4, marks=SLOW),
         pytest.param(plain, 2, marks=SLOW),
-        pytest.param(in_small_buckets(batch_norm), 5, marks=SLOW),
+        pytest.param(in_small_buckets(batch_norm), 4, marks=SLOW),
     ],
 )
 def test_host_waits_twice_for_the_device_in_a_sharded_step(train, workers, tmp_path):
