@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
     from elastic_dp.train.learning_rate import batch_lr
+    from elastic_dp.train.master_weights import MasterWeights
     from elastic_dp.train.noise_scale import NoiseScale
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "FailureConfig",
     "IterableData",
     "MapStyleData",
+    "MasterWeights",
     "NoiseScale",
     "Result",
     "Run",
@@ -46,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
+    "MasterWeights": "elastic_dp.train.master_weights",
     "NoiseScale": "elastic_dp.train.noise_scale",
     "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",

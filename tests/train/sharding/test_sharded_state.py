@@ -16,10 +16,12 @@ from elastic_dp.distributed.gradient_norm import gradient_norm
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
+from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.pieces import part_of
-from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
+from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
@@ -182,7 +184,7 @@ def of_others():
 
 
 def test_all_optimizers_that_can_be_sharded_are_tried():
-    assert set(VARIANTS) == SHARDABLE
+    assert set(VARIANTS) == BY_PARAMETER
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind, _ in of_others()}
     assert names == SHARDABLE_BY_NAME
 
@@ -194,6 +196,11 @@ def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
         for dtype in (torch.float32, torch.bfloat16)
         for kind, options in [*kinds_and_options(), *of_others()]
     ]
+    with_masters = [
+        (of_kind(MasterWeights, optimizer_class=kind, **options), shapes(kind), torch.bfloat16)
+        for kind, (*_, options) in VARIANTS.items()
+    ]
+    cases += with_masters
 
     def train(group):
         torch.set_num_threads(1)
