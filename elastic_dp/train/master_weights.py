@@ -33,7 +33,7 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         **options: Any,
     ) -> None:
-        if optimizer_class not in BY_PARAMETER:
+        if not isinstance(optimizer_class, type) or optimizer_class not in BY_PARAMETER:
             names = ", ".join(sorted(one.__name__ for one in BY_PARAMETER))
             raise SpecError(
                 f"optimizer_class is {optimizer_class!r}, must be one of torch.optim: {names}"
