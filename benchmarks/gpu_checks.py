@@ -160,7 +160,7 @@ def train(ctx: Any) -> None:
         fully_shard(model, mesh=ctx.mesh)
     if config.get("compile") is not None:
         model.compile(**config["compile"])
-    optimizer, how = optimizers(model, bool(config["inner"]))
+    optimizer, how = optimizers(model, bool(config["inner"]), config.get("fused", False))
     made = 0
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -177,10 +177,12 @@ def train(ctx: Any) -> None:
         time.sleep(config["body_s"])
 
 
-def optimizers(model: nn.Module, inner: bool) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+def optimizers(
+    model: nn.Module, inner: bool, fused: bool
+) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """The optimizer of `ctx.steps`, and its options for inner steps, if there are any."""
     if not inner:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3), {}
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None), {}
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     return outer, {
         "inner_optimizer": lambda model, step: torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -229,6 +231,7 @@ def job(
     processes: int = 1,
     inner_steps: int | None = None,
     staleness: Literal[0, 1] = 0,
+    sharding: Literal["optimizer"] | None = None,
     **config: Any,
 ) -> JobSpec:
     config |= {"model": model, "precision": precision, "body_s": body_s, "processes": processes}
@@ -251,6 +254,7 @@ def job(
         exact=exact,
         inner_steps=inner_steps,
         staleness=staleness,
+        sharding=sharding,
         max_steps=steps,
     )
 
@@ -413,6 +417,49 @@ def staleness(setup: Setup) -> dict[str, Any]:
     """With delayed gradients, a lost worker's of the step before are computed again."""
     options = {"model": "conv", "steps": setup.pick(8, 4), "staleness": 1}
     return with_a_kill(setup, options, step=3, rank=1, nth=2)
+
+
+def sharding(setup: Setup) -> dict[str, Any]:
+    """A sharded optimizer on three workers: over Gloo and over the device's communicator, with a
+    loss between its update and the commit, and restored from the parts that they have written. The
+    bits are those of one worker whose optimizer is not sharded."""
+    facts = share_the_gpu(setup)
+    options = {"model": "conv", "steps": setup.pick(12, 8), "body_s": 0.05}
+    # Otherwise its steps are counted on the host, of whose memory the simulated device knows
+    # nothing.
+    options |= {"fused": not setup.on_gpu}
+    three = job(setup, workers=3, sharding="optimizer", **options)
+    connects = dataclasses.replace(three, config=three.config | {"connects": True})
+    connects = on_whole_gpus(setup, connects)
+    device = None if setup.on_gpu else SimulatedDevice()
+    with_checkpoints = dataclasses.replace(three, checkpoint=CheckpointConfig(every_steps=2))
+
+    def fault(point: str, rank: int, name: str) -> WorkerFault:
+        return WorkerFault(point, step=5, rank=rank, once=str(setup.folder / name))
+
+    all_die = [fault("backward", rank, f"all-{rank}") for rank in range(3)]
+    runs = {
+        "one": partial(group, job(setup, workers=1, **options)),
+        "three": partial(group, three),
+        "kill": partial(group, three, [fault("prepared", 1, "killed")]),
+        "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
+        "connected": partial(group, connects, device=device),
+        "connected, kill": partial(
+            group, connects, [fault("gathered", 2, "connected")], device=device
+        ),
+    }
+    outcomes, _ = together(setup, runs)
+    lost = {name: outcomes[name].workers_lost for name in ("kill", "restore", "connected, kill")}
+    if lost["kill"] != 1 or lost["restore"] < 3 or lost["connected, kill"] != 1:
+        raise Wrong(f"the faults did not happen: {lost}")
+    return facts | same({name: outcome.digest for name, outcome in outcomes.items()})
+
+
+def on_whole_gpus(setup: Setup, spec: JobSpec) -> JobSpec:
+    """Workers that connect their devices. See `share_the_gpu`."""
+    whole_gpu = {"CPU": 1, **({"GPU": 1} if setup.on_gpu else {})}
+    scaling = dataclasses.replace(spec.scaling, resources_per_worker=whole_gpu)
+    return dataclasses.replace(spec, scaling=scaling)
 
 
 def with_a_kill(setup: Setup, options: dict[str, Any], **where: Any) -> dict[str, Any]:
@@ -582,7 +629,7 @@ def snapshot(setup: Setup) -> dict[str, Any]:
         begun_at = time.perf_counter()
         snapshot.take(step, tree)
         taken_at = time.perf_counter()
-        snapshot._copies.wait()
+        snapshot.memory.copies.wait()
         arrived_at = time.perf_counter()
         facts[f"{name}_stall_s"] = round(taken_at - begun_at, 3)
         facts[f"{name}_copy_s"] = round(arrived_at - begun_at, 3)
@@ -590,17 +637,17 @@ def snapshot(setup: Setup) -> dict[str, Any]:
             facts["host_memory_ratio"] = round((memory_used() - resident) / nbytes, 2)
             facts |= registering(snapshot, device)
         setup.note(**facts)
-    sampled = snapshot._memory.view(torch.float32)[::1021].clone()
+    sampled = snapshot.memory.content.view(torch.float32)[::1021].clone()
     least = 0.99 * (nbytes // 80) / 1021
     if not all(int((sampled == float(i)).sum()) >= least for i in range(20)):
         raise Wrong("the snapshot does not hold the state")
-    snapshot.close()
+    snapshot.memory.close()
     return facts
 
 
 def registering(snapshot: Snapshot, device: torch.device) -> dict[str, Any]:
     """For how long, and what it keeps waiting: the longest of many small kernels meanwhile."""
-    thread = threading.Thread(target=snapshot.register)
+    thread = threading.Thread(target=snapshot.memory.register)
     small, longest = torch.ones(64, device=device), 0.0
     begun_at = time.perf_counter()
     thread.start()
@@ -859,10 +906,8 @@ def connected_run(setup: Setup) -> dict[str, Any]:
     facts = share_the_gpu(setup)
     options = {"workers": 2, "steps": setup.pick(40, 24), "body_s": setup.pick(0.1, 0.05)}
     spec = job(setup, **options)
-    whole_gpu = {"CPU": 1, **({"GPU": 1} if setup.on_gpu else {})}
-    scaling = dataclasses.replace(spec.scaling, resources_per_worker=whole_gpu)
-    config = spec.config | {"connects": True}
-    connects = dataclasses.replace(spec, scaling=scaling, config=config)
+    connects = dataclasses.replace(spec, config=spec.config | {"connects": True})
+    connects = on_whole_gpus(setup, connects)
     device = None if setup.on_gpu else SimulatedDevice()
     file = str(setup.folder / "killed")
     fault = WorkerFault("gather", step=options["steps"] // 2, rank=1, once=file)
@@ -905,6 +950,7 @@ CHECKS: dict[str, Check] = {
     "changes": Check(changes, 110.0),
     "inner-steps": Check(inner_steps, 110.0),
     "staleness": Check(staleness, 110.0),
+    "sharding": Check(sharding, 110.0),
     "gangs": Check(gangs, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),

@@ -943,9 +943,10 @@ SECTIONS = {
         "Memory with a sharded optimizer",
         "benchmarks.sharding_memory",
         sharding_memory,
-        "AdamW, fp32, each worker with one row. What the peak of a worker's memory has beyond that "
-        "before its model is made, the largest of all workers; activations and libraries' code "
-        "that is first used in training are in it. [The formula](sharding.md#memory).",
+        "AdamW, in fp32 unless it says otherwise, each worker with one row. What the peak of a "
+        "worker's memory has beyond that before its model is made, the largest of all workers; "
+        "activations and libraries' code that is first used in training are in it. "
+        "[The formula](sharding.md#memory).",
     ),
     "sharding_changes": Section(
         "Losses of workers with a sharded optimizer",

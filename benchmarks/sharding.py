@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
@@ -39,6 +39,8 @@ WORLDS = (3, 4)  # with two, each holds everything
 SKIPPED = 3  # first steps allocate
 STATE_BYTES = 8  # of AdamW, for each parameter, in fp32
 TARGET = 1.03  # of the time of a step that is not sharded
+
+_FP32 = MixedPrecisionPolicy()
 
 PeerStep = Callable[[RandomTokens, int, int], None]  # (rows, step, rank)
 
@@ -55,12 +57,14 @@ def zero(size: str) -> tuple[PeerStep, torch.optim.Optimizer]:
     return step, optimizer.optim
 
 
-def fsdp2(size: str) -> tuple[PeerStep, torch.optim.Optimizer]:
+def fsdp2(
+    size: str, policy: MixedPrecisionPolicy = _FP32
+) -> tuple[PeerStep, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = GPT(*SIZES[size])
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(data: RandomTokens, number: int, rank: int) -> None:

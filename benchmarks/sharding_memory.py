@@ -2,7 +2,8 @@
 
     python -m benchmarks.sharding_memory [--pairs 5] [--quick]
 
-Each system trains alone in its processes (AdamW, fp32, Gloo) for `--pairs` steps. Quoted: by how
+Each system trains alone in its processes (AdamW, Gloo) for `--pairs` steps, in fp32, or in bf16
+with fp32 masters: `MasterWeights`, and FSDP2's `MixedPrecisionPolicy`. Quoted: by how
 much the peak of a process's memory exceeds what it had before its model was made, in bytes for each
 parameter, the largest of all processes; and the formula of docs/sharding.md, or for two workers of
 several processes that of docs/gangs.md. Activations, buckets and what Gloo allocates come on top of
@@ -23,29 +24,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import conclude, of_pairs
-from benchmarks.sharding import ALONE, spec_of
+from benchmarks.sharding import ALONE, fsdp2, spec_of
 from benchmarks.step_overhead import session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.train_function import train_until_released
 
 WORLDS = (4, 8)
 SYSTEMS = ("not sharded", "sharded", *ALONE)
+MASTERS = "bf16 with fp32 masters"
+WITH_MASTERS = ("not sharded", "sharded", "FSDP2")
+WITH_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 PROCESSES = (2, 4)  # of each of two workers
 ROWS = 1  # so that activations are few
 BEYOND = 3.0  # bytes for each parameter beyond the formula: activations, buckets, Gloo
 BILLION = 10**9
 
 
-def by_formula(workers: int, sharded: bool, element_bytes: int = 4) -> float:
-    """The bytes for each parameter."""
-    parts = 3 + 6 / workers if sharded else 5
-    return element_bytes * parts
+# Of a parameter, by dtype, and of the state that AdamW has for it.
+BYTES = {"fp32": (4, 8), "bf16": (2, 4), MASTERS: (2, 12)}
+
+
+def by_formula(workers: int, sharded: bool, dtype: str = "fp32") -> float:
+    """The bytes for each parameter: itself, its gradient sent and received, and the state; where it
+    is sharded, each worker has two parts of it, with their finished gradients."""
+    element, state = BYTES[dtype]
+    return 3 * element + (2 * (element + state) / workers if sharded else state)
 
 
 def by_formula_of_gangs(processes: int, layer: float, rest: float, element_bytes: int = 4) -> float:
@@ -62,7 +72,15 @@ def memory(field: str) -> int:
 
 
 def worker(
-    rank: int, port: int, path: str, world: int, size: str, system: str, steps: int, out: Any
+    rank: int,
+    port: int,
+    path: str,
+    world: int,
+    size: str,
+    system: str,
+    dtype: str,
+    steps: int,
+    out: Any,
 ) -> None:
     torch.set_num_threads(1)
     before = 0
@@ -75,7 +93,7 @@ def worker(
     if system in ALONE:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
         reset()
-        step, _ = ALONE[system](size)
+        step, _ = fsdp2(size, WITH_POLICY) if dtype == MASTERS else ALONE[system](size)
         for number in range(1, steps + 1):
             step(RandomTokens(ROWS), number, rank)
         dist.barrier()
@@ -84,7 +102,13 @@ def worker(
         def train(ctx: Any) -> None:
             reset()
             model = GPT(*SIZES[size])
-            for _ in ctx.steps(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn):
+            optimizer: torch.optim.Optimizer
+            if dtype == MASTERS:
+                model.bfloat16()
+                optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-4)
+            else:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            for _ in ctx.steps(model, optimizer, loss_fn):
                 pass
 
         spec = spec_of(world, ROWS, system == "sharded", steps)
@@ -92,17 +116,17 @@ def worker(
     tell(out, rank, memory("VmHWM") - before)
 
 
-def measure(size: str, world: int, system: str, steps: int) -> dict[str, Any]:
+def measure(size: str, world: int, system: str, steps: int, dtype: str = "fp32") -> dict[str, Any]:
     numel = sum(p.numel() for p in GPT(*SIZES[size]).parameters())
-    most = max(timed_on_workers(worker, world, size, system, steps, workers=world))
+    most = max(timed_on_workers(worker, world, size, system, dtype, steps, workers=world))
     found: dict[str, Any] = {
         "parameters": size,
         "workers": world,
-        "system": system,
+        "system": system if dtype == "fp32" else f"{system}, {dtype}",
         "bytes_by_parameter": round(most / numel, 1),
     }
     if system not in ALONE:
-        found["by_formula"] = round(by_formula(world, system == "sharded"), 1)
+        found["by_formula"] = round(by_formula(world, system == "sharded", dtype), 1)
     return found
 
 
@@ -170,9 +194,9 @@ def measure_gangs(size: str, processes: int, steps: int) -> dict[str, Any]:
 
 
 def on_paper() -> Iterator[dict[str, Any]]:
-    for dtype, element_bytes in (("fp32", 4), ("bf16", 2)):
+    for dtype, (element_bytes, _) in BYTES.items():
         for sharded in (False, True):
-            nbytes = 7 * BILLION * by_formula(8, sharded, element_bytes)
+            nbytes = 7 * BILLION * by_formula(8, sharded, dtype)
             yield {
                 "parameters": "7B, on paper",
                 "workers": 8,
@@ -180,6 +204,8 @@ def on_paper() -> Iterator[dict[str, Any]]:
                 "dtype": dtype,
                 "gigabytes_without_activations": round(nbytes / BILLION, 1),
             }
+        if dtype == MASTERS:
+            continue  # FSDP2 keeps them by itself
         nbytes = 7 * BILLION * by_formula_of_gangs(8, 0.03, 0.04, element_bytes)
         yield {
             "parameters": "7B, on paper",
@@ -205,6 +231,8 @@ def cases(sizes: Iterable[str], steps: int) -> Iterator[dict[str, Any]]:
         for world in WORLDS:
             for system in SYSTEMS:
                 yield measure(size, world, system, steps)
+            for system in WITH_MASTERS:
+                yield measure(size, world, system, steps, MASTERS)
         for processes in PROCESSES:
             yield measure_gangs(size, processes, steps)
     yield from on_paper()

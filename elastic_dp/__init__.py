@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_dp.train.context import Step, TrainContext
     from elastic_dp.train.inner_moments import InnerMoments
     from elastic_dp.train.learning_rate import batch_lr
+    from elastic_dp.train.master_weights import MasterWeights
     from elastic_dp.train.noise_scale import NoiseScale
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "InnerMoments",
     "IterableData",
     "MapStyleData",
+    "MasterWeights",
     "NoiseScale",
     "Result",
     "Run",
@@ -49,6 +51,7 @@ __all__ = [
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
     "InnerMoments": "elastic_dp.train.inner_moments",
+    "MasterWeights": "elastic_dp.train.master_weights",
     "NoiseScale": "elastic_dp.train.noise_scale",
     "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",

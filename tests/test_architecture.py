@@ -374,6 +374,7 @@ NOT_OURS = {
     "data/formats/tar.py": {"members.members"},  # tarfile's
     "distributed/process_group.py": {"options._timeout"},  # torch's, as those below
     "train/inner_moments.py": {"optimizer.state"},
+    "train/master_weights.py": {"inner.state"},
     "train/sharding/piece_updates.py": {"inner.state"},
     "train/sharding/sharded_optimizer.py": {"self._optimizer.state"},
     "train/state/buffer_memory.py": {"tensor.data", "slot.module._buffers"},
@@ -573,7 +574,7 @@ MEMBERS = {
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
-        "MapStyleData NoiseScale Result Run ScalingConfig Step TrainContext "
+        "MapStyleData MasterWeights NoiseScale Result Run ScalingConfig Step TrainContext "
         "attach batch_lr load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()

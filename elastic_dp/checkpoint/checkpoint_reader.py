@@ -74,7 +74,12 @@ def whole_tree(
 def device_types(commit: CommitRecord) -> dict[str, str]:
     """Returns the type of the device that each tensor was on, such as "cpu", by the tensor's
     name."""
-    return {spec.name: spec.device for spec in commit.manifest.layout.specs}
+    found = {spec.name: spec.device for spec in commit.manifest.layout.specs}
+    if commit.manifest.units is not None:  # their names as `add_states` makes them
+        for place, placed in commit.manifest.units.units.items():
+            for spec in placed.unit.kind.specs:
+                found[f"step.optimizer.{place.parameter}.{spec.name}"] = spec.device
+    return found
 
 
 def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:

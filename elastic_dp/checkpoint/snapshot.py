@@ -7,8 +7,8 @@
 - `take` launches copies; `manifest` waits for them, hashes, and runs in the background. Consecutive
   snapshots of the same tensors allocate nothing.
 - Copies of a device's state are slow, and the host waits for them, until the memory is registered
-  with the device. `prepare` and `register` do that in the background, before the first snapshot.
-  See device/host_copies.py.
+  with the device. `prepare` and `memory.register` do that in the background, before the first
+  snapshot. See device/host_copies.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ import torch
 
 from elastic_dp.checkpoint.commit_record import Manifest, block_digest
 from elastic_dp.checkpoint.encoding import NamedTensor, encode
-from elastic_dp.checkpoint.layout import (
-    ROOM_ALIGNED_TO,
-    Layout,
-    Part,
-    Piece,
-    TensorSpec,
-    flat_bytes,
-)
+from elastic_dp.checkpoint.layout import Layout, Part, Piece, TensorSpec, flat_bytes
+from elastic_dp.checkpoint.snapshot_memory import SnapshotMemory
 from elastic_dp.device.host_copies import HostCopies
 
 
@@ -38,11 +32,8 @@ class Snapshot:
 
     def __init__(self, copies: HostCopies | None = None) -> None:
         self.step = -1
-        self._copies = HostCopies() if copies is None else copies
-        self._on_device = self._registered = False  # of the present memory
-        self._room = threading.Lock()  # held while the memory is replaced or registered
+        self.memory = SnapshotMemory(copies)
         self._layout = Layout.of([])
-        self._memory = torch.empty(0, dtype=torch.uint8)
         self._kinds: list[tuple[Any, ...]] = []
         # For each piece of a tensor: a view of the memory, and its source (end = -1: the whole
         # tensor).
@@ -54,7 +45,7 @@ class Snapshot:
 
     def prepare(self, tree: Any) -> bool:
         """Allocates memory for snapshots of a tree like this, if a device holds some of it. Returns
-        whether it did; then `register` can run. Raises StateError."""
+        whether it did; then `memory.register` can run. Raises StateError."""
         _, tensors = encode(tree)
         if all(TensorSpec.of(name, tensor).device == "cpu" for name, tensor in tensors):
             return False
@@ -77,25 +68,13 @@ class Snapshot:
         self.step, self._tree = step, encoded
         self._copy([tensor for _, tensor in tensors])
 
-    def register(self) -> None:
-        """Registers the memory with the device, which makes later snapshots of its state faster."""
-        with self._room:
-            if self._on_device and not self._registered:
-                self._registered = True
-                self._copies.register(self._memory)
-
     @property
     def copied_s(self) -> float:
         """The seconds that the device copied besides the time of `take`.
 
         It is known when the manifest is.
         """
-        return self._copies.copied_s
-
-    def close(self) -> None:
-        """Unregisters the memory. Nothing may be taken or read afterwards."""
-        with self._room:
-            self._copies.unregister()
+        return self.memory.copies.copied_s
 
     def manifest(self, executor: Executor | None = None) -> Manifest:
         """Returns the manifest of the snapshot, with the digests of its blocks.
@@ -104,7 +83,7 @@ class Snapshot:
         """
         with self._hashing:
             if self._manifest is None:
-                self._copies.wait()
+                self.memory.copies.wait()
                 blocks = range(self._layout.blocks)
                 digests = (executor.map if executor else map)(self._digest, blocks)
                 self._manifest = Manifest(self.step, self._tree, self._layout, tuple(digests))
@@ -112,32 +91,28 @@ class Snapshot:
 
     def part(self, part: Part) -> memoryview:
         """Returns the content of the part's file, header included, without copying it."""
-        content: Any = self._memory.numpy()
+        content: Any = self.memory.content.numpy()
         return memoryview(content)[part.at : part.at + part.nbytes]
 
     def _digest(self, block: int) -> str:
         start, end = self._layout.block_span(block)
         at = self._layout.host_at(start)
-        return block_digest(self._memory.numpy()[at : at + end - start])
+        return block_digest(self.memory.content.numpy()[at : at + end - start])
 
     def _make_room(self, tensors: Sequence[NamedTensor]) -> None:
         self._kinds, self._targets, self._sources = [], [], []
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
         layout = Layout.of(specs)
-        if layout.host_bytes > self._memory.numel():
-            with self._room:
-                self._copies.unregister()
-                self._memory = torch.empty(0, dtype=torch.uint8)  # not two of them at once
-                self._memory = aligned(layout.host_bytes)
-                self._registered = False
-        self._on_device = any(spec.device != "cpu" for spec in specs)
+        on_device = any(spec.device != "cpu" for spec in specs)
+        self.memory.make_room(layout.host_bytes, on_device=on_device)
         self._layout = layout
-        memory = self._memory.numpy()
+        content = self.memory.content
+        memory = content.numpy()
         for part in layout.parts:
             memory[part.at : part.data_at] = memoryview(part.header)
         for piece in layout.pieces:
             spec, at = specs[piece.slot], layout.host_at(piece.at)
-            room = self._memory[at : at + piece.end - piece.start]
+            room = content[at : at + piece.end - piece.start]
             same = tensors[piece.slot].tensor.is_contiguous() or spec.stride is not None
             whole = piece.end - piece.start == spec.nbytes and same
             self._targets.append(spec.view(room) if whole else room)
@@ -148,15 +123,8 @@ class Snapshot:
             tensors[slot] if end == -1 else flat_bytes(tensors[slot])[start:end]
             for slot, start, end, _ in self._sources
         ]
-        self._copies.copy(self._targets, sources)
+        self.memory.copies.copy(self._targets, sources)
 
 
 def _kinds_of(tensors: Sequence[NamedTensor]) -> list[tuple[Any, ...]]:
     return [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
-
-
-def aligned(nbytes: int) -> torch.Tensor:
-    """Returns new memory that begins at a page."""
-    room = torch.empty(nbytes + ROOM_ALIGNED_TO, dtype=torch.uint8)
-    first = -room.data_ptr() % ROOM_ALIGNED_TO
-    return room[first : first + nbytes]

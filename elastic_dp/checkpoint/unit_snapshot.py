@@ -1,7 +1,8 @@
 """A copy of the units of an optimizer's state that this worker holds, as files.
 
 A worker copies what it holds and nothing else. Two workers that hold the same units have the same
-file of them in memory, and either can write it.
+file of them in memory, and either can write it. As with the rest of the state (snapshot.py), copies
+of what is on a device have arrived once they were waited for.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from elastic_dp.checkpoint.commit_record import block_digest
 from elastic_dp.checkpoint.encoding import encode
-from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes
-from elastic_dp.checkpoint.snapshot import aligned
+from elastic_dp.checkpoint.layout import ROOM_ALIGNED_TO, TensorSpec, flat_bytes
+from elastic_dp.checkpoint.snapshot_memory import SnapshotMemory
 from elastic_dp.checkpoint.state_units import StateUnit, UnitFile, UnitKind, UnitPlace
+from elastic_dp.device.host_copies import HostCopies
 
 MAX_FILE_BYTES = 64 << 20
 
@@ -43,40 +46,57 @@ class UnitGroup:
 
 @dataclass
 class _CopiedFile:
-    """A file in memory, header included."""
+    """A file in memory, header included, and the bytes that are copied there."""
 
     writer: str
     file: UnitFile
-    memory: torch.Tensor
+    flats: list[torch.Tensor]
+    content: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     has_digests: bool = False
+
+    def lay_out(self, content: torch.Tensor) -> list[torch.Tensor]:
+        """Takes this memory and writes the header. Returns where each of `flats` is to be
+        copied."""
+        self.content = content
+        written: Any = content.numpy()
+        written[: len(self.file.header)] = memoryview(self.file.header)
+        return list(content[len(self.file.header) :].split([flat.numel() for flat in self.flats]))
 
 
 class UnitSnapshot:
     """The newest copy. One thread calls `take`; others may read in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: HostCopies | None = None) -> None:
         self.total = 0  # units that the whole checkpoint has
+        self.memory = SnapshotMemory(copies)
         self._files: list[_CopiedFile] = []
         self._hashing = threading.Lock()
 
     @torch.no_grad()
     def take(self, total: int, groups: Iterable[UnitGroup]) -> None:
         """Copies the units in `groups`. `total` is the number of all units, on whatever worker.
-        Raises StateError if a state cannot be stored."""
-        spare: dict[int, list[torch.Tensor]] = {}
-        for copied in self._files:
-            spare.setdefault(copied.memory.numel(), []).append(copied.memory)
+        The caller may change them again when this returns. Raises StateError if a state cannot be
+        stored."""
         self.total, self._files = total, []
         kinds: dict[str, UnitKind] = {}
-        files = []
-        for group in groups:
-            for held in _cut(group.units):
-                files.append(_copy(group.writer, held, spare, kinds))
+        files = [
+            _file_of(group.writer, held, kinds) for group in groups for held in _cut(group.units)
+        ]
+        starts = list(accumulate((_in_pages(one.file.nbytes) for one in files), initial=0))
+        specs = (spec for kind in kinds.values() for spec in kind.specs)
+        self.memory.make_room(starts[-1], on_device=any(spec.device != "cpu" for spec in specs))
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for one, start in zip(files, starts, strict=False):
+            targets += one.lay_out(self.memory.content[start : start + one.file.nbytes])
+            sources += one.flats
+            one.flats = []
+        self.memory.copies.copy(targets, sources)
         self._files = files
 
     def files(self, executor: Executor | None = None) -> list[tuple[str, UnitFile]]:
         """Returns each file, with its digests, and who is to write it."""
         with self._hashing:
+            self.memory.copies.wait()
             waiting = [copied for copied in self._files if not copied.has_digests]
             hashed = (executor.map if executor else map)(_hashed, waiting)
             for copied, file in zip(waiting, hashed, strict=True):
@@ -85,8 +105,8 @@ class UnitSnapshot:
 
     def content(self, file: UnitFile) -> memoryview:
         """Returns the content of a file, header included, without copying it."""
-        memory: Any = next(c.memory for c in self._files if c.file is file).numpy()
-        return memoryview(memory)
+        content: Any = next(c.content for c in self._files if c.file is file).numpy()
+        return memoryview(content)
 
 
 def _cut(units: Sequence[HeldUnit]) -> Iterable[list[HeldUnit]]:
@@ -103,33 +123,25 @@ def _cut(units: Sequence[HeldUnit]) -> Iterable[list[HeldUnit]]:
         yield some
 
 
-def _copy(
-    writer: str,
-    units: Sequence[HeldUnit],
-    spare: dict[int, list[torch.Tensor]],
-    kinds: dict[str, UnitKind],
-) -> _CopiedFile:
-    made, contents = [], list[torch.Tensor]()
+def _file_of(writer: str, units: Sequence[HeldUnit], kinds: dict[str, UnitKind]) -> _CopiedFile:
+    """Returns the file of these units, which are not copied yet."""
+    made, flats = [], list[torch.Tensor]()
     for held in units:
         tree, tensors = encode(held.state)
         specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
         kind = UnitKind(tree, specs, held.shape, held.stride)
         made.append(StateUnit(held.place, kinds.setdefault(kind.text, kind), ""))
-        contents += [flat_bytes(tensor) for _, tensor in tensors]
-    file = UnitFile(tuple(made))
-    kept = spare.get(file.nbytes)
-    memory = kept.pop() if kept else aligned(file.nbytes)
-    at = len(file.header)
-    content: Any = memory.numpy()
-    content[:at] = memoryview(file.header)
-    for flat in contents:
-        memory[at : at + flat.numel()] = flat
-        at += flat.numel()
-    return _CopiedFile(writer, file, memory)
+        flats += [flat_bytes(tensor) for _, tensor in tensors]
+    return _CopiedFile(writer, UnitFile(tuple(made)), flats)
+
+
+def _in_pages(nbytes: int) -> int:
+    """Returns the size of the pages that this many bytes need."""
+    return -(-nbytes // ROOM_ALIGNED_TO) * ROOM_ALIGNED_TO
 
 
 def _hashed(copied: _CopiedFile) -> UnitFile:
-    content: Any = copied.memory.numpy()
+    content: Any = copied.content.numpy()
     units = [
         replace(unit, digest=block_digest(content[at : at + unit.kind.nbytes]))
         for unit, at in zip(copied.file.units, copied.file.offsets, strict=False)

@@ -100,7 +100,7 @@ class Uploader:
         with self._copying:
             prepared = self.snapshot.prepare(tree)
         if prepared:
-            self._one.submit(self.snapshot.register)
+            self._one.submit(self.snapshot.memory.register)
 
     def take(
         self,
@@ -124,7 +124,8 @@ class Uploader:
             self.copy(step, tree, units)
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write, rank, world_size, writer)
-        self._one.submit(self.snapshot.register)  # behind it, when nobody waits any more
+        for copied in self._copied():
+            self._one.submit(copied.memory.register)  # behind it, when nobody waits any more
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
     def copy(self, step: int, tree: Any, units: tuple[int, Sequence[UnitGroup]] | None) -> None:
@@ -153,7 +154,11 @@ class Uploader:
         """Waits for the writes under way. No further write starts."""
         self._one.shutdown(cancel_futures=True)
         self._writers.shutdown()
-        self.snapshot.close()
+        for copied in self._copied():
+            copied.memory.close()
+
+    def _copied(self) -> list[Snapshot | UnitSnapshot]:
+        return [self.snapshot] if self.units is None else [self.snapshot, self.units]
 
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()

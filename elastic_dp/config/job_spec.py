@@ -171,8 +171,3 @@ class JobSpec:
                 f"sharding is {self.sharding!r} and exact is False: two workers update each piece, "
                 "and only exact sums give both the same bits; leave out one of the two"
             )
-        if self.scaling.resources_per_worker.get("GPU"):
-            raise SpecError(
-                f"sharding is {self.sharding!r}, which does not work on GPUs yet: leave it out, or "
-                'leave "GPU" out of ScalingConfig.resources_per_worker'
-            )

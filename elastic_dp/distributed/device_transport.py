@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 _POLL_S = 0.00005
+_ROOM = 16  # this part of the memory of an operation is made in addition; see `StagingMemory`
 REST_LIMIT_S = ABORT_LIMIT_S  # after an abort, for the same reason
 
 
@@ -310,26 +311,27 @@ class DeviceTransport:
 
 class StagingMemory:
     """Memory of the host that later operations and generations use again: to register it with the
-    device takes longer than a step."""
+    device takes longer than a step. What an operation sends and receives differs a little by the
+    number of members, so memory with some room to spare is used, too."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
+        self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, accelerator: Accelerator, like: torch.Tensor) -> torch.Tensor:
         nbytes = like.numel() * like.element_size()
         with self._lock:
-            free = self._free.get(nbytes)
-            memory = free.pop() if free else None
+            fitting = [one for one in self._free if nbytes <= one.numel() <= 2 * nbytes]
+            memory = min(fitting, key=torch.Tensor.numel, default=None)
+            self._free = [one for one in self._free if one is not memory]
         if memory is None:
-            memory = accelerator.host_memory(nbytes)
-        return memory.view(like.dtype)
+            memory = accelerator.host_memory(nbytes + nbytes // _ROOM)
+        return memory[:nbytes].view(like.dtype)
 
     def give_back(self, memory: Sequence[torch.Tensor]) -> None:
         with self._lock:
             for one in {one.data_ptr(): one for one in memory}.values():
-                flat = one.view(torch.uint8)
-                self._free.setdefault(flat.numel(), []).append(flat)
+                self._free.append(torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage()))
 
 
 _staging_memory = StagingMemory()

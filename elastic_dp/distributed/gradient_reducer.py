@@ -168,10 +168,8 @@ class GradientReducer:
     # ----------------------------------------------------------------------------- step
 
     def begin(self, seed: int = 0, *, measures: bool = False) -> None:
-        """Starts a step. Follows changes of `requires_grad`.
-
-        `seed`: for what is drawn in this step to round gradients. `measures`: for `leaf_square`.
-        """
+        """Starts a step. Follows changes of `requires_grad`. `seed`: for what is drawn in this step
+        to round gradients. `measures`: for `leaf_square`."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -358,12 +356,14 @@ class GradientReducer:
     def complete_held(self, factor: float) -> dict[int, torch.Tensor]:
         """Instead of `complete` where not all members need all sums: returns those that this rank
         needs, by number of the piece and multiplied by `factor`, each of shape (numel,)."""
-        held: dict[int, torch.Tensor] = {}
         for exchange in self._exchanges:
             exchange.settle()
             exchange.scale_on_device(factor)
-            held |= exchange.held()
-        return held
+        return self.held()
+
+    def held(self) -> dict[int, torch.Tensor]:
+        """Returns what `complete_held` does, on a device, after `finish`."""
+        return {piece: flat for one in self._exchanges for piece, flat in one.held().items()}
 
     @property
     def received_memory(self) -> Mapping[torch.dtype, torch.Tensor]:

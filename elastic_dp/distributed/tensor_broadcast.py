@@ -199,7 +199,7 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
             if direct:
                 buffer = parts[0]
             elif sending:
-                buffer = torch.cat(_on_host(group, parts))
+                buffer = torch.cat(on_host(group, parts))
             else:
                 size = sum(p.numel() for p in parts)
                 buffer = torch.empty(size, dtype=torch.uint8)
@@ -232,7 +232,9 @@ def _is_remote(tensor: torch.Tensor) -> bool:
     return accelerator_of(tensor.device).asynchronous
 
 
-def _on_host(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def on_host(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors on the host. Those of a device are copied at once, behind all that is
+    launched so far. Raises GroupError."""
     remote = [tensor for tensor in tensors if _is_remote(tensor)]
     if not remote:
         return list(tensors)

@@ -65,10 +65,10 @@ class StepsArguments:
         whole_number("noise_scale_every", self.noise_scale_every, 1)
 
 
-def sharded_optimizer_of(given: StepsArguments, device: torch.device) -> ShardedOptimizer:
+def sharded_optimizer_of(given: StepsArguments) -> ShardedOptimizer:
     """Returns what holds the optimizer's state. Raises SpecError and ModelError."""
     parameters = dict(given.model.named_parameters())
-    check_shardable(given.optimizer, parameters, given.precision, device)
+    check_shardable(given.optimizer, parameters, given.precision)
     if given.noise_scale_every is not None:
         raise SpecError(
             "noise_scale_every needs the whole gradient, of which each worker has a part with "
@@ -112,7 +112,7 @@ class TrainingParts:
             )
         check_inner_steps(spec.inner_steps, given)
         loss_scale = new_loss_scale(given.precision)
-        sharding = None if spec.sharding is None else sharded_optimizer_of(given, device)
+        sharding = None if spec.sharding is None else sharded_optimizer_of(given)
         own = given.model, given.optimizer, given.scheduler
         previous = PreviousStep(given.model, loss_scale) if spec.staleness else None
         state = TrainState(*own, loss_scale, given.state, sharding=sharding, previous=previous)

@@ -129,13 +129,6 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
         ({"sharding": True}, "sharding is True, must be one of None, 'optimizer'"),
         ({"sharding": "optimizer", "exact": False}, "sharding is 'optimizer' and exact is False"),
-        (
-            {
-                "sharding": "optimizer",
-                "scaling": edp.ScalingConfig(resources_per_worker={"GPU": 1}),
-            },
-            "does not work on GPUs yet: leave it out",
-        ),
         ({"wire": "fp4"}, "wire is 'fp4', must be one of None, 'bf16', 'int8'"),
         ({"wire": ["bf16"]}, "wire is ['bf16'], must be one of None, 'bf16', 'int8'"),
         ({"wire": "bf16", "exact": False}, "wire is 'bf16' and exact is False: it rounds"),

@@ -90,17 +90,17 @@ def test_dense_is_about_memory_and_not_about_order():
 def test_a_snapshot_uses_its_memory_again():
     snapshot, tree = Snapshot(), big_tree(1 << 20)
     snapshot.take(1, tree)
-    first, address = snapshot.manifest(), snapshot._memory.data_ptr()
+    first, address = snapshot.manifest(), snapshot.memory.content.data_ptr()
     tree["whole"][5] += 1
     assert snapshot.manifest().digest == first.digest, "the copy followed the original"
     snapshot.take(2, tree)
     second = snapshot.manifest()
-    assert snapshot._memory.data_ptr() == address
+    assert snapshot.memory.content.data_ptr() == address
     assert [a == b for a, b in zip(first.blocks, second.blocks, strict=True)].count(False) == 1
-    assert snapshot._memory.data_ptr() % 4096 == 0, "a part goes to the disk without a copy"
+    assert snapshot.memory.content.data_ptr() % 4096 == 0, "a part goes to the disk without a copy"
     smaller = {"x": torch.ones(10)}
     snapshot.take(3, smaller)
-    assert snapshot._memory.data_ptr() == address
+    assert snapshot.memory.content.data_ptr() == address
     file = io.BytesIO(snapshot.part(snapshot.manifest().layout.parts[0]))
     assert same(safetensors.torch.load(file.read()), smaller)
 

@@ -20,6 +20,7 @@ WAITS_ONCE = (
     f"{ON_A_DEVICE}::test_step_waits_once_for_the_device_whatever_its_buckets_leaves_and_buffers"
 )
 CONNECTION_TESTS = "tests/distributed/test_device_connection.py"
+SHARDED = "tests/train/sharding/test_sharded_on_devices.py"
 
 
 DEVICE_MUTANTS = [
@@ -59,7 +60,7 @@ DEVICE_MUTANTS = [
     ModuleMutant(
         "staging memory is used once",
         "StagingMemory.give_back",
-        "self._free.setdefault(flat.numel(), []).append(flat)",
+        "self._free.append(torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage()))",
         "pass",
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_staging_memory_is_used_again",
@@ -420,7 +421,7 @@ DEVICE_MUTANTS = [
     ModuleMutant(
         "the first snapshot goes to memory that is not registered",
         "Uploader.prepare",
-        "self._one.submit(self.snapshot.register)",
+        "self._one.submit(self.snapshot.memory.register)",
         "pass",
         module="elastic_dp.checkpoint.uploader",
         caught_by="tests/device/test_host_copies.py::"
@@ -542,12 +543,37 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "the memory of snapshots is not registered",
-        "Snapshot.register",
-        "self._copies.register(self._memory)",
+        "SnapshotMemory.register",
+        "self.copies.register(self.content)",
         "pass",
-        module="elastic_dp.checkpoint.snapshot",
+        module="elastic_dp.checkpoint.snapshot_memory",
         caught_by="tests/device/test_host_copies.py::"
         "test_the_memory_of_snapshots_is_registered_once_in_the_background",
+    ),
+    ModuleMutant(
+        "units of a device are hashed before they have arrived",
+        "UnitSnapshot.files",
+        "self.memory.copies.wait()",
+        "pass",
+        module="elastic_dp.checkpoint.unit_snapshot",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_units_of_a_device_are_read_when_their_copies_have_arrived",
+    ),
+    ModuleMutant(
+        "a sharded step is committed before all devices have done it",
+        "ShardedOptimizer.gather",
+        "adding.agreed(norm, confirms=on_device is not None)",
+        "adding.agreed(norm)",
+        module="elastic_dp.train.sharding.sharded_optimizer",
+        caught_by=f"{SHARDED}::test_parameters_are_gathered_once_the_devices_of_all_have_them",
+    ),
+    ModuleMutant(
+        "the norm of a sharded gradient is read before it has arrived",
+        "ShardedOptimizer.gather",
+        "told = on_device.read(told)",
+        "pass",
+        module="elastic_dp.train.sharding.sharded_optimizer",
+        caught_by=f"{SHARDED}::test_step_on_a_simulated_device_has_the_bits_of_the_processor",
     ),
     ModuleMutant(
         "a restored state goes to the device twice",

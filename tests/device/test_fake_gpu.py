@@ -53,17 +53,21 @@ def test_fake_gpu_does_what_cuda_does(installed):
     assert torch.nn.Linear(4, 4).to(installed)(gpu).device == installed
 
 
+def digest_of(folder, device, steps, **how):
+    """That of a run with checkpoints, which goes on from one that is there."""
+    setup = gpu_checks.Setup("cpu", True, folder)
+    spec = gpu_checks.job(setup, steps=steps, every_steps=2, **how)
+    virtual_workers = gpu_checks.VIRTUAL_WORKERS * (spec.inner_steps or 1)
+    data = open_data(spec.data, virtual_workers=virtual_workers)
+    run = LocalRun(spec, data, device, url=str(folder / device.type))
+    run.run(gpu_checks.train)
+    return run.digest
+
+
 def digests(folder, device, model, precision, **how):
     """Yield the digest of a run with checkpoints, and that of one that goes on from there."""
-    setup = gpu_checks.Setup("cpu", True, folder)
     for steps in (4, 6):
-        options = {"model": model, "precision": precision, "every_steps": 2, **how}
-        spec = gpu_checks.job(setup, steps=steps, **options)
-        virtual_workers = gpu_checks.VIRTUAL_WORKERS * (spec.inner_steps or 1)
-        data = open_data(spec.data, virtual_workers=virtual_workers)
-        run = LocalRun(spec, data, device, url=str(folder / device.type))
-        run.run(gpu_checks.train)
-        yield run.digest
+        yield digest_of(folder, device, steps, model=model, precision=precision, **how)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +76,11 @@ def digests(folder, device, model, precision, **how):
         ("conv", None, {}),
         ("conv", None, {"inner_steps": 2}),
         ("conv", None, {"staleness": 1}),
+        ("conv", None, {"sharding": "optimizer"}),
         pytest.param("gpt-fused", "bf16", {}, marks=pytest.mark.slow),
         pytest.param("gpt-fused", "bf16", {"inner_steps": 2}, marks=pytest.mark.slow),
         pytest.param("gpt-fused", "bf16", {"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param("gpt-fused", "bf16", {"sharding": "optimizer"}, marks=pytest.mark.slow),
         pytest.param("gpt-fused", None, {}, marks=pytest.mark.slow),
         pytest.param("conv", "fp16", {}, marks=pytest.mark.slow),
     ],
@@ -86,6 +92,20 @@ def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
     fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
         assert list(digests(tmp_path, fake_gpu.GPU, model, precision, **how)) == on_host
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(None, "optimizer"), pytest.param("optimizer", None, marks=pytest.mark.slow)],
+)
+def test_state_is_restored_to_a_fake_gpu_with_and_without_sharding(
+    first, then, tmp_path, monkeypatch
+):
+    on_host = digest_of(tmp_path, torch.device("cpu"), 6, model="conv")
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
+    with fake_gpu.modes():
+        digest_of(tmp_path, fake_gpu.GPU, 4, model="conv", sharding=first)
+        assert digest_of(tmp_path, fake_gpu.GPU, 6, model="conv", sharding=then) == on_host
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.state_units import UnitPlace
+from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup, UnitSnapshot
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.device.host_copies import HostCopies
@@ -173,6 +175,22 @@ def test_a_snapshot_of_a_device_is_read_when_its_copies_have_arrived(on_device):
     assert snapshot.manifest().blocks == expected.manifest().blocks
 
 
+def test_units_of_a_device_are_read_when_their_copies_have_arrived(on_device):
+    def units_of(state):
+        place = UnitPlace(0, 0, 64)
+        return [UnitGroup("w0", [HeldUnit(place, state, shape=(8, 8), stride=(8, 1))])]
+
+    state = {"exp_avg": torch.arange(64.0), "step": torch.tensor(3.0)}
+    snapshot, expected = UnitSnapshot(copies := LateCopies()), UnitSnapshot()
+    snapshot.take(1, units_of(state))
+    assert copies.launched, "take waited for the copies"
+    expected.take(1, units_of(state))
+    state["exp_avg"].add_(1)  # the next step
+    assert [file.name for _, file in snapshot.files()] == [f.name for _, f in expected.files()]
+    snapshot.memory.register()
+    assert copies.registered == [(snapshot.memory.content.data_ptr(), 4096)]
+
+
 def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device):
     shares = []
     uploader = Uploader(Catalog(memory_store()), lambda *written: shares.append(written))
@@ -181,7 +199,7 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     for step in (1, 2):
         uploader.take(step, tree, 0, 1)
         uploader.wait()
-    memory = uploader.snapshot._memory
+    memory = uploader.snapshot.memory.content
     eventually(lambda: copies.registered)
     assert copies.registered == [(memory.data_ptr(), uploader.snapshot._layout.host_bytes)]
     assert threading.current_thread() not in copies.threads
@@ -189,7 +207,7 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     uploader.take(3, tree, 0, 1)  # needs other memory
     uploader.wait()
     eventually(lambda: len(copies.threads) == 2)
-    assert copies.registered[0][0] == uploader.snapshot._memory.data_ptr()
+    assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
     uploader.close()
     assert copies.registered == []
     write_commit(uploader._catalog, shares[-1][1], [shares[-1][0]], 1, CommitMetadata())
@@ -205,7 +223,7 @@ def test_the_memory_of_snapshots_is_registered_before_the_first_one(on_device):
     assert threading.current_thread() not in copies.threads
     uploader.take(1, tree, 0, 1)
     uploader.wait()
-    assert copies.registered[0][0] == uploader.snapshot._memory.data_ptr()
+    assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
     assert len(copies.threads) == 1
     uploader.close()
 
@@ -234,5 +252,5 @@ def test_the_memory_of_snapshots_of_the_host_is_not_registered():
     snapshot = Snapshot(copies := LateCopies())
     snapshot.take(1, big_tree(1 << 16))
     assert not Snapshot(copies).prepare(big_tree(1 << 16))
-    snapshot.register()
+    snapshot.memory.register()
     assert copies.registered == []

@@ -42,12 +42,12 @@ class CountedMemory(StagingMemory):
     def take(self, accelerator: Accelerator, like: torch.Tensor) -> torch.Tensor:
         memory = super().take(accelerator, like)
         with self._lock:
-            self.taken_bytes += memory.nbytes
+            self.taken_bytes += memory.untyped_storage().nbytes()
         return memory
 
     @property
     def free_bytes(self) -> int:
-        return sum(nbytes * len(memories) for nbytes, memories in self._free.items())
+        return sum(memory.nbytes for memory in self._free)
 
 
 def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
@@ -109,6 +109,23 @@ def test_device_has_nothing_of_a_generation_to_do_when_it_is_left():
         assert of_each(2, act) == [True, True]
     finally:
         install(None)
+
+
+def test_staging_memory_serves_groups_of_other_sizes():
+    """Each has its own number of elements, and registered memory is not given back."""
+    staging, made = StagingMemory(), []
+    accelerator = types.SimpleNamespace(
+        host_memory=lambda nbytes: made.append(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
+    )
+    for members in (8, 7, 6, 5, 4, 8):
+        numel = members * -(-100_001 // members)
+        taken = [staging.take(accelerator, torch.empty(numel)) for _ in range(2)]
+        assert all(one.numel() == numel and one.dtype == torch.float32 for one in taken)
+        assert taken[0].data_ptr() != taken[1].data_ptr()
+        staging.give_back([*taken, taken[0]])
+    assert len(made) == 2
+    staging.take(accelerator, torch.empty(1000))  # for so little it is too much
+    assert len(made) == 3
 
 
 def test_staging_memory_of_an_operation_in_flight_is_not_used_again():

@@ -55,15 +55,18 @@ def of_each(
     act: Callable[[ProcessGroup], Any],
     device: SimulatedDevice | None = None,
     generations: int = 1,
+    place: torch.device | None = None,
 ) -> list[Any]:
-    """What `act` returns in the last generation, for each rank."""
-    install(SimulatedAccelerator(device))
+    """What `act` returns in the last generation, for each rank. `place`: the device; None: the
+    simulated one."""
+    if place is None:
+        install(SimulatedAccelerator(device))
     store = open_rendezvous_store("127.0.0.1", b"secret")
 
     def member(rank: int) -> Any:
         for number in range(generations):
             meet = Rendezvous("127.0.0.1", store.port, f"g{number}", b"secret")
-            how = {"rank": rank, "world_size": world_size, "device": CPU}
+            how = {"rank": rank, "world_size": world_size, "device": place or CPU}
             group = GroupFormation(meet, **how, timeout_s=PATIENCE_S).start().wait()
             at = Rendezvous("127.0.0.1", store.port, f"d{number}", b"secret")
             connect_devices(group, at, PATIENCE_S)

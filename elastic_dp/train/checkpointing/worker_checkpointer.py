@@ -77,7 +77,7 @@ class WorkerCheckpointer:
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link
         self._uploader = Uploader(catalog, self._wrote)
-        self._taken = 0  # the step of the newest snapshot or of the restored checkpoint
+        self._due_from = 1  # the first step of which a checkpoint may be due
         self._requested = False  # by the body
         self._stall_s = 0.0
         self._began_at = 0.0  # the newest snapshot
@@ -122,7 +122,7 @@ class WorkerCheckpointer:
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state."""
-        if self._config.enabled and state.sharding is None:  # else it is not on a device
+        if self._config.enabled:
             with contextlib.suppress(StateError):  # the snapshot itself raises it
                 whole = not state.in_parts
                 self._uploader.prepare(_tree(state, WorkerProgress(), whole=whole))
@@ -135,8 +135,9 @@ class WorkerCheckpointer:
         that have not taken it yet may hold no longer what those who are lost held with them.
         """
         self._holders = members
-        if self._uploader.snapshot.step == self._taken:
-            self._taken -= 1
+        taken = self._uploader.snapshot.step
+        if self._due_from == taken + 1:
+            self._due_from = taken
 
     @property
     def late(self) -> bool:
@@ -175,7 +176,7 @@ class WorkerCheckpointer:
 
         The last step always gets one. `agreed`: the members agreed on one in the step's header.
         """
-        if step <= self._taken:
+        if step < self._due_from:
             return False
         every = self._config.every_steps
         return agreed or self._requested or (every is not None and step % every == 0) or ended
@@ -194,7 +195,7 @@ class WorkerCheckpointer:
         """
         by_job = self._requested or self._config.enabled
         step = progress.position.step
-        self._taken, self._requested = step, False
+        self._due_from, self._requested = step + 1, False
         try:
             self._uploader.wait()
         except StorageError as error:  # that checkpoint is lost, and training continues
@@ -221,7 +222,7 @@ class WorkerCheckpointer:
 
     def writing(self, step: int) -> bool:
         """Returns whether this member is still writing its share of `step`."""
-        return self.busy and self._taken == step
+        return self.busy and self._due_from == step + 1
 
     @property
     def busy(self) -> bool:
@@ -312,7 +313,13 @@ class WorkerCheckpointer:
             return self._units.to_hold(table, rank, world_size, membership.topology)
 
         commit, line, states = read_collectively(
-            self._catalog, group, enters=enters, damaged=damaged, own_units=own_units, types=types
+            self._catalog,
+            group,
+            enters=enters,
+            damaged=damaged,
+            own_units=own_units,
+            types=types,
+            device=device,
         )
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
         tree = whole_tree(commit, line, types=types)
@@ -345,10 +352,15 @@ class WorkerCheckpointer:
                 self._link.say(f"WARNING: {text}")
         places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
         tree = tree if share is None else share(tree | {"log_calls": calls}, commit.step)
+        of_optimizer = tree["step"]["optimizer"]
+        if self._units is not None:  # it goes piece by piece to where it is to be
+            tree["step"]["optimizer"] = [{} for _ in of_optimizer]
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         if own is not None:
             own.hold(states)
-        self._taken = commit.step
+        elif self._units is not None:
+            self._units.absorb(of_optimizer, places)
+        self._due_from = commit.step + 1
         return commit, tree["evaluations"], calls
 
     def close(self) -> None:

@@ -12,28 +12,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_dp.distributed.gradient_units import CUT_ELEMENTS, elements_per_unit
+from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
+from elastic_dp.train.master_weights import MasterWeights, class_of
 
-ELEMENTWISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 _STEPS = 3  # the first makes the state, and RAdam is rectified later only in its scalars
 
 
@@ -53,7 +41,12 @@ def parameters_to_keep_whole(
         for p in group["params"]:
             kind = (p.dtype, p.device)
             if kind not in equal:
-                equal[kind] = updates_equal_in_pieces(type(optimizer), group, *kind)
+                equal[kind] = updates_equal_in_pieces(
+                    class_of(optimizer),
+                    group,
+                    *kind,
+                    has_masters=isinstance(optimizer, MasterWeights),
+                )
             if not equal[kind]:
                 whole.add(numbers[id(p)])
     return whole
@@ -64,17 +57,21 @@ def updates_equal_in_pieces(
     options: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    has_masters: bool = False,
 ) -> bool:
     """Returns whether `kind`, if it is in `ELEMENTWISE`, updates units to the bits of an update of
     the whole parameter.
 
-    `options` are those of a parameter group. The tensors have the length of real units, since
-    kernels treat long tensors otherwise (threads, chunks), and a few short ones.
+    `options` are those of a parameter group. `has_masters`: within `MasterWeights`. The tensors
+    have the length of real units, since kernels treat long tensors otherwise (threads, chunks), and
+    a few short ones.
     """
     if kind not in ELEMENTWISE or options.get("differentiable"):
         return False
     taken = inspect.signature(kind).parameters
     options = {key: value for key, value in options.items() if key in taken and key != "params"}
+    make_optimizer = partial(MasterWeights, optimizer_class=kind) if has_masters else kind
     unit = elements_per_unit(dtype)
     make = torch.Generator().manual_seed(0)
     for cuts in (
@@ -83,21 +80,21 @@ def updates_equal_in_pieces(
         [0, CUT_ELEMENTS, CUT_ELEMENTS + 1],
     ):
         draws = [torch.randn(cuts[-1], generator=make).to(device, dtype) for _ in range(_STEPS + 1)]
-        whole = _updated(kind, options, draws)
+        whole = _updated(make_optimizer, options, draws)
         for first, last in itertools.pairwise(cuts):
-            piece = _updated(kind, options, [draw[first:last].clone() for draw in draws])
+            piece = _updated(make_optimizer, options, [draw[first:last].clone() for draw in draws])
             if not all(_same_bits(a[first:last], b) for a, b in zip(whole, piece, strict=True)):
                 return False
     return True
 
 
 def _updated(
-    kind: type[torch.optim.Optimizer], options: dict[str, Any], draws: Sequence[torch.Tensor]
+    make: Callable[..., Any], options: dict[str, Any], draws: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Returns the parameter and its state of equal shape, after a step for each draw but the
     first, which are the initial values."""
     parameter = torch.nn.Parameter(draws[0].clone())
-    optimizer: Any = kind([parameter], **options)
+    optimizer = make([parameter], **options)
     for draw in draws[1:]:
         parameter.grad = draw
         optimizer.step()

@@ -15,6 +15,7 @@ import torch
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitPlace, UnitTable
 from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup
 from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.train.sharding.pieces import part_of
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 
 
@@ -29,6 +30,7 @@ class CheckpointUnits:
     ) -> None:
         self._sharding = sharding
         groups, tensors = optimizer.param_groups, list(parameters.values())
+        self._parameters = tensors
         numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
         self._places: dict[int, UnitPlace] = {}  # by piece, of those that the optimizer updates
         self._forms: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by parameter
@@ -86,3 +88,19 @@ class CheckpointUnits:
         """Makes these, which were read, what this member holds."""
         numbers = {place: number for number, place in self._places.items()}
         self._sharding.hold({numbers[unit.place]: state for unit, state in states})
+
+    def absorb(self, states: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> None:
+        """Makes a whole state, which is on the host, what this member holds.
+
+        `states` are those of the optimizer's parameters, in order. `places`: see `device_types`.
+        """
+        held: dict[int, dict[str, Any]] = {}
+        for number, place in self._places.items():
+            piece = self._sharding.pieces[number]
+            p, held[number] = self._parameters[piece.parameter], {}
+            for key, value in states[place.parameter].items():
+                part = part_of(piece, p, value)
+                if places.get(f"step.optimizer.{place.parameter}.{key}", "cpu") != "cpu":
+                    part = part.to(p.device)
+                held[number][key] = part
+        self._sharding.hold(held)

@@ -2,7 +2,8 @@
 
 Each member has its part of one flat tensor for each dtype: the pieces of which it is the primary,
 one after another, with room as for the largest part. All-gathers of a limited size send the parts
-to all members: Gloo receives each of them in memory of its own, and copies it.
+to all members: Gloo receives each of them in memory of its own, and copies it. On a device there is
+one all-gather, since NCCL writes to the memory itself.
 
 A member launches the all-gathers only after it has the gradient of everything that it holds, and
 has updated what it is the primary of. So who has received all parts knows that all members have.
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import xxhash
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.cross_worker_reduction import GATHERED_BYTES
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.sharding.pieces import StatePiece
+from elastic_dp.train.state.weight_comparison import sum_of_bits
 
 
 class ParameterGather:
@@ -61,7 +64,8 @@ class ParameterGather:
         size = max(1, *(sum(self._pieces[n].numel for n in part) for part in parts))
         flat = self.memory.get(dtype)
         if flat is None or flat.numel() < world_size * size:
-            flat = torch.zeros(world_size * size, dtype=dtype)
+            device = self._parameter(numbers[0]).device
+            flat = torch.zeros(world_size * size, dtype=dtype, device=device)
         flat = flat[: world_size * size]
         self._flats.append(flat)
         for owner, part in enumerate(parts):
@@ -82,20 +86,29 @@ class ParameterGather:
     def launch(self) -> None:
         """Sends this member's part to all others. Raises GroupError."""
         rank, world_size = self._group.rank, self._group.world_size
+        transport = self._group.transport
         self._flying = []
         for flat in self._flats:
+            rows = flat.view(world_size, -1)
+            if self._group.on_device is not None:
+                self._flying.append(transport.all_gather(flat, rows[rank]))
+                continue
             width = max(1, GATHERED_BYTES // (world_size * flat.element_size()))
-            for columns in flat.view(world_size, -1).split(width, dim=1):
-                self._flying.append(self._group.all_gather(columns, columns[rank]))
+            for columns in rows.split(width, dim=1):
+                self._flying.append(transport.all_gather(columns, columns[rank]))
 
     def wait(self) -> None:
-        """Waits until the parts of all members have arrived. Raises GroupError."""
+        """Waits until the parts of all members have arrived. On a device only what is launched
+        there later waits. Raises GroupError."""
         for operation in self._flying:
-            self._group.wait(operation)
+            self._group.transport.wait(operation)
 
-    def differing(self, digests: Mapping[int, bytes]) -> list[int]:
-        """Returns the pieces whose updated parameters have other digests than what has arrived."""
-        return [n for n, digest in digests.items() if digest_of_piece(self._arrive[n]) != digest]
+    def differ(self, digests: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Returns for each of these pieces whether its updated parameters have another digest than
+        what has arrived, on their device."""
+        mine = torch.stack(list(digests.values()))
+        arrived = torch.stack([digest_of_piece(self._arrive[n]) for n in digests])
+        return (mine != arrived).view(len(digests), -1).any(dim=1)
 
     @torch.no_grad()
     def install(self) -> None:
@@ -113,6 +126,11 @@ class ParameterGather:
         )
 
 
-def digest_of_piece(tensor: torch.Tensor) -> bytes:
-    """Returns a digest of the bits of a dense tensor."""
-    return xxhash.xxh3_128_digest(in_memory_order(tensor).view(torch.uint8).numpy().data)
+def digest_of_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a digest of the bits of a dense tensor: on a device their sum, for which the host
+    does not wait."""
+    flat = in_memory_order(tensor)
+    if accelerator_of(tensor.device).asynchronous:
+        return sum_of_bits(flat)
+    digest = xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 All members call `exchange` with the same moves. What arrives is new memory, so nothing that a
 member holds changes. It is sent in rounds of a limited size: neither side needs room for all at
-once.
+once. What is on a device travels through the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.distributed.piece_assignment import Move
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import from_flat, to_flats
+from elastic_dp.distributed.tensor_broadcast import from_flat, on_host, to_flats
 from elastic_dp.train.sharding.piece_updates import State
 
 ROUND_BYTES = 4 << 20  # of parameters, between two members
@@ -30,11 +30,12 @@ def exchange(
     sizes: Sequence[int],
     states: Mapping[int, State],
     take: Callable[[int, State], None],
+    device: torch.device,
 ) -> int:
     """Calls `take` with each piece that this member receives, and its state. Returns the bytes
     received. Raises GroupError.
 
-    `sizes[piece]` is that of its parameters in bytes.
+    `sizes[piece]` is that of its parameters in bytes. `device`: of the parameters.
     """
     nbytes = 0
     for moved in _rounds(moves, sizes):
@@ -49,7 +50,7 @@ def exchange(
         arrived = _all_to_all(group, sent)
         for flat in arrived:
             if flat.numel():
-                for piece, state in _unpack(flat):
+                for piece, state in _unpack(flat, device):
                     take(piece, state)
                 nbytes += flat.numel()
     return nbytes
@@ -69,7 +70,8 @@ def _rounds(moves: Sequence[Move], sizes: Sequence[int]) -> list[list[Move]]:
 def _all_to_all(group: ProcessGroup, sent: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Sends the byte vectors `sent[r]` to rank r. Returns what each rank sent to this one."""
     size = group.world_size
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *chain.from_iterable(sent)])
+    vectors = on_host(group, list(chain.from_iterable(sent)))
+    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *vectors])
     if size == 1:
         return [flat]
     mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
@@ -87,6 +89,6 @@ def _pack(states: Mapping[int, State]) -> list[torch.Tensor]:
     return to_flats(text, [tensor for _, tensor in tensors])
 
 
-def _unpack(flat: torch.Tensor) -> list[tuple[int, State]]:
-    text, tensors = from_flat(flat, torch.device("cpu"))
+def _unpack(flat: torch.Tensor, device: torch.device) -> list[tuple[int, State]]:
+    text, tensors = from_flat(flat, device)
     return [(piece, state) for piece, state in decode(json.loads(text), tensors, types={})]

@@ -7,6 +7,7 @@ tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class PieceNorm:
         holders: Sequence[Holders],
     ) -> None:
         self._group, self._pieces = group, pieces
+        self._device = parameters[0].device if parameters else None
         layout = UnitLayout.of(parameters)
         self._count = len(layout.units)
         self._units: dict[int, range] = {}  # of the pieces of which this rank is the primary
@@ -41,11 +43,14 @@ class PieceNorm:
                 self._units[number] = units[piece.first // size : -(-piece.last // size)]
 
     @torch.no_grad()
-    def launch(self, gradients: Mapping[int, torch.Tensor], *, wide: bool) -> PendingNorm:
+    def launch(
+        self, gradients: Mapping[int, torch.Tensor], *, wide: bool, finite: bool | None = None
+    ) -> PendingNorm:
         """Begins to add up the norm. Raises GroupError.
 
         `gradients` has a flat tensor for each piece that this rank holds and that has a gradient.
-        `wide`: the gradient of some parameter is in fp64.
+        `wide`: the gradient of some parameter is in fp64. `finite`: whether all elements of
+        `gradients` are; None: not known, and they are on the host.
         """
         of_units: list[torch.Tensor | None] = [None] * self._count
         for number, units in self._units.items():
@@ -54,13 +59,14 @@ class PieceNorm:
                 parts = flat.split(elements_per_unit(flat.dtype))
                 for unit, part in zip(units, parts, strict=True):
                     of_units[unit] = part
-        squares = squares_of_units(of_units)
-        # A square may overflow although all elements are finite.
-        finite = bool(torch.isfinite(squares).all()) or all(
-            bool(torch.isfinite(gradients[n]).all()) for n in gradients
-        )
+        squares = squares_of_units(of_units, self._device)
+        if finite is None:
+            # A square may overflow although all elements are finite.
+            finite = bool(torch.isfinite(squares).all()) or all(
+                bool(torch.isfinite(gradients[n]).all()) for n in gradients
+            )
         exchanges = self._group.world_size > 1 and squares.numel()
-        operation = self._group.all_reduce(squares) if exchanges else None
+        operation = self._group.transport.all_reduce(squares) if exchanges else None
         return PendingNorm(self._group, squares, operation, finite, wide)
 
 
@@ -73,18 +79,25 @@ class PendingNorm(NamedTuple):
     finite: bool  # whether each element that this rank holds is
     wide: bool
 
-    def wait(self) -> torch.Tensor | None:
-        """Returns the norm, as `gradient_norm` does, or None if an element of the whole gradient is
-        not finite; the same on all members. Raises GroupError.
+    def arrive(self) -> torch.Tensor:
+        """Returns the norm, as `gradient_norm` does. Call it once. Raises GroupError.
+
+        On a device nothing waits for it but what is launched there later.
         """
         if self.operation is not None:
-            self.group.wait(self.operation)
+            self.group.transport.wait(self.operation)
         norm = fold_squares(self.squares).sqrt()
-        norm = norm if self.wide else norm.float()
-        if torch.isfinite(norm):
-            return norm
+        return norm if self.wide else norm.float()
+
+    def agreed(self, norm: torch.Tensor, *, confirms: bool = False) -> float | None:
+        """Returns `norm`, which is on the host, or None if an element of the whole gradient is not
+        finite; the same on all members. With `confirms` it waits for all of them. Raises
+        GroupError."""
+        number = float(norm)
+        if math.isfinite(number) and not confirms:
+            return number
         told = self.group.gather_bytes(b"1" if self.finite else b"0")
-        return norm if all(one == b"1" for one in told) else None
+        return number if math.isfinite(number) or all(one == b"1" for one in told) else None
 
 
 def clip(gradients: Iterable[torch.Tensor], limit: float, norm: torch.Tensor) -> None:

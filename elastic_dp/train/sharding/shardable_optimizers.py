@@ -14,13 +14,11 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from elastic_dp.errors import ModelError, SpecError
-from elastic_dp.train.exactness.elementwise_updates import ELEMENTWISE
+from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
+from elastic_dp.train.master_weights import class_of
 
 _WAY_OUT = 'or leave sharding="optimizer" out'
-# They look at a whole parameter, and at no other.
-_BY_PARAMETER = frozenset({torch.optim.Adafactor, torch.optim.Muon})
-SHARDABLE = ELEMENTWISE | _BY_PARAMETER
-# The same, of a package that is not imported here.
+# As those of torch.optim, of a package that is not imported here.
 SHARDABLE_BY_NAME = frozenset(
     {"pytorch_optimizer.optimizer.lars.LARS", "pytorch_optimizer.optimizer.lamb.Lamb"}
 )
@@ -30,27 +28,22 @@ def check_shardable(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     precision: str | None,
-    device: torch.device,
 ) -> None:
     """Raises SpecError or ModelError, which name what cannot be sharded."""
-    if device.type != "cpu":
-        raise SpecError(
-            f'sharding is "optimizer", which does not work on a {device.type} device yet: '
-            f"train on CPUs, {_WAY_OUT}"
-        )
     if precision == "fp16":
         raise SpecError(
             'precision is "fp16", whose loss scaling does not work with sharding="optimizer" yet: '
             f'use "bf16", {_WAY_OUT}'
         )
-    kind = type(optimizer)
+    kind = class_of(optimizer)
     full_name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind not in SHARDABLE and full_name not in SHARDABLE_BY_NAME:
-        names = ", ".join(sorted(one.__name__ for one in SHARDABLE))
+    if kind not in BY_PARAMETER and full_name not in SHARDABLE_BY_NAME:
+        names = ", ".join(sorted(one.__name__ for one in BY_PARAMETER))
         raise ModelError(
             f"optimizer is a {full_name}, of which it is not known that "
             'it updates each parameter by itself, as sharding="optimizer" needs: use one of '
-            f"torch.optim ({names}), LARS or Lamb of pytorch_optimizer, {_WAY_OUT}"
+            f"torch.optim ({names}), also in MasterWeights, LARS or Lamb of pytorch_optimizer, "
+            f"{_WAY_OUT}"
         )
     own_step = vars(optimizer).get("step")
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):

@@ -16,6 +16,10 @@ is done again.
 
 With one member or two, all hold everything. Then a step updates in place after its commit, as it
 does without sharding, and no parameters are gathered.
+
+On a device the host launches all of this, and waits once, behind the gather. Then each member says
+on the host that its device has done everything, and nobody commits before all have said so: a
+member whose collectives were aborted would hand on whatever it has, as if it were right.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from types import MappingProxyType
 
 import torch
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
 from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -41,6 +46,9 @@ from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
 
 _ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
+# The same on a device, which is given its work in few large pieces. It updates no more in place at
+# a time, either: torch's optimizers make temporary tensors for all that they update together.
+COPIED_BYTES_ON_DEVICE = 64 << 20
 # Pieces that are updated once, and whose copies are kept until the commit, in bytes of parameters:
 # all that a member holds, if they are no more than this, or else the smallest: of one, and of all.
 ALL_KEPT_BYTES = 16 << 20
@@ -70,6 +78,7 @@ class ShardedOptimizer:
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._optimizer, self._parameters = optimizer, list(parameters.values())
+        self._device = next((p.device for p in self._parameters), torch.device("cpu"))
         whole = parameters_to_keep_whole(optimizer, self._parameters)
         self.pieces: list[StatePiece] = pieces_of(self._parameters, whole)
         self._updates = PieceUpdates(optimizer, self._parameters, self.pieces)
@@ -89,6 +98,7 @@ class ShardedOptimizer:
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step, and its norm
         self._adding: PendingNorm | None = None
+        self._norm: torch.Tensor | None = None  # once it has arrived
         self.absorb()
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
@@ -119,19 +129,20 @@ class ShardedOptimizer:
         mine = {n for n, one in enumerate(holders) if rank in one.ranks}
         moves = moves_to([one.ranks for one in holders], held, self.sizes)
         received: dict[int, State] = {}
-        nbytes = exchange(group, moves, self.sizes, self.held, received.__setitem__)
+        take = received.__setitem__
+        nbytes = exchange(group, moves, self.sizes, self.held, take, self._device)
         self.held |= received
         if moves:
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._group, self._generation, self.holders = group, generation, holders
         self._small = self._small_pieces()
-        self._norm = PieceNorm(group, self._parameters, self.pieces, holders)
+        self._norms = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
-        self._group = self._gather = self._adding = None
+        self._group = self._gather = self._adding = self._norm = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
 
     def _holders_now(self, group: ProcessGroup) -> list[list[int]]:
@@ -164,7 +175,7 @@ class ShardedOptimizer:
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
-        self._prepared = self._gather = self._adding = None
+        self._prepared = self._gather = self._adding = self._norm = None
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""
@@ -184,16 +195,19 @@ class ShardedOptimizer:
         used: AbstractSet[torch.Tensor],
         clip_norm: float | None,
         memory: Mapping[torch.dtype, torch.Tensor],
+        finite: bool | None = None,
     ) -> bool:
         """Updates copies of what this member sends, and begins to add up the norm of the gradient.
         Raises GroupError.
 
         Where the gradient is clipped by its norm, this waits for the norm. Returns False, and
-        prepares nothing, if not all of the gradient is finite.
+        prepares nothing, if not all of the gradient is finite. On a device the host does not wait,
+        and `gather` says whether it is.
 
         `held` has the gradients of the pieces that this member holds, of shape (numel,). Those of
         parameters that are not in `used` do not count. `memory`: see `ParameterGather`; the same
-        in all steps of a generation.
+        in all steps of a generation. `finite`: whether all that is held is; None: not known, and it
+        is on the host.
         """
         assert self._group is not None
         gradients = {
@@ -201,12 +215,13 @@ class ShardedOptimizer:
             for n, flat in held.items()
             if self._parameters[self.pieces[n].parameter] in used
         }
-        adding = self._norm.launch(gradients, wide=any(p.dtype == torch.float64 for p in used))
+        wide = any(p.dtype == torch.float64 for p in used)
+        adding = self._norms.launch(gradients, wide=wide, finite=finite)
         if clip_norm is not None:
-            norm = adding.wait()
-            if norm is None:
+            self._norm = adding.arrive()
+            if self._group.on_device is None and adding.agreed(self._norm) is None:
                 return False
-            clip(gradients.values(), clip_norm, norm)
+            clip(gradients.values(), clip_norm, self._norm)
         gather = self._gather_of([p in used for p in self._parameters], memory)
         shaped = {
             n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
@@ -243,7 +258,7 @@ class ShardedOptimizer:
         return gather
 
     @torch.no_grad()
-    def gather(self, *, compares: bool) -> tuple[torch.Tensor | None, set[int]]:
+    def gather(self, *, compares: bool) -> tuple[float | None, set[int]]:
         """Sends the updated parameters to all members and waits for theirs. Raises GroupError.
 
         With `compares` it updates copies of what this member is the backup of, meanwhile. Returns
@@ -252,7 +267,8 @@ class ShardedOptimizer:
         """
         gather, prepared, adding = self._gather, self._prepared, self._adding
         assert gather is not None and prepared is not None and adding is not None
-        digests: dict[int, bytes] = {}
+        on_device = adding.group.on_device
+        digests: dict[int, torch.Tensor] = {}
         gather.launch()
         if compares:
 
@@ -263,8 +279,16 @@ class ShardedOptimizer:
 
             self._update_copies(gather.backed, prepared.gradients, note)
         gather.wait()
-        odd = {self.holders[number].primary for number in gather.differing(digests)}
-        return adding.wait(), odd | {adding.group.rank} if odd else odd
+        told = [adding.arrive() if self._norm is None else self._norm]
+        if digests:
+            told.append(gather.differ(digests))
+        if on_device is not None:
+            told = on_device.read(told)
+        norm, *differ = told
+        agreed = adding.agreed(norm, confirms=on_device is not None)
+        pairs = zip(digests, differ[0].tolist(), strict=True) if differ else ()
+        odd = {self.holders[number].primary for number, differs in pairs if differs}
+        return agreed, odd | {adding.group.rank} if odd else odd
 
     def _update_copies(
         self,
@@ -296,11 +320,12 @@ class ShardedOptimizer:
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields these pieces in lists of about COPIED_BYTES of parameters."""
+        limit = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
         chunk, size = list[int](), 0
         for number in numbers:
             chunk.append(number)
             size += self.sizes[number]
-            if size >= COPIED_BYTES:
+            if size >= limit:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
@@ -323,7 +348,7 @@ class ShardedOptimizer:
         assert self._prepared is not None and self._gather is not None
         self._advance(self._prepared)
         self._gather.install()
-        self._prepared = self._gather = self._adding = None
+        self._prepared = self._gather = self._adding = self._norm = None
 
     def step_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates all parameters where each member holds everything. `gradients` has one for each
@@ -343,7 +368,14 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _update_in_place(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Updates these pieces, which this member holds, and their state."""
-        self._updates.run({n: self._of_piece(n) for n in gradients}, gradients, self.held)
+        for some in self._chunks(gradients) if self._is_asynchronous else [list(gradients)]:
+            of_some = {n: gradients[n] for n in some}
+            self._updates.run({n: self._of_piece(n) for n in some}, of_some, self.held)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        """Whether the parameters are on a device that works while the host goes on."""
+        return accelerator_of(self._device).asynchronous
 
     # -------------------------------------------------------------------- state transfers
 

@@ -20,17 +20,24 @@ def prepare_step(
     used: Sequence[int],
     clip_norm: float | None,
     pass_point: Callable[[str, int], None],
+    extremes: Sequence[torch.Tensor] | None,
     *,
     keeps: bool,
-) -> torch.Tensor | None:
+) -> float | None:
     """Updates copies of this member's parameters, and gathers those of all members.
 
-    `used`: numbers of the parameters that have a gradient. `keeps`: the step goes into a
+    `used`: numbers of the parameters that have a gradient. `extremes`: see
+    `GradientReducer.finish`; None: the gradients are on the host. `keeps`: the step goes into a
     checkpoint. Returns the norm of the gradient, or None if it is not finite. Raises GroupError,
     also where the two members that update a piece have computed other bits.
     """
-    held, memory = gradients.complete_held(factor), gradients.received_memory
-    if not sharding.prepare(step, held, gradients.used_parameters(used), clip_norm, memory):
+    if extremes is None:
+        held, finite = gradients.complete_held(factor), None
+    else:
+        finite = gradients.finish(factor, extremes)
+        held = gradients.held()
+    parameters, memory = gradients.used_parameters(used), gradients.received_memory
+    if not sharding.prepare(step, held, parameters, clip_norm, memory, finite=finite):
         return None
     pass_point("prepared", step)
     compares = weights.compares_updates(step, keeps=keeps)

@@ -103,10 +103,12 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns sums of the tensors' bits as integers, computed on their devices. Any flipped bit
-    changes one."""
-    sums = [
-        t.view(torch.int32 if t.is_complex() else INTEGERS[t.element_size()]).sum(dtype=torch.int64)
-        for t in tensors
-    ]
-    return torch.stack(sums).tolist() if sums else []
+    """Returns the sum of each tensor's bits. The host waits for their devices."""
+    return torch.stack(list(map(sum_of_bits, tensors))).tolist() if tensors else []
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a tensor's bits as integers, of shape () on its device. Any flipped bit
+    changes it."""
+    integers = torch.int32 if tensor.is_complex() else INTEGERS[tensor.element_size()]
+    return tensor.view(integers).sum(dtype=torch.int64)

@@ -12,6 +12,7 @@ from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.gang_step import clip_gang
@@ -53,7 +54,7 @@ class CommittedGradients:
             if not reads_later:
                 return float(norm)
             self._norm = norm
-        elif not type(self._state.optimizer).__module__.startswith("torch.optim"):
+        elif not class_of(self._state.optimizer).__module__.startswith("torch.optim"):
             self._norm = norm_of(self._state, self._units, self._gradients)  # it may write to them
         return None
 

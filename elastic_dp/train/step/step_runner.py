@@ -273,7 +273,7 @@ class StepRunner:
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         factor = own if self.delayed is None else self.delayed.previous.factor
         buffers = self._exchange_buffers(step, header.changed)
-        norm = None
+        norm: float | None = None
         if self._sharding is not None:
             norm = prepare_step(
                 self._sharding,
@@ -284,6 +284,7 @@ class StepRunner:
                 header.used,
                 self.clip_norm,
                 self.pass_point,
+                extremes,
                 keeps=self._has_checkpoint(step, agreed=header.keep and not header.keeps_late),
             )
             finite = norm is not None
@@ -425,14 +426,14 @@ class StepRunner:
         weight: float,
         header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
-        norm: torch.Tensor | None,
+        norm: float | None,  # None: not known yet
         finite: bool | None,  # None: there is no gradient to apply
     ) -> StepRecord:
         self.report("apply")
         state = self.state
         lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
         seed_everything(body_seed(self.seed, step))
-        grad_norm = None if norm is None else float(norm)
+        grad_norm = norm
         if norm is None:
             self.sums.assign(header.used)
             self.committed.take()

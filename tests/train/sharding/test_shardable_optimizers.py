@@ -6,18 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.config import ScalingConfig
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
 from tests.train.optimizers import AutoClip, Both, pytorch_optimizer
 
-CPU = torch.device("cpu")
 
-
-def check(optimizer, model, precision=None, device=CPU):
-    check_shardable(optimizer, dict(model.named_parameters()), precision, device)
+def check(optimizer, model, precision=None):
+    check_shardable(optimizer, dict(model.named_parameters()), precision)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
@@ -100,12 +97,6 @@ def test_parameters_with_gaps_are_refused():
         check(adamw(model), model)
 
 
-def test_devices_are_refused():
-    model = classifier()
-    with pytest.raises(SpecError, match=r"cuda device yet: train on CPUs"):
-        check(adamw(model), model, device=torch.device("cuda"))
-
-
 def test_loss_scaling_is_refused_before_the_first_step():
     spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
     with pytest.raises(SpecError, match=r'precision is "fp16".*use "bf16"'):
@@ -130,10 +121,6 @@ def test_noise_scale_is_refused_before_the_first_step():
         ({"wire": "bf16"}, "wire is 'bf16' and sharding is 'optimizer'"),
         ({"wire": "int8"}, "wire is 'int8' and sharding is 'optimizer'"),
         ({"staleness": 1}, "staleness is 1 and sharding is 'optimizer'"),
-        (
-            {"scaling": ScalingConfig(resources_per_worker={"CPU": 1, "GPU": 1})},
-            "does not work on GPUs yet: leave it out",
-        ),
     ],
 )
 def test_jobs_that_cannot_be_sharded_are_refused(change, match):

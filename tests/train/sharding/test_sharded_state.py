@@ -12,19 +12,23 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units, process_group
-from elastic_dp.distributed.gradient_units import in_memory_order
+from elastic_dp.distributed.gradient_norm import gradient_norm
+from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
+from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.pieces import part_of
-from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE, SHARDABLE_BY_NAME
+from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
 
 STEPS = 3
+DEVICE = torch.device("cpu")  # of the members' parameters
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +51,17 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 class Member:
     """A worker: its parameters, the user's optimizer, and what is sharded of it."""
 
-    def __init__(self, make: Callable, kinds: Sequence[tuple[int, ...]], dtype, shard=True) -> None:
+    def __init__(
+        self, make: Callable, kinds: Sequence[tuple[int, ...]], dtype, shard=True, clip_norm=None
+    ) -> None:
         draw = torch.Generator().manual_seed(0)
+        self.device = DEVICE if shard else torch.device("cpu")
         self.parameters = {
-            str(number): torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
-            for number, shape in enumerate(kinds)
+            str(n): torch.nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype))
+            for n, shape in enumerate(kinds)
         }
         self.optimizer = make(list(self.parameters.values()))
-        self.step = 0
+        self.step, self.clip_norm = 0, clip_norm
         self.odd = set()  # ranks whose updates differ
         self.sharding = ShardedOptimizer(self.optimizer, self.parameters) if shard else None
 
@@ -62,7 +69,8 @@ class Member:
         """Those of all members. The first parameter has none in each third step."""
         draw = torch.Generator().manual_seed(step)
         values = [
-            torch.randn(p.shape, generator=draw).to(p.dtype) for p in self.parameters.values()
+            torch.randn(p.shape, generator=draw).to(self.device, p.dtype)
+            for p in self.parameters.values()
         ]
         return [None if not n and step % 3 == 2 else g for n, g in enumerate(values)]
 
@@ -70,6 +78,10 @@ class Member:
         self.step += 1
         for p, gradient in zip(self.parameters.values(), self.gradients(self.step), strict=True):
             p.grad = gradient
+        if self.clip_norm is not None:
+            parameters = list(self.parameters.values())
+            norm = gradient_norm(UnitLayout.of(parameters), [p.grad for p in parameters])
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self.optimizer.step()
 
     def attempt(self, *, commits: bool = True, memory=None) -> None:
@@ -84,7 +96,8 @@ class Member:
                 for n, piece in enumerate(sharding.pieces)
                 if n in sharding.held and (p := list(given)[piece.parameter]) in used
             }
-            assert sharding.prepare(step, held, used, None, memory or {})
+            finite = None if sharding._group.on_device is None else True
+            assert sharding.prepare(step, held, used, self.clip_norm, memory or {}, finite=finite)
             norm, self.odd = sharding.gather(compares=True)
             assert norm is not None
         if commits:
@@ -126,9 +139,10 @@ def enter(members: Sequence[Member], act=None, topology=()) -> list:
 
 def same_bits(one, other) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.equal(
-            one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8)
-        )
+        if one.shape != other.shape:
+            return False
+        one, other = (x.detach().cpu().reshape(-1).view(torch.uint8) for x in (one, other))
+        return torch.equal(one, other)
     return one == other
 
 
@@ -170,7 +184,7 @@ def of_others():
 
 
 def test_all_optimizers_that_can_be_sharded_are_tried():
-    assert set(VARIANTS) == SHARDABLE
+    assert set(VARIANTS) == BY_PARAMETER
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind, _ in of_others()}
     assert names == SHARDABLE_BY_NAME
 
@@ -182,6 +196,11 @@ def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
         for dtype in (torch.float32, torch.bfloat16)
         for kind, options in [*kinds_and_options(), *of_others()]
     ]
+    with_masters = [
+        (of_kind(MasterWeights, optimizer_class=kind, **options), shapes(kind), torch.bfloat16)
+        for kind, (*_, options) in VARIANTS.items()
+    ]
+    cases += with_masters
 
     def train(group):
         torch.set_num_threads(1)

@@ -1,0 +1,221 @@
+"""fp32 masters of parameters in bfloat16: the bits of a loop that keeps them by hand, sharded or
+not, with kills, joins and restores."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import elastic_dp as edp
+from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from tests.runs import group, local, losses_of, never_put_off, resize, spec_of
+from tests.train.jobs import classifier, loop
+from tests.train.test_kills import with_faults
+from tests.train.test_sharded_optimizer import (
+    EVERY_5,
+    check,
+    in_small_units,
+    job,
+    kill_each,
+    sharded,
+)
+
+SLOW = pytest.mark.slow
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+def gradients(parameters, step):
+    drawn = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=drawn).to(p.dtype) for p in parameters]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(kind, options, dtype):
+    """One parameter has no gradient at first, and one is in fp32 anyhow."""
+    model = classifier().to(dtype)
+    model[1].float()
+    by_hand = copy.deepcopy(model).float()
+    optimizer = edp.MasterWeights(model.parameters(), kind, lr=1e-2, **options)
+    expected = kind(by_hand.parameters(), lr=1e-2, **options)
+    parameters, theirs = list(model.parameters()), list(by_hand.parameters())
+    for step in range(5):
+        for n, gradient in enumerate(gradients(parameters, step)):
+            has_one = bool(n or step)
+            parameters[n].grad = gradient if has_one else None
+            theirs[n].grad = gradient.float() if has_one else None
+        optimizer.step()
+        expected.step()
+        for p, their in zip(parameters, theirs, strict=True):
+            assert torch.equal(p, their.to(p.dtype))
+            state, of_theirs = dict(optimizer.state[p]), expected.state[their]
+            if p.dtype == dtype and state:
+                assert torch.equal(state.pop("master"), their)
+            assert state.keys() == of_theirs.keys()
+            assert all(torch.equal(state[key], of_theirs[key]) for key in state)
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in parameters)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, None])
+def test_updates_that_bfloat16_would_lose_add_up(kind):
+    """A hundred of a ten thousandth of a weight. Without masters each is rounded away."""
+    p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    how = {"lr": 1e-4, "weight_decay": 0.0}
+    with_masters = edp.MasterWeights([p], kind, **how) if kind else torch.optim.AdamW([p], **how)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        with_masters.step()
+    assert p.tolist() == [0.98828125 if kind else 1.0] * 8
+
+
+def test_groups_closures_and_schedulers_work_as_those_of_torch():
+    model = classifier().to(torch.bfloat16)
+    decays = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
+    optimizer = edp.MasterWeights(groups, torch.optim.AdamW, lr=0.5, weight_decay=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for n, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, float(n))
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
+    scheduler.step()
+    assert optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_masters_are_fp32_when_their_state_is_loaded_again():
+    def trained(steps, model, optimizer):
+        for step in steps:
+            for p, gradient in zip(
+                model.parameters(), gradients(model.parameters(), step), strict=True
+            ):
+                p.grad = gradient
+            optimizer.step()
+
+    def new():
+        model = classifier().to(torch.bfloat16)
+        return model, edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    model, optimizer = new()
+    trained(range(3), model, optimizer)
+    other, loaded = new()
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = loaded.state.values()
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+    trained(range(3, 6), model, optimizer)
+    trained(range(3, 6), other, loaded)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, Own, []])
+def test_masters_of_other_optimizers_are_refused(kind):
+    with pytest.raises(SpecError, match=r"optimizer_class is .* must be one of torch\.optim: ASGD"):
+        edp.MasterWeights(classifier().parameters(), kind, lr=0.1)
+
+
+class OwnMasters(edp.MasterWeights):
+    pass
+
+
+def test_subclass_is_not_known_to_be_shardable():
+    model = classifier()
+    optimizer = OwnMasters(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ModelError, match=r"optimizer is a .*\.OwnMasters, of which it is not"):
+        check_shardable(optimizer, dict(model.named_parameters()), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "equal"), [(torch.optim.AdamW, True), (torch.optim.Adafactor, False)]
+)
+def test_masters_are_updated_in_pieces_as_their_optimizer_is(kind, equal):
+    found = updates_equal_in_pieces(
+        kind, {"lr": 0.1}, torch.bfloat16, torch.device("cpu"), has_masters=True
+    )
+    assert found is equal
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def with_masters(ctx):
+    model = classifier().to(torch.bfloat16)
+    model[1].float()  # the norm's weights stay in fp32
+    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def loss_fn(model, batch):
+        hidden = model[1](model[0](batch["x"].bfloat16()).float()).bfloat16()
+        return F.cross_entropy(model[2:](hidden).float(), batch["y"])
+
+    loop(ctx, model, optimizer, loss_fn, scheduler=scheduler, clip_norm=0.5)
+
+
+def by_hand(ctx):
+    """The same without the optimizer's masters."""
+    masters = edp.MasterWeights
+    edp.MasterWeights = lambda parameters, kind, **options: kind(parameters, **options)
+    try:
+        with_masters(ctx)
+    finally:
+        edp.MasterWeights = masters
+
+
+def test_run_with_a_join_and_a_leave_has_the_local_digest():
+    spec = spec_of(steps=12, workers=3, virtual=6)
+    outcome, _ = group(spec, with_masters, script=[resize(4, 1), resize(7, 2)])
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, with_masters).digest != local(spec, by_hand).digest
+
+
+@pytest.mark.parametrize(
+    ("workers", "point"),
+    [(4, "prepared"), *(pytest.param(n, None, marks=SLOW) for n in range(1, 9))],
+)
+def test_sharded_run_has_the_digest_of_one_that_is_not(workers, point, tmp_path):
+    config = {"hold": dict.fromkeys(range(1, 7), workers)}
+    spec = spec_of(steps=10, workers=workers, min_workers=1, config=config)
+    faults = ()
+    if point is not None:
+        faults = (WorkerFault(point, 8, 1, world_size=workers, once=str(tmp_path / "dead")),)
+    outcome, run = group(sharded(spec), in_small_units(with_masters), faults=faults)
+    assert outcome.workers_lost == len(faults), losses_of(run)
+    check(outcome, with_masters, sharded(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["gather", "prepared", "gathered", "after_commit", "optimizer"])
+def test_kills_of_sharded_workers_cost_no_masters(point, tmp_path):
+    spec = job()
+    outcome, run = with_faults(spec, in_small_units(with_masters), kill_each(point, 4, tmp_path))
+    assert outcome.workers_lost == 4, losses_of(run)
+    check(outcome, with_masters, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["sharded", "replicated"])
+def test_masters_of_a_checkpoint_are_read_with_and_without_sharding(first, tmp_path):
+    one = job(steps=10, checkpoint=EVERY_5)
+    other = dataclasses.replace(job(steps=20, workers=3, checkpoint=EVERY_5), sharding=None)
+    if first == "replicated":
+        one, other = dataclasses.replace(one, sharding=None), sharded(other)
+    train = never_put_off(in_small_units(with_masters))
+    outcome, _ = group(one, train, url=str(tmp_path))
+    assert outcome.error is None, outcome.traceback
+    outcome, _ = group(other, train, url=str(tmp_path))
+    check(outcome, with_masters, other)
