@@ -138,9 +138,16 @@ class TrainingParts:
         inner: InnerSteps | None = None
         if inner_rows is not None:
             assert given.inner_optimizer is not None  # it is checked above
-            how = given.inner_optimizer, given.inner_clip_norm, spec.data.seed
-            models = given.model, given.optimizer
-            inner = InnerSteps(*models, micro_batches, inner_rows, speed, *how)
+            inner = InnerSteps(
+                given.model,
+                given.optimizer,
+                micro_batches,
+                inner_rows,
+                speed,
+                given.inner_optimizer,
+                given.inner_clip_norm,
+                spec.data.seed,
+            )
         rows: RowSource = inner_rows or data
         step_runner = StepRunner(
             state,
