@@ -173,11 +173,11 @@ def test_header_line_that_holds_numbers_is_said(header, is_said, tmp_path, caplo
 def test_lone_carriage_returns_among_other_line_ends_are_said(
     group_bytes, tmp_path, monkeypatch, caplog
 ):
-    """pandas writes one without quotes, and reads two rows, as everyone does. In a file of several
-    columns such a row is ragged."""
+    """Before Python 3.13 pandas wrote one without quotes, and reads two rows, as all do. In a
+    file of several columns such a row is ragged."""
     monkeypatch.setattr(text_format, "GROUP_BYTES", group_bytes)
-    frame = pd.DataFrame({"a": ["x", "one\rtwo", "y", 'quoted "\r"', "z"]})
-    frame.to_csv(tmp_path / "a.csv", index=False)
+    (tmp_path / "a.csv").write_bytes(b'a\nx\none\rtwo\ny\n"quoted ""\r"""\nz\n')
+    assert len(pd.read_csv(tmp_path / "a.csv")) == 6
     expected = [{"a": value} for value in ("x", "one", "two", "y", 'quoted "\r"', "z")]
     for act in (lambda: rows_of(tmp_path)[0], lambda: converted(tmp_path / "a.csv")):
         caplog.clear()
