@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import peers
-from benchmarks.models import GPT, SIZES, loss_fn
+from benchmarks.models import GPT, SIZES, Text, loss_fn
 from benchmarks.report import add_quick, each, exit_code
 from benchmarks.slow_link import DEVICE, Host, hosts
 from benchmarks.step_overhead import ROWS
@@ -63,17 +63,6 @@ RATE_BITS_S, DELAY_S = 1e9, 0.025
 WITHIN_S = 2.0  # some two rounds
 PATIENCE_S = 120.0
 PEER = "torchft 0.2, tuned"
-
-
-class Text(torch.utils.data.Dataset):
-    """Made-up text: row i is a function of i alone."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(i)
-        return {"tokens": torch.randint(0, 256, (65,), generator=generator)}
 
 
 class Line(NamedTuple):
@@ -150,7 +139,7 @@ def ours(size: str, kills: int, on: Sequence[Host]) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         spec = JobSpec(
             name="diloco-kills",
-            data=MapStyleData(Text(), micro_batch_size=ROWS[size]),
+            data=MapStyleData(Text(1_000_000), micro_batch_size=ROWS[size]),
             config={"folder": folder, "size": size},
             scaling=ScalingConfig(
                 min_workers=1,

@@ -53,6 +53,20 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
+class Text(torch.utils.data.Dataset):
+    """Made-up text: row i is a function of i alone."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(i)
+        return {"tokens": torch.randint(0, 256, (65,), generator=generator)}
+
+
 class RandomTokens:
     """A data set made up on the spot: a pure function of (step, virtual worker). A
     `BatchSource`."""

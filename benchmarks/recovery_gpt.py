@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.models import SMALL
+from benchmarks.models import SMALL, Text
 from benchmarks.recovery import (
     Kill,
     Record,
@@ -50,17 +50,6 @@ WORKERS = 3
 RAY_NICENESS = 15  # Ray's default
 OURS, COLD = "elastic_dp", "elastic_dp, warm_processes=0"
 PEER = "torchft 0.2, tuned"
-
-
-class Text(torch.utils.data.Dataset):
-    """Made-up text: row i is a function of i alone."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(i)
-        return {"tokens": torch.randint(0, 256, (65,), generator=generator)}
 
 
 def on_ray(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
@@ -82,7 +71,7 @@ def ours(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
             folder,
             WORKERS,
             warm_processes=int(warm),
-            data=Text(),
+            data=Text(100_000),
             gpt=SMALL[size],
         )
         run = job.start()
@@ -100,7 +89,13 @@ def ours(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
         result = run.result()
         record = Record.read(folder)
         calm = trainer(
-            "calm", storage, None, WORKERS, max_steps=result.step, data=Text(), gpt=SMALL[size]
+            "calm",
+            storage,
+            None,
+            WORKERS,
+            max_steps=result.step,
+            data=Text(100_000),
+            gpt=SMALL[size],
         ).fit(local=True)
     same = result.exact and result.weights_sha256 == calm.weights_sha256
     return {**judge(record, done), "exact": same and not record.disorder()}
