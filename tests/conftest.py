@@ -25,6 +25,7 @@ hypothesis.settings.load_profile("patient")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Else gcsfs asks Google itself of what kind each bucket is, whatever its endpoint.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 # Ray gives its own processes 30 s to start. More than two at once need longer on two cores.

@@ -1,30 +1,22 @@
 """What the tests and the package import is named in pyproject.toml, so that `make install` brings
 it."""
 
-import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONG, ON_ONE_RAY, ON_OTHERS, START_RAY, TwoRaysAtATime
+from tests.source_trees import sources
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"elastic_dp", "tests", "jobs", "benchmarks"}
 # For the type checker alone, and torch brings it.
 TYPES = {"typing_extensions"}
-
-
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
 
 
 def names_in(requirements):
@@ -40,6 +32,15 @@ def names_in(requirements):
             yield name
 
 
+def brought_by(name):
+    """Return the modules of a distribution, by its list of files."""
+    try:
+        files = distribution(name).read_text("RECORD") or ""
+    except PackageNotFoundError:  # there is none for this platform
+        return set()
+    return {re.match("[^/.,]*", line)[0] for line in files.splitlines()}
+
+
 WRITERS = set(ROOT.glob("tests/data/written_by_*/write.py"))  # run once, where they are installed
 
 
@@ -50,16 +51,14 @@ def test_the_dev_extra_has_what_the_tests_import():
         *names_in(extras["dev"]),
         *names_in(extras["jobs"]),
     }
-    owners = packages_distributions()
-    missing = {}
-    for path in {*ROOT.glob("tests/**/*.py"), *ROOT.glob("elastic_dp/**/*.py")} - WRITERS:
-        for module in imported(path):
-            top = module.partition(".")[0]
-            if top in OURS | TYPES or top in sys.stdlib_module_names:
-                continue
-            distributions = {d.lower().replace("_", "-") for d in owners.get(top, [top])}
-            if not distributions & named:
-                missing[top] = str(path.relative_to(ROOT))
+    known = OURS | TYPES | {*sys.stdlib_module_names}.union(*map(brought_by, named))
+    missing = {
+        top: str(path.relative_to(ROOT))
+        for path, imports in sources().imports.items()
+        if path.is_relative_to(ROOT / "tests") or path.is_relative_to(ROOT / "elastic_dp")
+        for top in {module.partition(".")[0] for module in imports} - known
+        if path not in WRITERS
+    }
     assert not missing
 
 

@@ -1,16 +1,11 @@
 """Messages count as English does, and identifiers use the field's words."""
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.wording import SHOWN, counted, first_few
 from tests.coordinator.scenarios import Scenario
-
-ROOT = Path(__file__).parent.parent
-SOURCES = ("elastic_dp", "tests", "benchmarks", "jobs", "docs")
+from tests.source_trees import sources
 
 
 def test_counted_one_is_singular_and_zero_is_plural() -> None:
@@ -73,26 +68,6 @@ OLD_WORDS = {  # a word that this project once coined, and the one that the fiel
 # Identifiers in which such a word means something else: a phase, an all-gather, numpy.void.
 OTHER_MEANINGS = {"GATHERING", "_gathering", "void"}
 FRAGMENT = re.compile(r"(Of|As|It|Its|They|Their|Else|Until|So that|But|Whom)\b")
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@cache
-def names_and_docstrings() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the identifiers and docstrings of all sources, each with a place where it stands."""
-    names: dict[str, str] = {}
-    docstrings: dict[str, str] = {}
-    paths = [p for folder in SOURCES for p in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(paths) > 500
-    for path in paths:
-        where = str(path.relative_to(ROOT))
-        names.setdefault(path.stem, where)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-                docstrings.setdefault(text.splitlines()[0], where)
-            for field in ("name", "id", "attr", "arg"):
-                if isinstance(name := getattr(node, field, None), str):
-                    names.setdefault(name, f"{where}:{getattr(node, 'lineno', 0)}")
-    return names, docstrings
 
 
 def words_of(identifier: str) -> list[str]:
@@ -102,16 +77,15 @@ def words_of(identifier: str) -> list[str]:
 
 def test_docstrings_begin_with_no_pronoun_and_no_fragment() -> None:
     """A docstring begins with a subject or a verb; "Of one member." is a fragment."""
-    _, docstrings = names_and_docstrings()
-    found = [f"{where}: {text}" for text, where in docstrings.items() if FRAGMENT.match(text)]
+    docstrings = sources().docstrings.items()
+    found = [f"{where}: {text}" for text, where in docstrings if FRAGMENT.match(text)]
     assert not found, "\n".join(found)
 
 
 def test_identifiers_have_none_of_the_old_words() -> None:
-    names, _ = names_and_docstrings()
     found = [
         f"{where} {name}: {word} is called {OLD_WORDS[word]}"
-        for name, where in names.items()
+        for name, where in sources().names.items()
         for word in words_of(name)
         if word in OLD_WORDS and name not in OTHER_MEANINGS
     ]

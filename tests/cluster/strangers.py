@@ -1,19 +1,15 @@
-"""A program that sends garbage to the ports it is given: `python -m tests.cluster.strangers`, with
-a JSON on standard input.
+"""Garbage for the ports of a run, sent by a process of its own:
 
-    {"tcp": [[host, port], …], "udp": [[host, port], …], "connections": n, "datagrams": n, "nonce":
-    hex, "secret": hex, "seed": n}
+    send({"tcp": [(host, port), …], "udp": [(host, port), …], "connections": n, "datagrams": n,
+    "nonce": hex, "secret": hex, "seed": n})
 
 `connections`: to each port. `datagrams`: to all of them together. `secret`: that of another run,
 which signs some of them.
 """
 
 import contextlib
-import json
 import random
 import socket
-import sys
-import time
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.distributed.rendezvous_store import _Wire
@@ -77,11 +73,9 @@ def connect_often(address, times, greeting, rng):
         one.close()
 
 
-def main():
-    asked = json.load(sys.stdin)
+def send(asked):
     rng = random.Random(asked["seed"])
     greeting, made = greetings(asked, rng), datagrams(asked, rng)
-    began = time.monotonic()
     for address in asked["tcp"]:
         connect_often(address, asked["connections"], greeting, rng)
     sent = 0
@@ -92,8 +86,3 @@ def main():
                 with contextlib.suppress(OSError):
                     stranger.sendto(rng.choice(made), tuple(address))
                 sent += 1
-    print(f"{sent} datagrams in {time.monotonic() - began:.1f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,12 +3,10 @@ there were none."""
 
 import contextlib
 import dataclasses
-import json
+import multiprocessing
 import os
 import re
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
+from tests.cluster import strangers
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached, spec_of, texts_of
 from tests.train.jobs import average_and_plateau, plain
@@ -68,11 +67,14 @@ def attack(run, connections, datagrams):
         "secret": secrets.token_bytes(32).hex(),
         "seed": 1,
     }
-    command = [sys.executable, "-m", "tests.cluster.strangers"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-    process.stdin.write(json.dumps(asked))
-    process.stdin.close()
+    process = multiprocessing.get_context("forkserver").Process(target=strangers.send, args=[asked])
+    process.start()
     return process
+
+
+def wait_for(process):
+    process.join(4 * PATIENCE_S)
+    assert process.exitcode == 0
 
 
 def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
@@ -115,10 +117,9 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
         first = attack(run, connections, datagrams // 2)
         goes_on(run)
         next(iter(run.worker_group.processes.values())).kill()
-        assert first.wait(4 * PATIENCE_S) == 0
+        wait_for(first)
         goes_on(run)
-        second = attack(run, connections, datagrams // 2)
-        assert second.wait(4 * PATIENCE_S) == 0
+        wait_for(attack(run, connections, datagrams // 2))
         goes_on(run)
 
     config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": 0.1}

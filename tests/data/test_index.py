@@ -362,7 +362,7 @@ def numbers(nbytes: int) -> pa.Array:
 )
 def test_a_row_group_takes_no_more_than_is_said(made, codec, tmp_path):
     """Each just longer than a power of two: buffers that grow by doubling are then the largest."""
-    for name, nbytes in ("small", 1 << 10), ("large", 66 << 20):
+    for name, nbytes in ("small", 1 << 10), ("large", 34 << 20):
         (tmp_path / name).mkdir()
         content = pa.table({"x": made(nbytes)})
         path = tmp_path / name / "part-0.parquet"

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pytest
 
@@ -15,8 +14,9 @@ from elastic_dp.dataprep.convert import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from tests.data.test_listing import config, ids
+from tests.imported_when_used import ImportedWhenUsed
 
-datasets.disable_progress_bars()
+datasets = ImportedWhenUsed("datasets")
 
 
 def arrow(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,19 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from pyiceberg.catalog.memory import InMemoryCatalog
-from pyiceberg.manifest import (
-    DataFile,
-    DataFileContent,
-    FileFormat,
-    ManifestContent,
-    ManifestWriter,
-    ManifestWriterV2,
-)
-from pyiceberg.table.snapshots import Operation
-from pyiceberg.table.update.snapshot import _FastAppendFiles
-from pyiceberg.typedef import Record
-from pyiceberg.types import StringType
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
@@ -39,6 +27,11 @@ from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store
 from tests.data.values import in_place
+from tests.imported_when_used import ImportedWhenUsed
+
+catalogs = ImportedWhenUsed("pyiceberg.catalog.memory")
+manifests = ImportedWhenUsed("pyiceberg.manifest")
+types = ImportedWhenUsed("pyiceberg.types")
 
 
 def config(url: str | Path | list[str]) -> DataConfig:
@@ -191,7 +184,7 @@ def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(checkpoint,
     "url", ["{}", "{}/data", "{}/data/*.parquet", "{}/**/*.parquet", "{}/data/"]
 )
 def test_iceberg_table_is_refused_with_the_line_that_reads_its_rows(url, tmp_path):
-    catalog = InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
+    catalog = catalogs.InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
     catalog.create_namespace("space")
     made = catalog.create_table("space.name", schema=numbers(0, 1).schema)
     made.append(numbers(0, 10))
@@ -205,22 +198,32 @@ def test_iceberg_table_is_refused_with_the_line_that_reads_its_rows(url, tmp_pat
     assert ids([task.file.file_path for task in tasks]) == list(range(3, 15))
 
 
-class AddDeleteFiles(_FastAppendFiles):
-    """Which pyiceberg reads and does not write."""
+def of_delete_files(transaction, io):
+    """An update that adds delete files, which pyiceberg reads and does not write."""
+    from pyiceberg.table.snapshots import Operation
+    from pyiceberg.table.update.snapshot import _FastAppendFiles
 
-    def new_manifest_writer(self, spec):
-        class Writer(ManifestWriterV2):
-            def content(self):
-                return ManifestContent.DELETES
+    class Writer(manifests.ManifestWriterV2):
+        def content(self):
+            return manifests.ManifestContent.DELETES
 
-            _meta = property(lambda self: {**ManifestWriter._meta.fget(self), "content": "deletes"})
+        @property
+        def _meta(self):
+            return {**manifests.ManifestWriter._meta.fget(self), "content": "deletes"}
 
-        return Writer(spec, self.schema(), self.new_manifest_output(), self._snapshot_id, "null")
+    class AddDeleteFiles(_FastAppendFiles):
+        def new_manifest_writer(self, spec):
+            output = self.new_manifest_output()
+            return Writer(spec, self.schema(), output, self._snapshot_id, "null")
+
+    return AddDeleteFiles(Operation.APPEND, transaction, io)
 
 
-def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
+def iceberg_with(kind: str, folder: Path) -> Any:
     """Rows 0 to 9, and a file that deletes 2 and 5 by their places, or by their ids."""
-    catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
+    from pyiceberg.typedef import Record
+
+    catalog = catalogs.InMemoryCatalog("catalog", warehouse=f"file://{folder}")
     catalog.create_namespace("space")
     made = catalog.create_table(
         "space.name", schema=numbers(0, 1).schema, properties={"format-version": "2"}
@@ -228,18 +231,18 @@ def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
     made.append(numbers(0, 10))
     (task,) = made.scan().plan_files()
     path = folder / "space" / "name" / "data" / "deletes.parquet"
-    if content == DataFileContent.POSITION_DELETES:
+    if kind == "POSITION_DELETES":
         pq.write_table(pa.table({"file_path": [task.file.file_path] * 2, "pos": [2, 5]}), path)
     else:
         pq.write_table(pa.table({"id": [2, 5]}), path)
     with (
         made.transaction() as transaction,
-        AddDeleteFiles(Operation.APPEND, transaction, made.io) as update,
+        of_delete_files(transaction, made.io) as update,
     ):
-        deletes = DataFile.from_args(
-            content=content,
+        deletes = manifests.DataFile.from_args(
+            content=manifests.DataFileContent[kind],
             file_path=f"file://{path}",
-            file_format=FileFormat.PARQUET,
+            file_format=manifests.FileFormat.PARQUET,
             partition=Record(),
             record_count=2,
             file_size_in_bytes=path.stat().st_size,
@@ -249,7 +252,7 @@ def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
             nan_value_counts={},
             lower_bounds={},
             upper_bounds={},
-            equality_ids=[1] if content == DataFileContent.EQUALITY_DELETES else None,
+            equality_ids=[1] if kind == "EQUALITY_DELETES" else None,
         )
         deletes.spec_id = made.metadata.default_spec_id
         update.append_data_file(deletes)
@@ -258,7 +261,7 @@ def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
 
 @pytest.mark.parametrize("url", ["{}", "{}/data", "{}/data/*.parquet", "{}/**/*.parquet"])
 def test_iceberg_table_with_delete_files_is_read_by_the_line_that_writes_its_rows(url, tmp_path):
-    catalog = iceberg_with(DataFileContent.POSITION_DELETES, tmp_path)
+    catalog = iceberg_with("POSITION_DELETES", tmp_path)
     folder = tmp_path / "space" / "name"
     refused(url.format(folder), "Iceberg table", "scan().to_arrow()", without="plan_files")
     with pytest.raises(DataError) as error:
@@ -271,7 +274,7 @@ def test_iceberg_table_with_delete_files_is_read_by_the_line_that_writes_its_row
 
 
 def test_iceberg_table_with_equality_deletes_is_refused_with_the_line_of_spark(tmp_path):
-    catalog = iceberg_with(DataFileContent.EQUALITY_DELETES, tmp_path)
+    catalog = iceberg_with("EQUALITY_DELETES", tmp_path)
     folder = tmp_path / "space" / "name"
     refused(
         folder, "equality deletes", "spark.table(", "write.parquet('rows')", without="plan_files"
@@ -308,9 +311,9 @@ def test_table_on_a_store_is_refused(delta):
 # ------------------------------------------------------------------------------ after a rename
 
 
-def iceberg(folder: Path, change) -> InMemoryCatalog:
+def iceberg(folder: Path, change) -> Any:
     """Two rows before a change of the schema, and one after it."""
-    catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
+    catalog = catalogs.InMemoryCatalog("catalog", warehouse=f"file://{folder}")
     catalog.create_namespace("space")
     schema = pa.schema({"id": pa.int64(), "text": pa.string(), "old": pa.string()})
     made = catalog.create_table("space.name", schema=schema)
@@ -333,7 +336,7 @@ def replaced(update) -> None:
         (lambda update: update.rename_column("text", "body"), False),
         (lambda update: update.delete_column("old"), False),
         (replaced, False),
-        (lambda update: update.add_column("new", StringType()), True),
+        (lambda update: update.add_column("new", types.StringType()), True),
     ],
     ids=["rename", "drop", "replace", "add"],
 )
@@ -452,7 +455,7 @@ def test_list_of_a_table_whose_log_cannot_be_compared_is_warned_of(delta, caplog
 def test_list_of_an_iceberg_tables_files_is_warned_of_if_it_is_not_the_newest_snapshot(
     deletes, hashed, tmp_path, caplog
 ):
-    catalog = InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
+    catalog = catalogs.InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
     catalog.create_namespace("space")
     made = catalog.create_table(
         "space.name",
@@ -476,7 +479,7 @@ def test_list_of_an_iceberg_tables_files_is_warned_of_if_it_is_not_the_newest_sn
 
 
 def test_list_of_an_iceberg_tables_files_with_delete_files_is_warned_of(tmp_path, caplog):
-    catalog = iceberg_with(DataFileContent.POSITION_DELETES, tmp_path)
+    catalog = iceberg_with("POSITION_DELETES", tmp_path)
     (task,) = catalog.load_table("space.name").scan().plan_files()
     (line, *_) = warned([task.file.file_path], caplog)
     assert "may hold rows that are marked as deleted" in line and "to_arrow()" in line

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import duckdb
 import numpy as np
 import pandas as pd
@@ -35,11 +34,11 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as crypto
 import webdataset
 from deltalake import DeltaTable, write_deltalake
-from pyiceberg.catalog.memory import InMemoryCatalog
 
 from elastic_dp.errors import DataError
+from tests.imported_when_used import ImportedWhenUsed
 
-datasets.disable_progress_bars()
+datasets = ImportedWhenUsed("datasets")
 ROWS = 12
 IDS = list(range(ROWS))
 Maker = Callable[[Path], Any]
@@ -612,11 +611,11 @@ def duckdb_zst(folder):
 # ------------------------------------------------------------------------------------ datasets
 
 
-def dataset(**more: Any) -> datasets.Dataset:
+def dataset(**more: Any) -> Any:
     return datasets.Dataset.from_dict({"id": IDS, "text": [f"text {i}" for i in IDS], **more})
 
 
-def of_datasets(made: datasets.Dataset) -> pa.Table:
+def of_datasets(made: Any) -> pa.Table:
     return made.with_format("arrow")[:]
 
 
@@ -698,6 +697,8 @@ def delta_files(folder):
 
 
 def iceberg_with_deletes(folder: Path) -> Any:
+    from pyiceberg.catalog.memory import InMemoryCatalog  # which takes a second
+
     catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
     catalog.create_namespace("space")
     made = catalog.create_table("space.name", schema=pa.table({"id": IDS}).schema)

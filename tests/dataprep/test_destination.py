@@ -4,7 +4,6 @@ import uuid
 
 import fsspec
 import pytest
-import s3fs
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
@@ -21,10 +20,11 @@ def bucket(moto):
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "test")
         patch.setenv("AWS_ENDPOINT_URL", moto)
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("conversions")
+        system = fsspec.get_filesystem_class("s3")
+        system.clear_instance_cache()
+        system().mkdir("conversions")
         yield "s3://conversions"
-    s3fs.S3FileSystem.clear_instance_cache()
+    system.clear_instance_cache()
 
 
 @pytest.fixture

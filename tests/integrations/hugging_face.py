@@ -164,3 +164,37 @@ class Diary(TrainerCallback):
     def lines(self) -> list[tuple[str, int, str, int]]:
         words = [line.split() for line in Path(self.path).read_text().splitlines()]
         return [(event, int(step), who, int(pid)) for event, step, who, pid in words]
+
+
+class Halved(Trainer):
+    loss_is_scaled_for_ga = False  # the mean over rows of each micro-batch
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].transpose(1, 2)
+        loss = 0.5 * torch.nn.functional.cross_entropy(logits, labels[:, 1:])
+        return (loss, outputs) if return_outputs else loss
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+class LeavesEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = True
+
+
+class FailsOnce(TrainerCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7 and not (self.folder / "failed").exists():
+            (self.folder / "failed").touch()
+            raise RuntimeError("once")

@@ -8,8 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from torchmetrics.functional import accuracy
 
 from tests.runs import Points
@@ -150,3 +151,118 @@ for _hook in (
     *("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
 ):
     setattr(LightningDiary, _hook, _writes(_hook))
+
+
+class Whole(Curve):
+    """The mean loss over the accumulated batches of a step, which Lightning itself does not log."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(float(outputs["loss"]))
+        if (batch_idx + 1) % 4 == 0:
+            step = trainer.global_step
+            self.losses[step] = sum(self.batches)  # each is divided by their number
+            self.rates[step] = trainer.optimizers[0].param_groups[0]["lr"]
+            self.batches = []
+
+
+class LogsRate(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+class FailsInHook(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 9 and not (self.folder / "failed").exists():
+            (self.folder / "failed").touch()
+            raise RuntimeError("once")
+
+
+class LeavesOut(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss if float(batch[1].sum()) % 2 else None}
+
+
+class AsksTrainer(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, self.trainer.fit_loop)
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Metered(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.meter = torchmetrics.MeanMetric()
+
+
+class Weighted(PointsData):
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=2, sampler=WeightedRandomSampler([1.0] * 48, 48))
+
+
+class Several(PointsData):
+    def train_dataloader(self):
+        return [super().train_dataloader()]
+
+
+class Moves(PointsData):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class Streams(PointsData):
+    def train_dataloader(self):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(())
+
+        return DataLoader(Stream(), batch_size=2)
+
+
+class TwoOptimizers(Classifier):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+class SumsLog(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("rows", 2.0, reduce_fx="sum")
+
+
+class LogsBatches(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0, on_step=True)
+
+
+class KeepsOutputs(Classifier):
+    """Keeps what each batch gives until the end of the epoch, as Lightning advises since 2.0."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = {"logits": []}
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs["logits"].append(self.net(batch[0]))
+
+
+class MonitorsNothing(Classifier):
+    def __init__(self):
+        super().__init__(schedule="plateau")
+
+    def configure_optimizers(self):
+        return super().configure_optimizers() | {"monitor": "nothing"}

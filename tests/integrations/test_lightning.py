@@ -6,28 +6,20 @@ import json
 import re
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 import elastic_dp as edp
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.integrations import lightning_arguments
-from elastic_dp.integrations.lightning import LightningTrainer
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.integrations.lightning_jobs import (
-    SCHEDULES,
-    Classifier,
-    Curve,
-    LightningDiary,
-    Pairs,
-    PointsData,
-)
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import PATIENT, group, lines_of, texts_of
 
+pl = ImportedWhenUsed("lightning.pytorch")
+integration = ImportedWhenUsed("elastic_dp.integrations.lightning")
+lightning_arguments = ImportedWhenUsed("elastic_dp.integrations.lightning_arguments")
+jobs = ImportedWhenUsed("tests.integrations.lightning_jobs")
 ROOT = Path(__file__).parents[2]
 QUIET = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
@@ -38,8 +30,8 @@ QUIET = {
 
 def fit(module, folder, data=None, name="run", **options):
     options = QUIET | {"max_epochs": 3, "accumulate_grad_batches": 4} | options
-    data = PointsData() if data is None else data
-    trainer = LightningTrainer(
+    data = jobs.PointsData() if data is None else data
+    trainer = integration.LightningTrainer(
         module, datamodule=data, storage_path=str(folder), name=name, **options
     )
     return trainer.fit(local=True)
@@ -50,7 +42,7 @@ def original():
     def train(module, data=None, **options):
         options = QUIET | {"max_epochs": 3, "accumulate_grad_batches": 4} | options
         trainer = pl.Trainer(**options)
-        trainer.fit(module, datamodule=PointsData() if data is None else data)
+        trainer.fit(module, datamodule=jobs.PointsData() if data is None else data)
         return trainer
 
     with pytest.warns() as _:  # Lightning advises more workers for its DataLoader
@@ -65,15 +57,15 @@ def logged(folder, name="run"):
 # --------------------------------------------------------------------------- beside the library
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["none", "step", "epoch", "plateau"])
 def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
     schedule, tmp_path, original
 ):
     """Over the same rows: both read them in the order of the data set, and no dropout."""
-    ours, curve = Classifier(0.0, schedule), Curve()
-    result = fit(ours, tmp_path, PointsData(False), callbacks=[curve], gradient_clip_val=0.5)
-    theirs, whole = Classifier(0.0, schedule), Whole()
-    trainer = original(theirs, PointsData(False), callbacks=[whole], gradient_clip_val=0.5)
+    ours, curve = jobs.Classifier(0.0, schedule), jobs.Curve()
+    result = fit(ours, tmp_path, jobs.PointsData(False), callbacks=[curve], gradient_clip_val=0.5)
+    theirs, whole = jobs.Classifier(0.0, schedule), jobs.Whole()
+    trainer = original(theirs, jobs.PointsData(False), callbacks=[whole], gradient_clip_val=0.5)
     assert result.step == 18 and result.exact
     assert curve.losses == pytest.approx(whole.losses, rel=1e-5) and len(curve.losses) == 18
     assert curve.rates == whole.rates
@@ -85,27 +77,11 @@ def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
         torch.testing.assert_close(value, ours.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-class Whole(Curve):
-    """The mean loss over the accumulated batches of a step, which Lightning itself does not log."""
-
-    def __init__(self):
-        super().__init__()
-        self.batches = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.batches.append(float(outputs["loss"]))
-        if (batch_idx + 1) % 4 == 0:
-            step = trainer.global_step
-            self.losses[step] = sum(self.batches)  # each is divided by their number
-            self.rates[step] = trainer.optimizers[0].param_groups[0]["lr"]
-            self.batches = []
-
-
 def test_bf16_has_the_loss_curve_of_lightning(tmp_path, original):
-    curve, whole = Curve(), Whole()
+    curve, whole = jobs.Curve(), jobs.Whole()
     options = {"precision": "bf16-mixed", "max_epochs": 1}
-    fit(Classifier(0.0), tmp_path, PointsData(False), callbacks=[curve], **options)
-    original(Classifier(0.0), PointsData(False), callbacks=[whole], **options)
+    fit(jobs.Classifier(0.0), tmp_path, jobs.PointsData(False), callbacks=[curve], **options)
+    original(jobs.Classifier(0.0), jobs.PointsData(False), callbacks=[whole], **options)
     assert curve.losses == pytest.approx(whole.losses, rel=1e-2)
 
 
@@ -116,14 +92,14 @@ def test_hooks_are_called_in_the_order_of_lightning(tmp_path, original):
     lines = []
     for name, run in (("a", lambda *a, **k: fit(a[0], tmp_path, **k)), ("b", original)):
         (tmp_path / name).mkdir()
-        diary = LightningDiary(tmp_path / name)
-        run(Classifier(), callbacks=[diary], accumulate_grad_batches=1, max_epochs=2)
+        diary = jobs.LightningDiary(tmp_path / name)
+        run(jobs.Classifier(), callbacks=[diary], accumulate_grad_batches=1, max_epochs=2)
         lines.append([line[:4] for line in diary.lines()])
     assert lines[0] == lines[1] and len(lines[0]) > 60
 
 
 def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
-    fit(Classifier(), tmp_path, log_every_n_steps=4)
+    fit(jobs.Classifier(), tmp_path, log_every_n_steps=4)
     lines = logged(tmp_path)
     assert [line["step"] for line in lines if "train_loss_step" in line] == [4, 8, 12, 16]
     ends = [line["step"] for line in lines if "train_loss_epoch" in line]
@@ -132,42 +108,26 @@ def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
 
 
 def test_no_step_is_logged_if_the_number_of_steps_is_zero(tmp_path):
-    fit(Classifier(), tmp_path, log_every_n_steps=0, max_epochs=1)
+    fit(jobs.Classifier(), tmp_path, log_every_n_steps=0, max_epochs=1)
     assert not [line for line in logged(tmp_path) if "train_loss_step" in line]
 
 
-class LogsRate(Classifier):
-    def training_step(self, batch, batch_idx):
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
-
-
 def test_module_logs_the_learning_rate_of_its_optimizer(tmp_path):
-    curve = Curve()
-    fit(LogsRate(schedule="epoch"), tmp_path, callbacks=[curve])
+    curve = jobs.Curve()
+    fit(jobs.LogsRate(schedule="epoch"), tmp_path, callbacks=[curve])
     rates = [line["rate"] for line in logged(tmp_path) if "rate" in line]
     assert rates == pytest.approx([1e-2] * 6 + [5e-3] * 6 + [2.5e-3] * 6)
 
 
 def test_validation_runs_after_every_so_many_epochs(tmp_path):
-    fit(Classifier(), tmp_path, check_val_every_n_epoch=2)
+    fit(jobs.Classifier(), tmp_path, check_val_every_n_epoch=2)
     assert [line["epoch"] for line in logged(tmp_path) if "val_loss" in line] == [1]
 
 
 def test_early_stopping_ends_the_run(tmp_path):
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    result = fit(Classifier(), tmp_path, callbacks=[stopping], max_epochs=9)
+    stopping = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    result = fit(jobs.Classifier(), tmp_path, callbacks=[stopping], max_epochs=9)
     assert result.step == 12 and "should_stop" in result.reason
-
-
-class FailsInHook(pl.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 9 and not (self.folder / "failed").exists():
-            (self.folder / "failed").touch()
-            raise RuntimeError("once")
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("step", marks=pytest.mark.slow), "plateau"])
@@ -177,13 +137,17 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
     """The run goes on in the middle of an epoch, whose means are over all of its steps."""
     options = {"checkpoint": edp.CheckpointConfig(every_steps=4)}
     undisturbed = fit(
-        Classifier(schedule=schedule), tmp_path, name="calm", callbacks=[stops_late()], **options
+        jobs.Classifier(schedule=schedule),
+        tmp_path,
+        name="calm",
+        callbacks=[stops_late()],
+        **options,
     )
-    callbacks = [FailsInHook(tmp_path), stops_late()]
+    callbacks = [jobs.FailsInHook(tmp_path), stops_late()]
     with pytest.raises(RuntimeError, match="once"):
-        fit(Classifier(schedule=schedule), tmp_path, callbacks=callbacks, **options)
-    callbacks = [FailsInHook(tmp_path), stops_late()]
-    again = Classifier(schedule=schedule)
+        fit(jobs.Classifier(schedule=schedule), tmp_path, callbacks=callbacks, **options)
+    callbacks = [jobs.FailsInHook(tmp_path), stops_late()]
+    again = jobs.Classifier(schedule=schedule)
     result = fit(again, tmp_path, callbacks=callbacks, **options)
     assert result.weights_sha256 == undisturbed.weights_sha256
     calm, ours = (
@@ -199,13 +163,13 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
 
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
     options = {"checkpoint": edp.CheckpointConfig(every_steps=4), "max_epochs": 2}
-    undisturbed = fit(Classifier(), tmp_path, name="calm", **options)
-    job = LightningTrainer(
-        Classifier(),
-        datamodule=PointsData(),
+    undisturbed = fit(jobs.Classifier(), tmp_path, name="calm", **options)
+    job = integration.LightningTrainer(
+        jobs.Classifier(),
+        datamodule=jobs.PointsData(),
         storage_path=str(tmp_path),
         name="run",
-        callbacks=[FailsInHook(tmp_path)],
+        callbacks=[jobs.FailsInHook(tmp_path)],
         accumulate_grad_batches=4,
         **options,
     )
@@ -215,30 +179,17 @@ def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
 
 
 def stops_late():
-    return EarlyStopping("val_loss", patience=9, min_delta=10.0)
-
-
-class LeavesOut(Classifier):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1:
-            return None
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": loss if float(batch[1].sum()) % 2 else None}
+    return pl.callbacks.EarlyStopping("val_loss", patience=9, min_delta=10.0)
 
 
 def test_batches_without_a_loss_are_left_out(tmp_path):
-    result = fit(LeavesOut(), tmp_path)
+    result = fit(jobs.LeavesOut(), tmp_path)
     assert result.step == 18 and result.exact
-
-
-class AsksTrainer(Classifier):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, self.trainer.fit_loop)
 
 
 def test_fact_that_the_trainer_does_not_have_is_an_error_that_lists_those_it_has(tmp_path):
     with pytest.raises(AttributeError, match=r"trainer\.fit_loop does not exist .*global_step"):
-        fit(AsksTrainer(), tmp_path)
+        fit(jobs.AsksTrainer(), tmp_path)
 
 
 # ----------------------------------------------------------------------------------- the job
@@ -249,7 +200,7 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
     lines = diff.splitlines()
     assert sum(line[:1] in ("+", "-") for line in lines) <= 6
     monkeypatch.chdir(tmp_path)
-    given = {"module": Classifier(), "data": PointsData(), "callbacks": []}
+    given = {"module": jobs.Classifier(), "data": jobs.PointsData(), "callbacks": []}
     script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     script = script.replace("scaling=scaling).fit()", "storage_path='runs').fit(local=True)")
     exec(script.replace(', resources_per_worker={"GPU": 1}', ""), given)
@@ -257,9 +208,9 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
 
 
 def test_global_batch_is_the_one_of_as_many_processes():
-    job = LightningTrainer(
-        Classifier(),
-        datamodule=PointsData(rows=44),
+    job = integration.LightningTrainer(
+        jobs.Classifier(),
+        datamodule=jobs.PointsData(rows=44),
         scaling=edp.ScalingConfig(max_workers=3),
         accumulate_grad_batches=2,
         max_epochs=2,
@@ -272,36 +223,40 @@ def test_global_batch_is_the_one_of_as_many_processes():
 @pytest.mark.parametrize("name", ["train", "data"])
 def test_argument_that_the_module_gives_is_refused(name):
     with pytest.raises(SpecError, match=f"{name} is given, but it comes from the module"):
-        LightningTrainer(Classifier(), datamodule=PointsData(), **{name: 3})
+        integration.LightningTrainer(jobs.Classifier(), datamodule=jobs.PointsData(), **{name: 3})
 
 
 def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size():
     scaling = edp.ScalingConfig(virtual_workers={0: 2, 5: 4})
     with pytest.raises(SpecError, match=r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"):
-        LightningTrainer(Classifier(), datamodule=PointsData(), scaling=scaling)
+        integration.LightningTrainer(
+            jobs.Classifier(), datamodule=jobs.PointsData(), scaling=scaling
+        )
 
 
 def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
-    options = {"datamodule": PointsData(), "sharding": "optimizer", **QUIET}
-    assert LightningTrainer(Classifier(), **options).spec.sharding == "optimizer"
+    options = {"datamodule": jobs.PointsData(), "sharding": "optimizer", **QUIET}
+    assert integration.LightningTrainer(jobs.Classifier(), **options).spec.sharding == "optimizer"
     with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
-        LightningTrainer(Classifier(), precision="16-mixed", **options)
+        integration.LightningTrainer(jobs.Classifier(), precision="16-mixed", **options)
 
 
 def test_workers_of_several_processes_are_refused():
     scaling = edp.ScalingConfig(processes_per_worker=2)
     with pytest.raises(SpecError, match="processes_per_worker is 2, which LightningTrainer does"):
-        LightningTrainer(Classifier(), datamodule=PointsData(), scaling=scaling)
+        integration.LightningTrainer(
+            jobs.Classifier(), datamodule=jobs.PointsData(), scaling=scaling
+        )
 
 
 @pytest.mark.slow
 def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
     three = edp.ScalingConfig(min_workers=3, max_workers=3, threads_per_worker=1)
     options = {"scaling": three, "max_epochs": 2, "accumulate_grad_batches": 2, **QUIET}
-    calm = fit(Classifier(), tmp_path, name="calm", **options)
-    trainer = LightningTrainer(
-        Classifier(),
-        datamodule=PointsData(),
+    calm = fit(jobs.Classifier(), tmp_path, name="calm", **options)
+    trainer = integration.LightningTrainer(
+        jobs.Classifier(),
+        datamodule=jobs.PointsData(),
         storage_path=str(tmp_path),
         name="sharded",
         failure=PATIENT,
@@ -314,15 +269,15 @@ def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
 
 
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
-    class WithData(Classifier):
+    class WithData(jobs.Classifier):
         def train_dataloader(self):
-            return DataLoader(Pairs(16), batch_size=2)
+            return DataLoader(jobs.Pairs(16), batch_size=2)
 
-    job = LightningTrainer(WithData(), max_steps=3)
+    job = integration.LightningTrainer(WithData(), max_steps=3)
     assert not job.spec.data.shuffle and job.spec.max_steps == 3 and job.spec.data.epochs is None
-    assert LightningTrainer(WithData()).spec.data.epochs == 1000
-    loader = DataLoader(Pairs(16), batch_size=8, shuffle=True, drop_last=True)
-    job = LightningTrainer(Classifier(), train_dataloaders=loader, max_epochs=1)
+    assert integration.LightningTrainer(WithData()).spec.data.epochs == 1000
+    loader = DataLoader(jobs.Pairs(16), batch_size=8, shuffle=True, drop_last=True)
+    job = integration.LightningTrainer(jobs.Classifier(), train_dataloaders=loader, max_epochs=1)
     assert job.spec.data.micro_batch_size == 8 and job.spec.data.tail == "drop"
 
 
@@ -336,7 +291,7 @@ def test_every_argument_of_lightnings_trainer_is_decided():
     arguments = inspect.signature(pl.Trainer.__init__).parameters
     assert set(decided) == set(arguments) - {"self"}
     for name, (allowed, _) in lightning_arguments.REFUSED.items():
-        assert arguments[name].default in allowed
+        assert arguments[name].default in allowed and name in OTHERS
     assert lightning_arguments.arguments_table() in (ROOT / "docs/lightning.md").read_text()
 
 
@@ -367,10 +322,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*OTHERS, *lightning_arguments.REFUSED}))
+@pytest.mark.parametrize("name", sorted(OTHERS))
 def test_argument_that_cannot_be_had_is_refused_by_name(name):
     with pytest.raises(SpecError, match=f"^{name} is .*which is not supported"):
-        LightningTrainer(Classifier(), datamodule=PointsData(), **{name: OTHERS[name]})
+        integration.LightningTrainer(
+            jobs.Classifier(), datamodule=jobs.PointsData(), **{name: OTHERS[name]}
+        )
 
 
 @pytest.mark.parametrize(
@@ -393,7 +350,9 @@ def test_argument_that_cannot_be_had_is_refused_by_name(name):
 )
 def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words):
     with pytest.raises(SpecError, match=words):
-        LightningTrainer(Classifier(), datamodule=PointsData(), **{"max_epochs": 1} | options)
+        integration.LightningTrainer(
+            jobs.Classifier(), datamodule=jobs.PointsData(), **{"max_epochs": 1} | options
+        )
 
 
 def overriding(base, name):
@@ -412,124 +371,65 @@ def overriding(base, name):
 )
 def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden(hook):
     with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
-        LightningTrainer(overriding(Classifier, hook)(), datamodule=PointsData(), max_epochs=1)
+        integration.LightningTrainer(
+            overriding(jobs.Classifier, hook)(), datamodule=jobs.PointsData(), max_epochs=1
+        )
     if hasattr(pl.Callback, hook):
         with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
-            LightningTrainer(
-                Classifier(),
-                datamodule=PointsData(),
+            integration.LightningTrainer(
+                jobs.Classifier(),
+                datamodule=jobs.PointsData(),
                 callbacks=[overriding(pl.Callback, hook)()],
             )
 
 
 def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
-    module = overriding(Classifier, "on_test_batch_end")()
-    assert LightningTrainer(module, datamodule=PointsData(), max_epochs=1)
-
-
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Metered(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.meter = torchmetrics.MeanMetric()
-
-
-class Weighted(PointsData):
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=2, sampler=WeightedRandomSampler([1.0] * 48, 48))
-
-
-class Several(PointsData):
-    def train_dataloader(self):
-        return [super().train_dataloader()]
-
-
-class Moves(PointsData):
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        return batch
-
-
-class Streams(PointsData):
-    def train_dataloader(self):
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                return iter(())
-
-        return DataLoader(Stream(), batch_size=2)
+    module = overriding(jobs.Classifier, "on_test_batch_end")()
+    assert integration.LightningTrainer(module, datamodule=jobs.PointsData(), max_epochs=1)
 
 
 @pytest.mark.parametrize(
-    ("module", "data", "options", "words"),
+    ("module", "data", "words"),
     [
-        (Manual, PointsData, {}, "optimizes manually"),
-        (Metered, PointsData, {}, r"module\.meter is a MeanMetric of torchmetrics"),
-        (Classifier, Weighted, {}, "has a sampler of its own"),
-        (Classifier, Several, {}, "the train dataloader is a list"),
-        (Classifier, Moves, {}, "Moves overrides transfer_batch_to_device"),
-        (Classifier, Streams, {}, "has an IterableDataset"),
-        (
-            Classifier,
-            PointsData,
-            {"callbacks": ModelCheckpoint()},
-            "callbacks has a ModelCheckpoint",
-        ),
-        (torch.nn.Identity, PointsData, {}, "module is a Identity, must be a LightningModule"),
+        ("Manual", "PointsData", "optimizes manually"),
+        ("Metered", "PointsData", r"module\.meter is a MeanMetric of torchmetrics"),
+        ("Classifier", "Weighted", "has a sampler of its own"),
+        ("Classifier", "Several", "the train dataloader is a list"),
+        ("Classifier", "Moves", "Moves overrides transfer_batch_to_device"),
+        ("Classifier", "Streams", "has an IterableDataset"),
     ],
 )
-def test_module_data_and_callbacks_that_cannot_be_had_are_refused(module, data, options, words):
+def test_module_and_data_that_cannot_be_had_are_refused(module, data, words):
+    module, data = getattr(jobs, module)(), getattr(jobs, data)()
     with pytest.raises(SpecError, match=words):
-        LightningTrainer(module(), datamodule=data(), max_epochs=1, **options)
+        integration.LightningTrainer(module, datamodule=data, max_epochs=1)
 
 
-class TwoOptimizers(Classifier):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-
-class SumsLog(Classifier):
-    def training_step(self, batch, batch_idx):
-        self.log("rows", 2.0, reduce_fx="sum")
-
-
-class LogsBatches(Classifier):
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", 1.0, on_step=True)
-
-
-class KeepsOutputs(Classifier):
-    """Keeps what each batch gives until the end of the epoch, as Lightning advises since 2.0."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs = {"logits": []}
-
-    def validation_step(self, batch, batch_idx):
-        self.outputs["logits"].append(self.net(batch[0]))
-
-
-class MonitorsNothing(Classifier):
-    def configure_optimizers(self):
-        return super().configure_optimizers() | {"monitor": "nothing"}
+def test_callback_and_module_of_another_kind_are_refused():
+    checkpoint = pl.callbacks.ModelCheckpoint()
+    with pytest.raises(SpecError, match="callbacks has a ModelCheckpoint"):
+        integration.LightningTrainer(
+            jobs.Classifier(), datamodule=jobs.PointsData(), max_epochs=1, callbacks=checkpoint
+        )
+    with pytest.raises(SpecError, match="module is a Identity, must be a LightningModule"):
+        integration.LightningTrainer(
+            torch.nn.Identity(), datamodule=jobs.PointsData(), max_epochs=1
+        )
 
 
 @pytest.mark.parametrize(
     ("module", "error", "words"),
     [
-        (TwoOptimizers, SpecError, "returned 2 optimizers"),
-        (SumsLog, LossError, "only means are supported"),
-        (LogsBatches, LossError, "with on_step=True"),
-        (KeepsOutputs, LossError, r"adds to self\.outputs\['logits'\]"),
-        (lambda: MonitorsNothing(schedule="plateau"), LoopError, "monitors 'nothing'"),
+        ("TwoOptimizers", SpecError, "returned 2 optimizers"),
+        ("SumsLog", LossError, "only means are supported"),
+        ("LogsBatches", LossError, "with on_step=True"),
+        ("KeepsOutputs", LossError, r"adds to self\.outputs\['logits'\]"),
+        ("MonitorsNothing", LoopError, "monitors 'nothing'"),
     ],
 )
 def test_module_that_asks_for_more_in_training_is_an_error(module, error, words, tmp_path):
     with pytest.raises(error, match=words):
-        fit(module(), tmp_path)
+        fit(getattr(jobs, module)(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------ with kills
@@ -540,11 +440,11 @@ def test_kills_change_no_bit_and_hooks_are_called_once_per_step(tmp_path):
     two = edp.ScalingConfig(min_workers=2, max_workers=2, threads_per_worker=1, standby=1)
     options = {"scaling": two, "accumulate_grad_batches": 2, "max_epochs": 3}
     options |= {"callbacks": [stops_late()], **QUIET}
-    calm = fit(Classifier(), tmp_path, name="calm", **options)
-    diary = LightningDiary(tmp_path)
-    trainer = LightningTrainer(
-        Classifier(),
-        datamodule=PointsData(),
+    calm = fit(jobs.Classifier(), tmp_path, name="calm", **options)
+    diary = jobs.LightningDiary(tmp_path)
+    trainer = integration.LightningTrainer(
+        jobs.Classifier(),
+        datamodule=jobs.PointsData(),
         storage_path=str(tmp_path),
         name="killed",
         failure=PATIENT,

@@ -9,28 +9,37 @@ import json
 import re
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-import transformers
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import elastic_dp as edp
 from elastic_dp.errors import LoopError, RunMismatch, SpecError
 from elastic_dp.integrations import training_arguments
-from elastic_dp.integrations.transformers import NOT_CALLED, NOT_FIRED, TransformersTrainer
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.integrations.hugging_face import Diary, arguments, causal_lm, text_classification
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import PATIENT, group, texts_of
 
+datasets = ImportedWhenUsed("datasets")
+transformers = ImportedWhenUsed("transformers")
+integration = ImportedWhenUsed("elastic_dp.integrations.transformers")
+jobs = ImportedWhenUsed("tests.integrations.hugging_face")
 ROOT = Path(__file__).parents[2]
-JOBS = {"classification": text_classification, "causal_lm": causal_lm}
-every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 SEQUENTIAL = {"train_sampling_strategy": "sequential", "dropout": 0.0}
 
 
+@pytest.fixture(params=["text_classification", "causal_lm"])
+def job(request):
+    return getattr(jobs, request.param)
+
+
 def fit(trainer, folder, name="run", **options):
-    return TransformersTrainer(trainer, storage_path=folder, name=name, **options).fit(local=True)
+    ours = integration.TransformersTrainer(trainer, storage_path=folder, name=name, **options)
+    return ours.fit(local=True)
+
+
+def pair(folder, **options):
+    """The same job twice: for Trainer's own loop, and for ours."""
+    return [jobs.causal_lm(folder / name, **options) for name in "ab"]
 
 
 def losses(trainer, key="loss"):
@@ -40,13 +49,12 @@ def losses(trainer, key="loss"):
 # ---------------------------------------------------------------------------- beside the library
 
 
-@every_job
 def test_loss_curve_is_the_one_of_trainer_within_one_in_a_hundred_thousand(job, tmp_path):
     """Over the same rows: both read them in the order of the data set, and no dropout. The last
     step of an epoch is a short one."""
     options = {"train_sampling_strategy": "sequential", "eval_strategy": "epoch"}
     options |= {"label_smoothing_factor": 0.1, "weight_decay": 0.01, "warmup_steps": 3}
-    options |= {"dropout": 0.0} if job is text_classification else {}
+    options |= {"dropout": 0.0} if job is jobs.text_classification else {}
     original, ours = job(tmp_path / "a", **options), job(tmp_path / "b", **options)
     original.train()
     result = fit(ours, tmp_path)
@@ -54,7 +62,7 @@ def test_loss_curve_is_the_one_of_trainer_within_one_in_a_hundred_thousand(job, 
     for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
         curve = losses(original, key)
         assert losses(ours, key) == pytest.approx(curve, rel=1e-5), key
-        evaluated = key != "eval_accuracy" or job is text_classification
+        evaluated = key != "eval_accuracy" or job is jobs.text_classification
         assert len(curve) == (2 * evaluated if key.startswith("eval") else 12)
 
 
@@ -95,7 +103,7 @@ OFTEN_USED = {
 @pytest.mark.parametrize("options", OFTEN_USED.values(), ids=OFTEN_USED)
 def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_path):
     options = {"train_sampling_strategy": "sequential"} | options
-    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original, ours = pair(tmp_path, **options)
     original.train()
     result = fit(ours, tmp_path)
     assert result.exact and result.step == original.state.global_step
@@ -110,7 +118,7 @@ def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_pat
 def test_loss_curve_over_shuffled_rows_falls_as_that_of_trainer(tmp_path):
     """Another order of rows: the mean of the last two epochs is the same within 3 %."""
     options = {"max_steps": 36, "learning_rate": 1e-2}
-    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original, ours = pair(tmp_path, **options)
     original.train()
     fit(ours, tmp_path)
     ends = [sum(list(losses(trainer).values())[-12:]) / 12 for trainer in (original, ours)]
@@ -120,29 +128,18 @@ def test_loss_curve_over_shuffled_rows_falls_as_that_of_trainer(tmp_path):
 
 def test_bf16_has_the_loss_curve_of_trainer(tmp_path):
     options = {"bf16": True, "train_sampling_strategy": "sequential", "max_steps": 4}
-    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original, ours = pair(tmp_path, **options)
     original.train()
     fit(ours, tmp_path)
     assert losses(ours) == pytest.approx(losses(original), rel=1e-3)
 
 
 def test_compute_loss_of_a_subclass_trains_with_the_weights_of_trainer(tmp_path):
-    options = {"train_sampling_strategy": "sequential", "kind": Halved}
-    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    options = {"train_sampling_strategy": "sequential", "kind": jobs.Halved}
+    original, ours = pair(tmp_path, **options)
     original.train()
     fit(ours, tmp_path)
     assert losses(ours) == pytest.approx(losses(original), rel=1e-5)
-
-
-class Halved(Trainer):
-    loss_is_scaled_for_ga = False  # the mean over rows of each micro-batch
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.logits[:, :-1].transpose(1, 2)
-        loss = 0.5 * torch.nn.functional.cross_entropy(logits, labels[:, 1:])
-        return (loss, outputs) if return_outputs else loss
 
 
 # ------------------------------------------------------------------------------------- callbacks
@@ -151,44 +148,31 @@ class Halved(Trainer):
 def test_callbacks_are_fired_in_the_order_of_trainer(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "epoch"}
     lines = []
-    for name, run in (("a", Trainer.train), ("b", lambda t: fit(t, tmp_path))):
+    for name, run in (("a", transformers.Trainer.train), ("b", lambda t: fit(t, tmp_path))):
         (tmp_path / name).mkdir()
-        diary = Diary(tmp_path / name)
-        run(causal_lm(tmp_path / name, callbacks=[diary], **options))
+        diary = jobs.Diary(tmp_path / name)
+        run(jobs.causal_lm(tmp_path / name, callbacks=[diary], **options))
         lines.append([line[:3] for line in diary.lines()])
     original, ours = lines
     assert original.pop(-2) == ("log", 12, "zero")  # the summary after the last step
     assert ours == original and len(ours) > 40
 
 
-class StopsAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
 def test_callback_that_stops_training_ends_the_run(tmp_path):
-    result = fit(causal_lm(tmp_path, callbacks=[StopsAt(5)]), tmp_path)
+    result = fit(jobs.causal_lm(tmp_path, callbacks=[jobs.StopsAt(5)]), tmp_path)
     assert result.step == 5 and "should_training_stop" in result.reason
-
-
-class LeavesEpoch(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = True
 
 
 def test_callback_that_leaves_an_epoch_is_refused(tmp_path):
     with pytest.raises(LoopError, match="should_epoch_stop"):
-        fit(causal_lm(tmp_path, callbacks=[LeavesEpoch()]), tmp_path)
+        fit(jobs.causal_lm(tmp_path, callbacks=[jobs.LeavesEpoch()]), tmp_path)
 
 
 # ------------------------------------------------------------------------- checkpoints and models
 
 
 def test_checkpoints_are_written_as_trainer_does_and_open_by_from_pretrained(tmp_path):
-    trainer = text_classification(
+    trainer = jobs.text_classification(
         tmp_path, save_strategy="steps", save_steps=4, save_total_limit=2, hub_token="secret"
     )
     result = fit(trainer, tmp_path)
@@ -213,7 +197,7 @@ def test_checkpoints_are_written_as_trainer_does_and_open_by_from_pretrained(tmp
 
 def test_best_model_is_loaded_at_the_end(tmp_path):
     """The first evaluation is the best, as the largest loss is wanted here."""
-    trainer = causal_lm(
+    trainer = jobs.causal_lm(
         tmp_path,
         eval_strategy="steps",
         eval_steps=3,
@@ -221,7 +205,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
         save_steps=3,
         load_best_model_at_end=True,
         greater_is_better=True,
-        callbacks=[EarlyStoppingCallback(2)],
+        callbacks=[transformers.EarlyStoppingCallback(2)],
     )
     result = fit(trainer, tmp_path)
     evaluations = losses(trainer, "eval_loss")
@@ -232,24 +216,17 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
         assert torch.equal(value, trainer.model.state_dict()[name])
 
 
-class FailsOnce(TrainerCallback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 7 and not (self.folder / "failed").exists():
-            (self.folder / "failed").touch()
-            raise RuntimeError("once")
-
-
 def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_one(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "epoch"}
     options |= {"lr_scheduler_type": "reduce_lr_on_plateau", "logging_steps": 3}
-    calm = text_classification(tmp_path / "a", **options)
+    calm = jobs.text_classification(tmp_path / "a", **options)
     undisturbed = fit(calm, tmp_path, "calm")
+    first, again = (
+        jobs.text_classification(tmp_path, callbacks=[jobs.FailsOnce(tmp_path)], **options)
+        for _ in range(2)
+    )
     with pytest.raises(RuntimeError, match="once"):
-        fit(text_classification(tmp_path, callbacks=[FailsOnce(tmp_path)], **options), tmp_path)
-    again = text_classification(tmp_path, callbacks=[FailsOnce(tmp_path)], **options)
+        fit(first, tmp_path)
     result = fit(again, tmp_path)
     assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
     for key in ("loss", "learning_rate", "eval_loss", "eval_accuracy"):
@@ -258,7 +235,7 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
 
 def test_optimizer_and_scheduler_that_are_passed_are_those_of_trainer(tmp_path):
     options = {"train_sampling_strategy": "sequential"}
-    trainers = [causal_lm(tmp_path / name, **options) for name in "ab"]
+    trainers = pair(tmp_path, **options)
     for trainer in trainers:
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
         trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.9)
@@ -269,7 +246,7 @@ def test_optimizer_and_scheduler_that_are_passed_are_those_of_trainer(tmp_path):
 
 
 def test_model_init_makes_the_model_in_the_worker(tmp_path):
-    trainers = [causal_lm(tmp_path) for _ in range(2)]
+    trainers = [jobs.causal_lm(tmp_path) for _ in range(2)]
     digests = set()
     for number, trainer in enumerate(trainers):
         kind, config = type(trainer.model), trainer.model.config
@@ -286,7 +263,7 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
     lines = diff.splitlines()
     assert sum(line[:1] in ("+", "-") for line in lines) <= 6
     monkeypatch.chdir(tmp_path)
-    there = text_classification(tmp_path, max_steps=2)
+    there = jobs.text_classification(tmp_path, max_steps=2)
     given = {"model": there.model, "args": there.args, "tokenizer": there.processing_class}
     given |= {"train": there.train_dataset, "test": there.eval_dataset}
     script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
@@ -297,8 +274,8 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
 
 
 def test_global_batch_is_the_one_of_as_many_processes(tmp_path):
-    trainer = causal_lm(tmp_path, max_steps=-1, num_train_epochs=2.5)
-    job = TransformersTrainer(trainer, scaling=edp.ScalingConfig(max_workers=3))
+    trainer = jobs.causal_lm(tmp_path, max_steps=-1, num_train_epochs=2.5)
+    job = integration.TransformersTrainer(trainer, scaling=edp.ScalingConfig(max_workers=3))
     assert job.spec.data.micro_batch_size == 2
     assert job.spec.scaling.num_virtual_workers == 12
     assert job.spec.max_steps == 5  # 44 rows in batches of 24: 2 steps an epoch
@@ -308,35 +285,36 @@ def test_global_batch_is_the_one_of_as_many_processes(tmp_path):
 @pytest.mark.parametrize("name", ["train", "data", "max_steps"])
 def test_argument_that_the_trainer_gives_is_refused(name, tmp_path):
     with pytest.raises(SpecError, match=f"{name} is given, but it comes from the Trainer"):
-        TransformersTrainer(causal_lm(tmp_path), **{name: 3})
+        integration.TransformersTrainer(jobs.causal_lm(tmp_path), **{name: 3})
 
 
 def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size(tmp_path):
     scaling = edp.ScalingConfig(virtual_workers={0: 2, 5: 4})
     with pytest.raises(SpecError, match=r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"):
-        TransformersTrainer(causal_lm(tmp_path), scaling=scaling)
+        integration.TransformersTrainer(jobs.causal_lm(tmp_path), scaling=scaling)
 
 
 def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling(tmp_path):
-    trainer = TransformersTrainer(
-        causal_lm(tmp_path / "a"), storage_path=tmp_path, sharding="optimizer"
+    trainer = integration.TransformersTrainer(
+        jobs.causal_lm(tmp_path / "a"), storage_path=tmp_path, sharding="optimizer"
     )
     assert trainer.spec.sharding == "optimizer"
+    scaled = jobs.causal_lm(tmp_path / "b", fp16=True)
     with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
-        TransformersTrainer(causal_lm(tmp_path / "b", fp16=True), sharding="optimizer")
+        integration.TransformersTrainer(scaled, sharding="optimizer")
 
 
 def test_workers_of_several_processes_are_refused(tmp_path):
     scaling = edp.ScalingConfig(processes_per_worker=2)
     with pytest.raises(SpecError, match="processes_per_worker is 2, which TransformersTrainer"):
-        TransformersTrainer(causal_lm(tmp_path), scaling=scaling)
+        integration.TransformersTrainer(jobs.causal_lm(tmp_path), scaling=scaling)
 
 
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
-    trainer = causal_lm(tmp_path, save_strategy="steps", save_steps=5)
+    trainer = jobs.causal_lm(tmp_path, save_strategy="steps", save_steps=5)
     undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")
-    trainer.add_callback(FailsOnce(tmp_path))
-    job = TransformersTrainer(trainer, storage_path=tmp_path, name="run")
+    trainer.add_callback(jobs.FailsOnce(tmp_path))
+    job = integration.TransformersTrainer(trainer, storage_path=tmp_path, name="run")
     with pytest.raises(RuntimeError, match="once"):
         job.fit(local=True)
     result = job.fit(local=True)
@@ -345,9 +323,9 @@ def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
 
 
 def test_changed_batch_is_another_job(tmp_path):
-    fit(causal_lm(tmp_path, max_steps=2), tmp_path)
+    fit(jobs.causal_lm(tmp_path, max_steps=2), tmp_path)
     with pytest.raises(RunMismatch, match="micro_batch_size"):
-        fit(causal_lm(tmp_path, max_steps=4, per_device_train_batch_size=4), tmp_path)
+        fit(jobs.causal_lm(tmp_path, max_steps=4, per_device_train_batch_size=4), tmp_path)
 
 
 # ----------------------------------------------------------------------------------- what is had
@@ -360,7 +338,9 @@ def test_every_field_of_training_arguments_is_decided():
         *training_arguments.IGNORED,
     ]
     assert len(decided) == len(set(decided))
-    assert set(decided) == {field.name for field in dataclasses.fields(TrainingArguments)}
+    fields = dataclasses.fields(transformers.TrainingArguments)
+    assert set(decided) == {field.name for field in fields}
+    assert set(training_arguments.REFUSED) <= set(OTHERS)
     assert training_arguments.fields_table() in (ROOT / "docs/transformers.md").read_text()
 
 
@@ -390,58 +370,67 @@ OTHERS = {
     "resume_from_checkpoint": "out/checkpoint-5",
     "data_seed": 7,
     "train_sampling_strategy": "group_by_length",
-    "optim": transformers.training_args.OptimizerNames.LOMO,
     "dataloader_drop_last": True,  # with gradient accumulation
     "num_train_epochs": 0.0,
     "mixed_precision": "fp8",
 }
 
 
-@pytest.mark.parametrize("field", sorted({*OTHERS, *training_arguments.REFUSED}))
+@pytest.mark.parametrize("field", sorted(OTHERS))
 def test_field_that_cannot_be_had_is_refused_by_name(field, tmp_path):
-    trainer = causal_lm(tmp_path, max_steps=-1)
+    trainer = jobs.causal_lm(tmp_path, max_steps=-1)
     setattr(trainer.args, field, OTHERS[field])
     with pytest.raises(SpecError, match=rf"TrainingArguments\.{field} is .*which is not supported"):
-        TransformersTrainer(trainer)
+        integration.TransformersTrainer(trainer)
+
+
+def test_optimizer_that_is_not_supported_is_refused_by_name(tmp_path):
+    trainer = jobs.causal_lm(tmp_path)
+    trainer.args.optim = transformers.training_args.OptimizerNames.LOMO
+    with pytest.raises(
+        SpecError, match=r"TrainingArguments\.optim is 'lomo', which is not support"
+    ):
+        integration.TransformersTrainer(trainer)
 
 
 def test_split_batches_of_accelerate_are_refused_by_name(tmp_path):
-    trainer = causal_lm(tmp_path, accelerator_config={"split_batches": True})
+    trainer = jobs.causal_lm(tmp_path, accelerator_config={"split_batches": True})
     with pytest.raises(SpecError, match=r"accelerator_config\.split_batches"):
-        TransformersTrainer(trainer)
+        integration.TransformersTrainer(trainer)
 
 
-@pytest.mark.parametrize("name", NOT_CALLED)
-def test_method_that_is_not_called_is_refused_where_a_subclass_overrides_it(name, tmp_path):
-    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
-    assert hasattr(Trainer, name)
-    with pytest.raises(SpecError, match=f"Mine overrides {name}"):
-        TransformersTrainer(causal_lm(tmp_path, kind=kind))
+def test_methods_that_are_not_called_are_refused_where_a_subclass_overrides_them(tmp_path):
+    for name in integration.NOT_CALLED:
+        kind = type("Mine", (transformers.Trainer,), {name: lambda self, *args, **kwargs: None})
+        assert hasattr(transformers.Trainer, name)
+        with pytest.raises(SpecError, match=f"Mine overrides {name}"):
+            integration.TransformersTrainer(jobs.causal_lm(tmp_path, kind=kind))
 
 
-@pytest.mark.parametrize("event", NOT_FIRED)
-def test_callback_of_an_event_within_a_step_is_refused(event, tmp_path):
-    kind = type("Watches", (TrainerCallback,), {event: lambda *args, **kwargs: None})
-    with pytest.raises(SpecError, match=f"Watches has {event}"):
-        TransformersTrainer(causal_lm(tmp_path, callbacks=[kind()]))
+def test_callbacks_of_events_within_a_step_are_refused(tmp_path):
+    for event in integration.NOT_FIRED:
+        methods = {event: lambda *args, **kwargs: None}
+        watches = type("Watches", (transformers.TrainerCallback,), methods)()
+        with pytest.raises(SpecError, match=f"Watches has {event}"):
+            integration.TransformersTrainer(jobs.causal_lm(tmp_path, callbacks=[watches]))
 
 
 def test_optimizer_that_has_taken_steps_is_refused(tmp_path):
-    trainer = causal_lm(tmp_path, max_steps=1)
+    trainer = jobs.causal_lm(tmp_path, max_steps=1)
     trainer.train()
     with pytest.raises(SpecError, match="optimizer has taken steps"):
-        TransformersTrainer(trainer)
+        integration.TransformersTrainer(trainer)
     trainer.optimizer = trainer.lr_scheduler = None
-    assert TransformersTrainer(trainer)
+    assert integration.TransformersTrainer(trainer)
 
 
 def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"must be a transformers\.Trainer"):
-        TransformersTrainer(arguments(tmp_path))
-    trainer = causal_lm(tmp_path)
+        integration.TransformersTrainer(jobs.arguments(tmp_path))
+    trainer = jobs.causal_lm(tmp_path)
     trainer.train_dataset = None
     with pytest.raises(SpecError, match="no train_dataset"):
-        TransformersTrainer(trainer)
+        integration.TransformersTrainer(trainer)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -452,16 +441,16 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (datasets.IterableDataset.from_generator(iter, gen_kwargs={}), "without a length"),
-        (Stream(), "train_dataset is a Stream without a length"),
-        ([], "train_dataset has no rows"),
+        (lambda: datasets.IterableDataset.from_generator(iter, gen_kwargs={}), "without a length"),
+        (Stream, "train_dataset is a Stream without a length"),
+        (list, "train_dataset has no rows"),
     ],
 )
 def test_rows_without_numbers_are_refused(rows, words, tmp_path):
-    trainer = causal_lm(tmp_path)
-    trainer.train_dataset = rows
+    trainer = jobs.causal_lm(tmp_path)
+    trainer.train_dataset = rows()
     with pytest.raises(SpecError, match=words):
-        TransformersTrainer(trainer)
+        integration.TransformersTrainer(trainer)
 
 
 @pytest.mark.parametrize(
@@ -474,24 +463,24 @@ def test_rows_without_numbers_are_refused(rows, words, tmp_path):
 )
 def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, words, tmp_path):
     with pytest.raises(SpecError, match=words):
-        TransformersTrainer(causal_lm(tmp_path), **options)
+        integration.TransformersTrainer(jobs.causal_lm(tmp_path), **options)
 
 
 # ------------------------------------------------------------------------------------- with kills
 
 
 @pytest.mark.slow  # each worker imports transformers, which takes seconds
-@every_job
 def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path):
     """The world process zero dies before any worker can have committed the step, so that its
     callbacks of no step are lost."""
     options = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 2}
     options |= {"save_strategy": "steps", "save_steps": 10, "metric_for_best_model": "loss"}
-    options |= {"callbacks": [EarlyStoppingCallback(99)], "load_best_model_at_end": False}
+    stopping = transformers.EarlyStoppingCallback
+    options |= {"callbacks": [stopping(99)], "load_best_model_at_end": False}
     calm = fit(job(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(2))
-    diary = Diary(tmp_path)
-    trainer = TransformersTrainer(
-        job(tmp_path, **options | {"callbacks": [diary, EarlyStoppingCallback(99)]}),
+    diary = jobs.Diary(tmp_path)
+    trainer = integration.TransformersTrainer(
+        job(tmp_path, **options | {"callbacks": [diary, stopping(99)]}),
         storage_path=tmp_path,
         name="killed",
         scaling=of_workers(2),
@@ -525,9 +514,9 @@ def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path
 @pytest.mark.slow
 def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
     options = {"max_steps": 6}
-    calm = fit(causal_lm(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(3))
-    trainer = TransformersTrainer(
-        causal_lm(tmp_path / "b", **options),
+    calm = fit(jobs.causal_lm(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(3))
+    trainer = integration.TransformersTrainer(
+        jobs.causal_lm(tmp_path / "b", **options),
         storage_path=tmp_path,
         name="sharded",
         scaling=of_workers(3),

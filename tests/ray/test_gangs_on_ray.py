@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import elastic_dp as edp
+from tests.imported_when_used import ImportedWhenUsed
 from tests.patience import eventually
 from tests.processes import lives
 from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, wait_for
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
@@ -36,8 +37,8 @@ def train(ctx: Any) -> None:
     model = classifier()
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=ctx.mesh)
-    fully_shard(model, mesh=ctx.mesh)
+            fsdp.fully_shard(layer, mesh=ctx.mesh)
+    fsdp.fully_shard(model, mesh=ctx.mesh)
     for step in ctx.steps(model, adamw(model), cross_entropy, clip_norm=1.0):
         ctx.log({"loss": step.loss})
         hold(ctx, step)

@@ -5,10 +5,12 @@ import os
 import shutil
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import sync_playwright
 
+from tests.imported_when_used import ImportedWhenUsed
 from tests.patience import PATIENCE_S
+
+axe = ImportedWhenUsed("axe_playwright_python.sync_playwright")
+playwright = ImportedWhenUsed("playwright.sync_api")
 
 SIZES = {"light": (1280, 1150), "dark": (390, 844)}  # a wide screen, and a phone
 
@@ -18,7 +20,7 @@ def chromium():
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium")
-    with sync_playwright() as driver:
+    with playwright.sync_playwright() as driver:
         arguments = ["--no-sandbox"] if os.getuid() == 0 else []
         browser = driver.chromium.launch(executable_path=found, args=arguments)
         yield browser
@@ -45,7 +47,7 @@ class Watched:
 
     def faults(self):
         """The accessibility faults that axe finds."""
-        found = Axe().run(self.page).response["violations"]
+        found = axe.Axe().run(self.page).response["violations"]
         return [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
 
     def fits(self):

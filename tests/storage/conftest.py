@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from azure.storage.blob import BlobServiceClient
 
 from elastic_dp.storage import Store
 from tests.patience import PATIENCE_S
@@ -84,7 +83,9 @@ def container(azure):
     return azure, name
 
 
-def blobs(endpoint: str) -> BlobServiceClient:
+def blobs(endpoint: str) -> Any:
+    from azure.storage.blob import BlobServiceClient  # which takes a third of a second
+
     return BlobServiceClient.from_connection_string(azure_connection_string(endpoint))
 
 

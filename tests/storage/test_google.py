@@ -3,7 +3,6 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from gcsfs.retry import HttpError
 
 from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.config import DataConfig
@@ -58,4 +57,6 @@ def test_obstore_creates_on_google_only_where_there_is_no_generation():
     ],
 )
 def test_the_status_in_an_error_of_gcsfs_says_whether_it_may_pass(status, kind):
+    from gcsfs.retry import HttpError  # which takes a third of a second
+
     assert fault_of(HttpError({"code": status, "message": "it said"})).kind is kind

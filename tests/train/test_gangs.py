@@ -17,13 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.exporting import export
@@ -35,6 +28,7 @@ from elastic_dp.storage import Store
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
+from tests.imported_when_used import ImportedWhenUsed
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
@@ -54,6 +48,9 @@ from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_kills import IN_A_STEP, with_faults
 
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
+tensor = ImportedWhenUsed("torch.distributed.tensor")
+parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
 STEPS = 8
@@ -66,8 +63,8 @@ def model_of(ctx: Any) -> nn.Module:
         return model
     for layer in model:
         if isinstance(layer, nn.Linear | nn.LayerNorm):
-            fully_shard(layer, mesh=ctx.mesh)
-    return fully_shard(model, mesh=ctx.mesh)
+            fsdp.fully_shard(layer, mesh=ctx.mesh)
+    return fsdp.fully_shard(model, mesh=ctx.mesh)
 
 
 def trains(ctx: Any) -> None:
@@ -209,14 +206,16 @@ def test_gangs_on_gpus_and_short_batches_are_refused_by_name() -> None:
 
 def in_parts(ctx: Any) -> None:
     model = classifier()
-    fully_shard(model[0], mesh=ctx.mesh)
+    fsdp.fully_shard(model[0], mesh=ctx.mesh)
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
 
 
 def tensor_parallel(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False))
-    parallelize_module(model, ctx.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    parallel.parallelize_module(
+        model, ctx.mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    )
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
 
@@ -231,9 +230,9 @@ def partly_replicated(ctx: Any) -> None:
     """A parameter on the mesh of which each process has the whole, and whose gradient nobody
     averages."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
-    whole = distribute_tensor(model[1].bias.detach(), ctx.mesh, [Replicate()])
+    whole = tensor.distribute_tensor(model[1].bias.detach(), ctx.mesh, [tensor.Replicate()])
     model[1].bias = nn.Parameter(whole)
-    fully_shard(model, mesh=ctx.mesh, ignored_params={model[1].bias})
+    fsdp.fully_shard(model, mesh=ctx.mesh, ignored_params={model[1].bias})
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
 
@@ -253,8 +252,8 @@ class Routed(nn.Module):
 def other_layers_for_other_rows(ctx: Any) -> None:
     model = Routed()
     for layer in model.layers:
-        fully_shard(layer, mesh=ctx.mesh)
-    fully_shard(model, mesh=ctx.mesh)
+        fsdp.fully_shard(layer, mesh=ctx.mesh)
+    fsdp.fully_shard(model, mesh=ctx.mesh)
 
     def loss_fn(m: nn.Module, batch: Any) -> Any:
         taken = ctx.mesh.get_local_rank()
@@ -273,7 +272,7 @@ def evaluates_on_one(ctx: Any) -> None:
 
 def batch_norm(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    fully_shard(model, mesh=ctx.mesh)
+    fsdp.fully_shard(model, mesh=ctx.mesh)
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
 
@@ -316,7 +315,7 @@ def test_job_that_cannot_run_ends_with_its_error(train: Any, named: str) -> None
 
 def with_a_mesh_of_its_own(ctx: Any) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = fully_shard(classifier(), mesh=init_device_mesh("cpu", (1,)))
+    model = fsdp.fully_shard(classifier(), mesh=init_device_mesh("cpu", (1,)))
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
 

@@ -1,6 +1,7 @@
 """Optimizers of torchao, whose state has 4 or 8 bits a value, or which round at random, and its
 products in fp8: the same bits on one worker and on three, with a join, a kill and a restore."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -9,19 +10,21 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.errors import ModelError
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import Points, local, spec_of
 from tests.train.jobs import cross_entropy, hold
 from tests.train.test_habits import disturbed
 from tests.train.test_habits import job as job_of_habit
 
-low_bit = pytest.importorskip("torchao.optim")
-float8 = pytest.importorskip("torchao.float8")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+low_bit = ImportedWhenUsed("torchao.optim")
+float8 = ImportedWhenUsed("torchao.float8")
 
 OPTIMIZERS = {
-    "8bit": low_bit.AdamW8bit,
-    "4bit": low_bit.AdamW4bit,
-    "fp8": low_bit.AdamWFp8,
-    "rounded at random": low_bit._AdamW,
+    "8bit": "AdamW8bit",
+    "4bit": "AdamW4bit",
+    "fp8": "AdamWFp8",
+    "rounded at random": "_AdamW",
 }
 
 
@@ -33,7 +36,7 @@ def model_of(name):
 
 def optimizer_of(name, model):
     options = {"bf16_stochastic_round": True} if name == "rounded at random" else {}
-    return OPTIMIZERS[name](model.parameters(), lr=3e-3, **options)
+    return getattr(low_bit, OPTIMIZERS[name])(model.parameters(), lr=3e-3, **options)
 
 
 def loss_of(model, batch):

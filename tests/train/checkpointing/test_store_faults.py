@@ -30,7 +30,7 @@ SHARDS, ROWS, GROUP_ROWS = 24, 48, 3
 # bytes of a row that the loss does not look at, so that no worker can hold all of the data
 PADDING = 4096
 MEMORY_BYTES = 3 << 20
-STEPS = 20
+STEPS = 12
 
 
 def shard(number: int) -> bytes:
