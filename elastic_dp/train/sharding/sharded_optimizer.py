@@ -299,13 +299,14 @@ class ShardedOptimizer:
     ) -> None:
         """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
         piece, its parameters and its state. `targets`: memory for the parameters."""
+        copies_gradients = self._updates.may_write_to_gradients  # which are needed again
         for some in self._chunks(numbers):
             tensors, states = {}, {n: _copy(self.held[n]) for n in some}
             for n in some:
                 present = self._of_piece(n)
                 tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
-            # An optimizer may write to gradients, which are needed again.
-            self._updates.run(tensors, {n: gradients[n].clone() for n in some}, states)
+            given = {n: gradients[n].clone() if copies_gradients else gradients[n] for n in some}
+            self._updates.run(tensors, given, states)
             for n in some:
                 take(n, tensors[n], states[n])
 
