@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import GPT, SIZES, loss_fn
+from benchmarks.models import GPT, SIZES, Text, loss_fn
 from benchmarks.recovery import wait_for
-from benchmarks.recovery_gpt import Text
 from benchmarks.report import conclude, of_pairs
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
@@ -60,7 +59,7 @@ def train(ctx: Any) -> None:
 def job(size: str, folder: str, sharded: bool, steps: int = 1_000_000) -> JobSpec:
     return JobSpec(
         name="changes",
-        data=MapStyleData(Text(), micro_batch_size=4),
+        data=MapStyleData(Text(100_000), micro_batch_size=4),
         config={"size": size, "folder": folder},
         scaling=ScalingConfig(
             min_workers=2, max_workers=WORKERS, virtual_workers=WORKERS, threads_per_worker=1

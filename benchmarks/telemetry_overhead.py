@@ -39,7 +39,6 @@ from typing import Any
 import torch
 
 from benchmarks import models
-from benchmarks.recovery_gpt import Text
 from benchmarks.report import conclude, median_interval, of_pairs
 from elastic_dp.cluster.controller import run_times
 from elastic_dp.cluster.controller.prometheus_metrics import MetricKind, PrometheusMetrics
@@ -229,7 +228,7 @@ def blocks_of(size: str, pairs: int, steps: int, times: int) -> tuple[list[dict[
         url, switch = f"{folder}/run", Switch(folder)
         spec = JobSpec(
             name="telemetry",
-            data=MapStyleData(Text(), micro_batch_size=ROWS),
+            data=MapStyleData(models.Text(100_000), micro_batch_size=ROWS),
             config={
                 "folder": folder,
                 "size": size,

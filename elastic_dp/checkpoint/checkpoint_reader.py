@@ -49,7 +49,7 @@ def read_own_range(
     layout = commit.manifest.layout
     assert line.numel() == layout.total and line.element_size() == 1, (line.shape, line.dtype)
     parts = layout.share(rank, world_size)
-    _read_blocks(catalog, commit, layout.blocks_of(parts), line, executor)
+    read_blocks(catalog, commit, layout.blocks_of(parts), line, executor=executor)
     return layout.span(parts)
 
 
@@ -185,19 +185,22 @@ def _read_alone(catalog: Catalog, commit: CommitRecord, block: int) -> None:
     _read_block(catalog, commit, block, memoryview(bytearray(end - start)))
 
 
-def _read_blocks(
+def read_blocks(
     catalog: Catalog,
     commit: CommitRecord,
     blocks: Iterable[int],
     line: torch.Tensor,
-    executor: Executor | None,
+    first: int = 0,
+    executor: Executor | None = None,
 ) -> None:
+    """Reads blocks into their place in `line`, a uint8 tensor on the host, which is the line from
+    its byte `first` on. Raises CheckpointDamaged."""
     content: Any = line.numpy()
     target = memoryview(content)
 
     def read(block: int) -> None:
         start, end = commit.manifest.layout.block_span(block)
-        _read_block(catalog, commit, block, target[start:end])
+        _read_block(catalog, commit, block, target[start - first : end - first])
 
     if executor is not None:
         list(executor.map(read, blocks))

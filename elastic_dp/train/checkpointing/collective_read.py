@@ -4,14 +4,17 @@
   same one.
 - Each byte is read from the store once, whatever the number of members. Units of a sharded
   optimizer's state are read by the members that are to hold them, and are not sent.
-- The members exchange bytes only after each has reported that its share is intact, into memory that
-  does not hold state yet. If one share is damaged, all members go back to the previous checkpoint.
+- The members exchange bytes only after each has reported that what it has read is intact, into
+  memory that does not hold state yet. If some is damaged, all members go back to the previous
+  checkpoint.
+- Of a state that is not sharded, members whose optimizer is keep what they need (sliced_read.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -26,8 +29,25 @@ from elastic_dp.checkpoint.unit_reader import read_unit, state_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import exchange_spans, pack_payload, receive, send
 from elastic_dp.errors import CheckpointDamaged
+from elastic_dp.train.checkpointing.sliced_read import Slice, read_slices, refuse_damage
+from elastic_dp.train.sharding.checkpoint_units import StateCut
 
 States = list[tuple[StateUnit, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCheckpoint:
+    """What a member has read, and received from others.
+
+    `tensors` are those of the tree, by slot; those of which it has only some cuts are on the meta
+    device. `states` are those of units. `cut` has its own cuts, by `StateCut.of`; None: nothing was
+    cut.
+    """
+
+    commit: CommitRecord
+    tensors: Sequence[torch.Tensor]
+    states: States
+    cut: Mapping[tuple[int, str], torch.Tensor] | None = None
 
 
 def read_collectively(
@@ -37,13 +57,15 @@ def read_collectively(
     enters: Callable[[str], None],
     damaged: Callable[[CheckpointDamaged], None],
     own_units: Callable[[CommitRecord], list[PlacedUnit] | None] = lambda commit: None,
+    cuts_of: Callable[[CommitRecord], Sequence[StateCut]] = lambda commit: (),
     types: Mapping[str, type] | None = None,
     device: torch.device | None = None,
-) -> tuple[CommitRecord, torch.Tensor, States]:
-    """Returns the commit record and its line of bytes on the host, the same on all members of
+) -> ReadCheckpoint:
+    """Returns the newest checkpoint that is whole, on the host: the same tensors on all members of
     `group`, and the states of units: of those that `own_units` returns, or of all if it returns
     None, as it does on all members or on none. Its own units are on `device`, if they were on one.
-    `types`: see `decode`.
+    `cuts_of`: the same on all members; what is cut is only where it is needed. `types`: see
+    `decode`.
 
     Each member calls `enters` with "restore" before it reads, which may take as long as the store
     needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
@@ -53,20 +75,74 @@ def read_collectively(
     while True:
         enters("restore")
         commit = _of_all(group, next(commits) if group.rank == 0 else None)
-        layout, size = commit.manifest.layout, group.world_size
-        line = torch.empty(layout.total, dtype=torch.uint8)
-        units = _Units(commit, own_units(commit), group)
-        wrong = _read(catalog, commit, group, line, units)
-        enters("receive")
-        reasons = [told.decode() for told in group.gather_bytes(wrong.encode()) if told]
-        if not reasons:
-            if size > 1:
-                exchange_spans(
-                    group, line, [layout.span(layout.share(r, size)) for r in range(size)]
-                )
-            return commit, line, units.states(types, device)
-        if group.rank == 0:
-            damaged(CheckpointDamaged(commit.step, "; ".join(dict.fromkeys(reasons))))
+        try:
+            if cuts := cuts_of(commit):
+                return _read_cut(catalog, commit, group, cuts, enters)
+            line = torch.empty(commit.manifest.layout.total, dtype=torch.uint8)
+            units = _Units(commit, own_units(commit), group)
+            wrong = _read(catalog, commit, group, line, units)
+            enters("receive")
+            refuse_damage(group, commit, wrong)
+        except CheckpointDamaged as error:
+            if group.rank == 0:
+                damaged(error)
+            continue
+        _share_line(commit, group, line)
+        tensors = commit.manifest.layout.views(line)
+        return ReadCheckpoint(commit, tensors, units.states(types, device))
+
+
+def _share_line(commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> None:
+    """Gives all members the shares that each has read."""
+    layout, size = commit.manifest.layout, group.world_size
+    if size > 1:
+        exchange_spans(group, line, [layout.span(layout.share(r, size)) for r in range(size)])
+
+
+def _read_cut(
+    catalog: Catalog,
+    commit: CommitRecord,
+    group: ProcessGroup,
+    cuts: Sequence[StateCut],
+    enters: Callable[[str], None],
+) -> ReadCheckpoint:
+    """Reads a checkpoint without units. Raises CheckpointDamaged on all members, and GroupError."""
+    layout, rank = commit.manifest.layout, group.rank
+    sizes = [spec.nbytes for spec in layout.specs]
+    apart = {cut.slot for cut in cuts}
+    whole = {
+        slot: Slice(at, at + sizes[slot])
+        for slot, at in enumerate(layout.offsets)
+        if slot not in apart
+    }
+    needed = [list(whole.values()) for _ in range(group.world_size)]
+    mine: dict[tuple[int, str], Slice] = {}
+    for cut in cuts:
+        at = layout.offsets[cut.slot]
+        span = Slice(at + cut.first, at + cut.last)
+        for holder in cut.ranks:
+            needed[holder].append(span)
+        if rank in cut.ranks:
+            mine[cut.of] = span
+    needed = [sorted(set(slices)) for slices in needed]  # an empty one may be there twice
+    read = read_slices(catalog, commit, group, needed, enters)
+    by_slice = dict(zip(needed[rank], read, strict=True))
+    tensors = [
+        spec.view(
+            by_slice[whole[slot]]
+            if slot in whole
+            else torch.empty(sizes[slot], dtype=torch.uint8, device="meta")
+        )
+        for slot, spec in enumerate(layout.specs)
+    ]
+    specs = {cut.of: layout.specs[cut.slot] for cut in cuts}
+    found = {
+        of: specs[of].view(by_slice[span])
+        if span.end - span.start == specs[of].nbytes
+        else by_slice[span].view(specs[of].torch_dtype)
+        for of, span in mine.items()
+    }
+    return ReadCheckpoint(commit, tensors, [], found)
 
 
 def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:

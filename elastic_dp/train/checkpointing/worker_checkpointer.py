@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
+from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
+from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.state_units import PlacedUnit
@@ -49,7 +50,7 @@ from elastic_dp.train.checkpointing.job_match import (
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits
+from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits, StateCut
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
 
@@ -303,26 +304,37 @@ class WorkerCheckpointer:
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
-        types = types_of(state)
+        types, rank = types_of(state), membership.rank(self._worker)
+        among = len(membership.members), membership.topology
 
         def own_units(commit: CommitRecord) -> list[PlacedUnit] | None:
             table = commit.manifest.units
             if table is None or self._units is None:
                 return None
-            rank, world_size = membership.rank(self._worker), len(membership.members)
-            return self._units.to_hold(table, rank, world_size, membership.topology)
+            return self._units.to_hold(table, rank, *among)
 
-        commit, line, states = read_collectively(
+        def cuts_of(commit: CommitRecord) -> list[StateCut]:
+            if self._units is None:
+                return []
+            cuts = self._units.cuts(commit.manifest, *among)
+            # Their ranks are those of the membership, and the group has others.
+            names = [told.decode() for told in group.gather_bytes(self._worker.encode())]
+            in_group = [names.index(member.worker) for member in membership.members]
+            return [cut._replace(ranks=tuple(in_group[r] for r in cut.ranks)) for cut in cuts]
+
+        read = read_collectively(
             self._catalog,
             group,
             enters=enters,
             damaged=damaged,
             own_units=own_units,
+            cuts_of=cuts_of,
             types=types,
             device=device,
         )
+        commit, states = read.commit, read.states
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
-        tree = whole_tree(commit, line, types=types)
+        tree = decode(commit.manifest.tree, read.tensors, types=types)
         own = self._units if own_units(commit) is not None else None
         if own is None:
             add_states(tree, states)
@@ -359,7 +371,7 @@ class WorkerCheckpointer:
         if own is not None:
             own.hold(states)
         elif self._units is not None:
-            self._units.absorb(of_optimizer, places)
+            self._units.absorb(of_optimizer, places, read.cut, rank, *among)
         self._due_from = commit.step + 1
         return commit, tree["evaluations"], calls
 

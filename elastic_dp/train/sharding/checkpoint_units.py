@@ -1,22 +1,38 @@
 """The pieces of a sharded optimizer's state as units of a checkpoint (checkpoint/state_units.py).
 
 A member writes units that it holds, and receives nothing for a checkpoint. A restored member reads
-the units that it is to hold.
+the units that it is to hold, or cuts what it is to hold out of a state that was not sharded.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitPlace, UnitTable
 from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup
 from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.train.sharding.pieces import part_of
-from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.train.sharding.sharded_optimizer import ALL_HOLD, ShardedOptimizer
+from elastic_dp.train.state.state_payload import tensor_slot
+
+
+class StateCut(NamedTuple):
+    """What belongs to a piece of a tensor in a checkpoint: bytes `first` ≤ i < `last` of `slot`.
+
+    `of` is the number of the piece and the key in its state, `ranks` are those that are to hold it.
+    """
+
+    of: tuple[int, str]
+    slot: int
+    first: int
+    last: int
+    ranks: tuple[int, ...]
 
 
 class CheckpointUnits:
@@ -89,18 +105,79 @@ class CheckpointUnits:
         numbers = {place: number for number, place in self._places.items()}
         self._sharding.hold({numbers[unit.place]: state for unit, state in states})
 
-    def absorb(self, states: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> None:
-        """Makes a whole state, which is on the host, what this member holds.
+    def cuts(
+        self, manifest: Manifest, world_size: int, topology: Sequence[Sequence[int]]
+    ) -> list[StateCut]:
+        """Returns what each rank of a generation is to hold of a state that was not sharded. What
+        is not in it all ranks need; it is empty where each holds everything."""
+        if manifest.units is not None or world_size <= ALL_HOLD:
+            return []
+        holders = self._sharding.holders_of_any(world_size, topology)
+        entries, specs = manifest.tree["step"]["optimizer"], manifest.layout.specs
+        times = Counter(_slots_in(manifest.tree))
+        found = []
+        for number, place in self._places.items():
+            piece = self._sharding.pieces[number]
+            shape, stride = self._forms[piece.parameter]
+            for key, value in entries[place.parameter].items():
+                slot = tensor_slot(value)
+                if slot is None or times[slot] > 1 or not specs[slot].shape:
+                    continue
+                spec, first, last = specs[slot], 0, specs[slot].nbytes
+                if not piece.whole:
+                    like = spec.view(torch.empty(last, dtype=torch.uint8, device="meta"))
+                    if tuple(like.shape) != shape or like.stride() != stride:
+                        continue  # its elements lie in another order
+                    first, last = piece.first * spec.itemsize, piece.last * spec.itemsize
+                found.append(StateCut((number, key), slot, first, last, holders[number].ranks))
+        return found
 
-        `states` are those of the optimizer's parameters, in order. `places`: see `device_types`.
+    def absorb(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        places: Mapping[str, str],
+        cut: Mapping[tuple[int, str], torch.Tensor] | None,
+        rank: int,
+        world_size: int,
+        topology: Sequence[Sequence[int]],
+    ) -> None:
+        """Makes a state that was not sharded what this member holds: all of it, or with `cut` what
+        it is to hold.
+
+        `states` are those of the optimizer's parameters, in order, on the host; `cut` has what was
+        cut out of them, by `StateCut.of`. `places`: see `device_types`.
         """
         held: dict[int, dict[str, Any]] = {}
+        mine: Collection[int] = self._places
+        if cut is not None:
+            mine = self._sharding.to_hold(rank, world_size, topology)
         for number, place in self._places.items():
+            if number not in mine:
+                continue
             piece = self._sharding.pieces[number]
             p, held[number] = self._parameters[piece.parameter], {}
             for key, value in states[place.parameter].items():
-                part = part_of(piece, p, value)
+                part = None if cut is None else cut.get((number, key))
+                if part is None:
+                    part = part_of(piece, p, value)
+                elif not piece.whole:
+                    part = in_memory_order(part)
                 if places.get(f"step.optimizer.{place.parameter}.{key}", "cpu") != "cpu":
                     part = part.to(p.device)
                 held[number][key] = part
         self._sharding.hold(held)
+
+
+def _slots_in(encoded: Any) -> Iterator[int]:
+    """Yields the slot of each tensor or array in an encoded tree, as often as it is there."""
+    if isinstance(encoded, dict):
+        slot = tensor_slot(encoded)
+        if slot is None:
+            slot = encoded.get("slot")
+        if isinstance(slot, int):
+            yield slot
+        encoded = encoded.values()
+    elif not isinstance(encoded, list):
+        return
+    for value in encoded:
+        yield from _slots_in(value)

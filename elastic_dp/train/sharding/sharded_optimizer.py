@@ -44,7 +44,7 @@ from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
 
-_ALL_HOLD = 2  # up to so many members, each holds everything
+ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
 # The same on a device, which is given its work in few large pieces. It updates no more in place at
 # a time, either: torch's optimizers make temporary tensors for all that they update together.
@@ -162,7 +162,7 @@ class ShardedOptimizer:
     @property
     def all_hold_all(self) -> bool:
         """Whether each member of the generation holds everything."""
-        return self._group is None or self._group.world_size <= _ALL_HOLD
+        return self._group is None or self._group.world_size <= ALL_HOLD
 
     def begin(self) -> None:
         """Begins an attempt at a step: what another attempt prepared does not count any more.
@@ -299,13 +299,14 @@ class ShardedOptimizer:
     ) -> None:
         """Updates copies of these pieces, a few at a time, and calls `take` with the number of each
         piece, its parameters and its state. `targets`: memory for the parameters."""
+        copies_gradients = self._updates.may_write_to_gradients  # which are needed again
         for some in self._chunks(numbers):
             tensors, states = {}, {n: _copy(self.held[n]) for n in some}
             for n in some:
                 present = self._of_piece(n)
                 tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
-            # An optimizer may write to gradients, which are needed again.
-            self._updates.run(tensors, {n: gradients[n].clone() for n in some}, states)
+            given = {n: gradients[n].clone() if copies_gradients else gradients[n] for n in some}
+            self._updates.run(tensors, given, states)
             for n in some:
                 take(n, tensors[n], states[n])
 
@@ -414,9 +415,15 @@ class ShardedOptimizer:
         self, rank: int, world_size: int, topology: Sequence[Sequence[int]]
     ) -> AbstractSet[int]:
         """Returns the pieces that a rank is to hold in a generation whose members can read any."""
-        everyone = range(world_size)
-        holders = assign_pieces(self.sizes, world_size, topology, [everyone] * len(self.sizes))
+        holders = self.holders_of_any(world_size, topology)
         return {number for number, one in enumerate(holders) if rank in one.ranks}
+
+    def holders_of_any(
+        self, world_size: int, topology: Sequence[Sequence[int]]
+    ) -> Sequence[Holders]:
+        """Returns the holders of all pieces in a generation whose members can read any."""
+        everyone = range(world_size)
+        return assign_pieces(self.sizes, world_size, topology, [everyone] * len(self.sizes))
 
     def hold(self, held: Mapping[int, State]) -> None:
         """Holds these pieces from now on, and those that have no state at all."""

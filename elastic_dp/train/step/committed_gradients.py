@@ -11,6 +11,7 @@ import torch
 from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.local_shards import local_of
+from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.state.step_record import StepRecord
@@ -54,9 +55,14 @@ class CommittedGradients:
             if not reads_later:
                 return float(norm)
             self._norm = norm
-        elif not class_of(self._state.optimizer).__module__.startswith("torch.optim"):
-            self._norm = norm_of(self._state, self._units, self._gradients)  # it may write to them
+        elif self._may_be_written_to:
+            self._norm = norm_of(self._state, self._units, self._gradients)
         return None
+
+    @property
+    def _may_be_written_to(self) -> bool:
+        optimizer = self._state.optimizer
+        return may_write_to_gradients(class_of(optimizer), optimizer.param_groups)
 
     def complete(self, record: StepRecord) -> None:
         """Adds the norm to the step's record, unless it is there or the gradients are gone."""

@@ -1,0 +1,194 @@
+"""A sharded run goes on from a checkpoint of a run that is not sharded: each member keeps what it
+is to hold, and each byte is read once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint import layout as layouts
+from elastic_dp.checkpoint.catalog import Catalog, part_path
+from elastic_dp.checkpoint.checkpoint_reader import device_types
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts
+from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.decoding import decode
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.storage import Store
+from elastic_dp.train.checkpointing import sliced_read
+from elastic_dp.train.checkpointing.collective_read import read_collectively
+from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits
+from tests.checkpoint.states import memory_store
+from tests.distributed.test_gradient_reducer import of_each
+from tests.train.sharding.test_sharded_state import (
+    ADAM,
+    Member,
+    _dropped_here,  # noqa: F401
+    _small_units,  # noqa: F401
+    check_equal,
+    enter,
+    of_kind,
+)
+
+KINDS = [(70, 33), (129,), (64, 65), (1,), ()]
+PART_BYTES = 2048
+ROUND_BYTES = 6 * PART_BYTES  # two parts of each of three members
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    monkeypatch.setattr(layouts, "_MIN_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(layouts, "_PARTS", 1 << 20)
+    monkeypatch.setattr(sliced_read, "ROUND_BYTES", ROUND_BYTES)
+
+
+def turned(parameters):
+    """Of a parameter with other strides than its state."""
+    optimizer = ADAM(parameters)
+    parameters[0].data = parameters[0].data.t().contiguous().t()
+    return optimizer
+
+
+def member_of(make, *, shard):
+    kinds = [*KINDS, (0, 3)] if make in (ADAM, turned) else KINDS  # Adafactor divides by the size
+    return Member(make, kinds, torch.float32, shard=shard)
+
+
+def plain_after(make, steps):
+    plain = member_of(make, shard=False)
+    for _ in range(steps):
+        plain.plain_step()
+    return plain
+
+
+def write(url, step, make, also=None):
+    """Commits what a run that is not sharded has after so many steps."""
+    catalog, snapshot, plain = Catalog(url), Snapshot(), plain_after(make, step)
+    parameters = list(plain.parameters.values())
+    states = [dict(plain.optimizer.state[p]) for p in parameters]
+    tree = {"step": {"parameters": parameters, "optimizer": states}}
+    snapshot.take(step, tree | ({} if also is None else {"also": also(states)}))
+    with ThreadPoolExecutor(2) as executor:
+        share = write_own_parts(catalog, snapshot, 0, 1, executor)
+    return catalog, write_commit(catalog, snapshot.manifest(), [share], 1, CommitMetadata())
+
+
+def restore(group, catalog, make, said=lambda error: None):
+    """Returns a member that has restored, and the bytes that it has had of the checkpoint."""
+    member = member_of(make, shard=True)
+    units = CheckpointUnits(member.sharding, member.optimizer, member.parameters)
+    read = read_collectively(
+        catalog,
+        group,
+        enters=lambda phase: None,
+        damaged=said,
+        cuts_of=lambda commit: units.cuts(commit.manifest, group.world_size, ()),
+    )
+    step = decode(read.commit.manifest.tree, read.tensors)["step"]
+    for mine, given in zip(member.parameters.values(), step["parameters"], strict=True):
+        mine.data.copy_(given)
+    places = device_types(read.commit)
+    units.absorb(step["optimizer"], places, read.cut, group.rank, group.world_size, ())
+    member.step = read.commit.step
+    own = [*read.tensors, *([] if read.cut is None else read.cut.values())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in own if not t.is_meta}
+    return member, sum(one.nbytes() for one in storages.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ADAM, of_kind(torch.optim.Adafactor), of_kind(torch.optim.SGD)],
+    ids=["pieces", "whole", "no state"],
+)
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_member_holds_its_part_of_a_state_that_was_not_sharded(make, workers):
+    catalog, _ = write(memory_store(), 2, make)
+    members = [one for one, _ in of_each(workers, lambda group: restore(group, catalog, make))]
+    assert enter(members, Member.attempt) == [0] * workers, "pieces were sent again"
+    check_equal(members, plain_after(make, 3))
+
+
+@pytest.mark.parametrize("written", [ADAM, turned])
+def test_parameter_may_lie_in_memory_in_another_order(written):
+    catalog, _ = write(memory_store(), 2, written)
+    members = [one for one, _ in of_each(3, lambda group: restore(group, catalog, turned))]
+    enter(members)
+    check_equal(members, plain_after(turned, 2))
+
+
+def test_each_byte_is_read_once_and_a_member_has_only_what_it_needs(monkeypatch):
+    catalog, commit = write(memory_store(), 1, ADAM)
+    read, lock, inner = [], threading.Lock(), Store.read
+
+    def counted(store, path, first, last):
+        if "/part-" in path:
+            with lock:
+                read.append((path, first, last))
+        return inner(store, path, first, last)
+
+    monkeypatch.setattr(Store, "read", counted)
+    received = []
+
+    def act(group):
+        all_to_all = group.all_to_all
+
+        def watched(output, given, *sizes):
+            received.append(output.nbytes)
+            return all_to_all(output, given, *sizes)
+
+        group.all_to_all = watched
+        return restore(group, catalog, ADAM)
+
+    restored = of_each(3, act)
+    assert sum(last - first for _, first, last in read) == commit.nbytes
+    assert len(set(read)) == len(read)
+    specs = commit.manifest.layout.specs
+    for_all = sum(s.nbytes for s in specs if "parameters" in s.name or not s.shape)
+    for member, nbytes in restored:
+        states = [value for state in member.sharding.held.values() for value in state.values()]
+        assert nbytes == for_all + sum(value.nbytes for value in states if value.dim())
+    assert max(nbytes for _, nbytes in restored) < 0.9 * commit.nbytes
+    assert max(received) <= ROUND_BYTES, "it came at once"
+
+
+def test_damage_found_by_one_sends_all_to_the_checkpoint_before():
+    url = memory_store()
+    write(url, 1, ADAM)
+    catalog, commit = write(url, 2, ADAM)
+    last = commit.manifest.layout.parts[-1].number
+    path = part_path(catalog.folder, commit.manifest, last)
+    content = bytearray(url.read_all(path))
+    content[-1] ^= 1
+    url.write(path, bytes(content))
+    said = []
+    members = [m for m, _ in of_each(3, lambda g: restore(g, catalog, ADAM, said.append))]
+    assert [member.step for member in members] == [1, 1, 1]
+    assert len(said) == 1 and f"step {commit.step}" in str(said[0])
+    assert enter(members, Member.attempt) == [0] * 3
+    check_equal(members, plain_after(ADAM, 2))
+
+
+def test_tensor_that_is_also_elsewhere_in_the_tree_is_read_as_a_whole():
+    catalog, commit = write(memory_store(), 1, ADAM, also=lambda states: states[0]["exp_avg"])
+    member = member_of(ADAM, shard=True)
+    units = CheckpointUnits(member.sharding, member.optimizer, member.parameters)
+    cuts = units.cuts(commit.manifest, 3, ())
+    first = {member.sharding.pieces[cut.of[0]].parameter for cut in cuts if cut.of[1] == "exp_avg"}
+    assert 0 not in first and first
+    members = [one for one, _ in of_each(3, lambda group: restore(group, catalog, ADAM))]
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(ADAM, 2))
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 10, 11], [0, 11], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]])
+def test_cuts_of_all_spans_are_the_slices(ends):
+    slices = list(itertools.starmap(sliced_read.Slice, itertools.pairwise(ends)))[::2]
+    for width in (1, 2, 4, 20):
+        bytes_of = {n: [] for n in range(len(slices))}
+        for start in range(0, 12, width):
+            for n, a, b in sliced_read._cuts(slices, sliced_read.Slice(start, start + width)):
+                bytes_of[n] += range(a, b)
+        assert bytes_of == {n: list(range(*one)) for n, one in enumerate(slices)}
