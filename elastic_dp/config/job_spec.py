@@ -97,11 +97,6 @@ class JobSpec:
                 "that exact sums are added along, and fast mode has no tree; leave out one of the "
                 "two"
             )
-        if self.sharding is not None:
-            raise SpecError(
-                f"wire is {self.wire!r} and sharding is {self.sharding!r}, which do not work "
-                "together yet: leave out one of the two"
-            )
 
     def _check_processes(self) -> None:
         if self.scaling.processes_per_worker == 1:

@@ -117,13 +117,20 @@ class ReductionPlan:
         if self.needed is None:
             return None
         assert self.rounds, "a sum that is not divided is needed by all"
-        ranges, at = [], 0
-        for p in bucket.parameters:
+        rounding, group, ranges = bucket.rounding, self.group, []
+        for p, cut in zip(bucket.parameters, bucket.cuts, strict=False):
+            at = cut * rounding.block
             for one in self.needed.get(p, ()):
                 ranges.append(one._replace(first=at + one.first, last=at + one.last))
-            at += p.numel()
-        group = self.group
-        return piece_route(group.rank, group.world_size, self.chunk(bucket), ranges, bucket.numel)
+        return piece_route(
+            group.rank,
+            group.world_size,
+            self.chunk_blocks(bucket),
+            ranges,
+            bucket.blocks,
+            block=rounding.block,
+            record=rounding.record,
+        )
 
     def chunk(self, bucket: GradientBucket) -> int:
         """Returns the number of elements in the part of one rank, as they are sent."""
@@ -151,8 +158,8 @@ class GradientBufferPool:
             rounding = b.rounding
             sent = b.wire_numel + virtual_workers * rounding.record, rounding.dtype
             result = b.numel + virtual_workers * rounding.block, b.dtype
-            received = [sent] if receives else []
-            for numel, dtype in (sent, *received, *([result] if b.is_rounded else [])):
+            received = [sent, *([result] if b.is_rounded else [])] if receives else []
+            for numel, dtype in (sent, *received):
                 self._free.append(torch.zeros(numel, dtype=dtype, device=b.device))
 
     def clear(self) -> None:
@@ -247,15 +254,16 @@ class BucketReduction:
             # What is received is added up at the beginning of its memory, and sent from behind it.
             self._part, self._sending = self._total[:chunk], self._total[chunk:]
             self._sending = self._sending[: sum(self._route.sent)]
-            # The pool would give it the memory of a whole bucket.
-            self._total = torch.empty(
-                sum(self._route.received), dtype=bucket.rounding.dtype, device=bucket.device
-            )
+            self._total = self._of_pieces(sum(self._route.received), bucket.rounding.dtype)
         # The finished sum in the dtype of the parameters.
         self._result = self._total
         if bucket.is_rounded:
-            blocks = len(self._total) // bucket.rounding.record
-            self._result = self._buffer(pool, blocks * bucket.rounding.block, bucket.dtype)
+            numel = len(self._total) // bucket.rounding.record * bucket.rounding.block
+            self._result = (
+                self._buffer(pool, numel, bucket.dtype)
+                if self._route is None
+                else self._of_pieces(numel, bucket.dtype)
+            )
         self.total_views = [] if self._route is not None else bucket.views(self._result)
         self.begin()
 
@@ -267,6 +275,11 @@ class BucketReduction:
         memory = pool.take(dtype or rounding.dtype, self.bucket.device, numel, padding)
         self._memory.append(memory)
         return memory[:numel]
+
+    def _of_pieces(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for the pieces that this rank needs: that of the pool is for a whole
+        bucket."""
+        return torch.empty(numel, dtype=dtype, device=self.bucket.device)
 
     # ----------------------------------------------------------------------------- step
 
@@ -397,8 +410,10 @@ class BucketReduction:
         for operation in self._gathering:
             self._plan.group.wait(operation)
 
-    def restore(self) -> None:
-        """Converts the finished sum to the dtype of the parameters, once it has settled."""
+    def arrive(self) -> None:
+        """Settles, and converts the finished sum to the dtype of the parameters. Raises
+        GroupError."""
+        self.settle()
         if self.bucket.is_rounded:
             self.bucket.rounding.restore(self._total, self._result)
 

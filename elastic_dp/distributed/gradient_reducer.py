@@ -98,7 +98,7 @@ class GradientReducer:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
         that of the membership. `needed`: which ranks need the sum of which elements; None: all need
         all."""
-        assert self._wire is None or (exact and needed is None)  # `JobSpec` refuses the others
+        assert self._wire is None or exact  # `JobSpec` refuses fast mode with it
         self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
         self._lay_out()
 
@@ -346,8 +346,7 @@ class GradientReducer:
         Returns whether all sums are finite, the same on every rank.
         """
         for exchange in self._exchanges:
-            exchange.settle()
-            exchange.restore()
+            exchange.arrive()
             exchange.scale(factor)
         if all(exchange.totals_are_finite() for exchange in self._exchanges):
             return True
@@ -357,7 +356,7 @@ class GradientReducer:
         """Instead of `complete` where not all members need all sums: returns those that this rank
         needs, by number of the piece and multiplied by `factor`, each of shape (numel,)."""
         for exchange in self._exchanges:
-            exchange.settle()
+            exchange.arrive()
             exchange.scale_on_device(factor)
         return self.held()
 
@@ -379,8 +378,7 @@ class GradientReducer:
         behind the finished parts of all ranks. Returns for each bucket what `finish` needs to know
         of it."""
         for exchange in self._exchanges:
-            exchange.settle()
-            exchange.restore()
+            exchange.arrive()
         return [exchange.extremes() for exchange in self._exchanges]
 
     def finish(self, factor: float, extremes: Sequence[torch.Tensor]) -> bool:

@@ -2,7 +2,8 @@
 
 The members have finished one chunk each, one after another in the bucket (`reduction_rounds.py`).
 What a member needs arrives in the order of the bucket, so each of its pieces is in one run of
-memory, whichever chunks it lies in.
+memory, whichever chunks it lies in. Where sums are rounded in blocks (`gradient_rounding.py`),
+whole blocks travel.
 """
 
 from __future__ import annotations
@@ -29,40 +30,54 @@ HeldRanges = Mapping[torch.Tensor, Sequence[HeldRange]]  # by parameter, in orde
 
 @dataclass(frozen=True, slots=True)
 class PieceRoute:
-    """What one rank sends of its finished chunk of a bucket, and what it receives."""
+    """What one rank sends of its finished chunk of a bucket, and what it receives, in the elements
+    in which they are sent."""
 
     cuts: list[tuple[int, int]]  # ranges of its chunk, in the order in which they are sent
     sent: list[int]  # [rank]: elements that it sends
     received: list[int]  # [rank]: elements that it receives
-    held: list[tuple[int, int, int]]  # its pieces: number, and where they lie in what it receives
+    # Its pieces: number, and which elements of a gradient they are in what it receives.
+    held: list[tuple[int, int, int]]
 
 
 def piece_route(
-    rank: int, world_size: int, chunk: int, ranges: Sequence[HeldRange], numel: int
+    rank: int,
+    world_size: int,
+    chunk: int,
+    ranges: Sequence[HeldRange],
+    blocks: int,
+    *,
+    block: int = 1,
+    record: int = 1,
 ) -> PieceRoute:
     """Returns the route of `rank`.
 
-    `ranges` are those of a bucket of `numel` elements, whose `first` and `last` are counted from
-    its beginning, in ascending order. `chunk` is the number of elements of each rank's part.
+    `ranges` are those of a bucket of `blocks` blocks, whose `first` and `last` are counted from its
+    beginning, in ascending order. `chunk` is the number of blocks of each rank's part. A block of
+    `block` elements is sent in `record` elements. Each range begins with a block, and ends with one
+    or with its parameter.
     """
-    start, end = rank * chunk, min((rank + 1) * chunk, numel)
+    start, end = rank * chunk, min((rank + 1) * chunk, blocks)
     cuts_of: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
-    for one in ranges:
-        if one.first < end and start < one.last:
-            cut = max(one.first, start) - start, min(one.last, end) - start
+    assert not any(one.first % block for one in ranges)
+    spans = [(one, one.first // block, -(-one.last // block)) for one in ranges]
+    for one, first, last in spans:
+        if first < end and start < last:
+            cut = (max(first, start) - start) * record, (min(last, end) - start) * record
             for receiver in one.ranks:
                 cuts_of[receiver].append(cut)
     sent = [sum(last - first for first, last in cuts) for cuts in cuts_of]
-    needed = [one for one in ranges if rank in one.ranks]
+    needed = [span for span in spans if rank in span[0].ranks]
     received = [
-        sum(
-            max(0, min(one.last, (sender + 1) * chunk) - max(one.first, sender * chunk))
-            for one in needed
+        record
+        * sum(
+            max(0, min(last, (sender + 1) * chunk) - max(first, sender * chunk))
+            for _, first, last in needed
         )
         for sender in range(world_size)
     ]
     held, at = [], 0
-    for one in needed:
-        held.append((one.piece, at, at + one.last - one.first))
-        at += one.last - one.first
+    for one, first, last in needed:
+        held.append((one.piece, at * block, at * block + one.last - one.first))
+        at += last - first
     return PieceRoute([cut for cuts in cuts_of for cut in cuts], sent, received, held)

@@ -1,11 +1,13 @@
 """What is received first of all buckets, in one piece for each dtype, where the finished sums go to
 some members only: then it is free until the next step, for the updated parameters of all members.
+Sums that are rounded (gradient_rounding.py) lie in the memory for the parameters, too.
 
 A generation uses the memory of the last one again, unless an operation may still access it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -42,14 +44,14 @@ class ReceivedMemory:
         parts: dict[int, torch.Tensor] = {}
         for dtype in {bucket.dtype for bucket in buckets}:
             mine = [bucket for bucket in buckets if bucket.dtype == dtype]
-            sizes = [plan.first_received(bucket) for bucket in mine]
+            sizes = [_room(plan.first_received(b), b.rounding.dtype, dtype) for b in mine]
             updated = plan.most_sent_first(dtype) * plan.group.world_size
             numel = max(sum(sizes), updated)
             memory = _usable(before.pop(dtype, None), numel)
             if memory is None:
                 memory = torch.empty(numel, dtype=dtype, device=mine[0].device)
-            numbers = [bucket.number for bucket in mine]
-            parts |= zip(numbers, memory[: sum(sizes)].split(sizes), strict=True)
+            for bucket, part in zip(mine, memory[: sum(sizes)].split(sizes), strict=True):
+                parts[bucket.number] = part.view(bucket.rounding.dtype)
             self.by_dtype[dtype] = memory
         return parts
 
@@ -59,6 +61,11 @@ class ReceivedMemory:
             flying = self._group.in_flight  # also of what lies elsewhere
             self._before = {dtype: (memory, flying) for dtype, memory in self.by_dtype.items()}
         self.by_dtype, self._group = {}, None
+
+
+def _room(numel: int, dtype: torch.dtype, room: torch.dtype) -> int:
+    """Returns how many elements of the dtype `room` have room for `numel` of `dtype`."""
+    return math.ceil(numel * dtype.itemsize / room.itemsize)
 
 
 def _usable(before: _Before | None, numel: int) -> torch.Tensor | None:

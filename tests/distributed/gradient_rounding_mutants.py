@@ -19,6 +19,10 @@ INT8 = "elastic_dp.distributed.int8_rounding"
 TESTS = "tests/distributed/test_gradient_rounding.py"
 OF_INT8 = "tests/distributed/test_int8_rounding.py"
 ROUNDED = f"{TESTS}::test_every_node_is_rounded_whoever_adds_it"
+HELD = (
+    "tests/distributed/test_reduction_to_holders.py"
+    "::test_each_holder_gets_the_bits_of_the_whole_sum"
+)
 RUN_AGAIN = "tests/cluster/runs/test_rerun.py"
 
 GRADIENT_ROUNDING_MUTANTS = [
@@ -155,11 +159,27 @@ GRADIENT_ROUNDING_MUTANTS = [
     ),
     ModuleMutant(
         "the finished sum is not converted",
-        "GradientReducer.complete",
-        "exchange.restore()",
+        "BucketReduction.arrive",
+        "self.bucket.rounding.restore(self._total, self._result)",
         "pass",
-        module=REDUCER,
+        module=ACROSS,
         caught_by=ROUNDED,
+    ),
+    ModuleMutant(
+        "the finished sums of pieces are sent as if a block were an element",
+        "ReductionPlan.route",
+        "rounding.record",
+        "rounding.block",
+        module=ACROSS,
+        caught_by=HELD,
+    ),
+    ModuleMutant(
+        "the last block of a parameter does not travel to those that need it",
+        "piece_route",
+        "-(-one.last // block)",
+        "one.last // block",
+        module="elastic_dp.distributed.piece_routes",
+        caught_by=("tests/distributed/test_piece_routes.py::test_each_rank_gets_its_pieces_whole"),
     ),
     ModuleMutant(
         "a checkpoint does not say how gradients were rounded",

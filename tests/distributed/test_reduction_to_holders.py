@@ -22,16 +22,16 @@ from tests.distributed.test_gradient_reducer import (
 V = 8
 
 
-def reduced(group: ProcessGroup, shares, needed_of, topology=()):
+def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
     """Returns the gradients after two steps: whole ones, or those of the pieces by number."""
     draw = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (700, 3, 129)]
-    gradients = GradientReducer(named(parameters))
+    gradients = GradientReducer(named(parameters), wire)
     needed = needed_of(parameters)
     gradients.open(group, shares, V, True, topology, needed)
     values = torch.randn(2, V, 832, generator=draw)
     for step in range(2):
-        gradients.begin()
+        gradients.begin(step)
         leaves = leaves_of(shares[group.rank], V)
         for leaf in leaves:
             gradients.before_leaf(leaf, leaf is leaves[-1])
@@ -60,9 +60,10 @@ def reduced(group: ProcessGroup, shares, needed_of, topology=()):
         ([[(0, 1), (3, 4)], [(1, 3)], [(4, 6)], [(6, 7)], [(7, 8)]], ((2, 3),)),
     ],
 )
-def test_each_holder_gets_the_bits_of_the_whole_sum(shares, topology):
+@pytest.mark.parametrize("wire", [None, "bf16", "int8"])
+def test_each_holder_gets_the_bits_of_the_whole_sum(wire, shares, topology):
     world_size, rng = len(shares), random.Random(0)
-    cuts = {0: [(0, 256), (256, 512), (512, 700)], 1: [(0, 3)], 2: [(0, 64), (64, 129)]}
+    cuts = {0: [(0, 256), (256, 512), (512, 700)], 1: [(0, 3)], 2: [(0, 129)]}
     holders = defaultdict(list)
     for number, ranges in cuts.items():
         for first, last in ranges:
@@ -73,8 +74,10 @@ def test_each_holder_gets_the_bits_of_the_whole_sum(shares, topology):
     def needed_of(parameters):
         return {p: holders[n] for n, p in enumerate(parameters)}
 
-    whole = of_each(world_size, lambda group: reduced(group, shares, lambda _: None, topology))
-    held = of_each(world_size, lambda group: reduced(group, shares, needed_of, topology))
+    def summed(needed):
+        return of_each(world_size, lambda group: reduced(group, shares, needed, topology, wire))
+
+    whole, held = summed(lambda _: None), summed(needed_of)
     for rank, mine in enumerate(held):
         of_rank = {
             one.piece: whole[0][n][one.first : one.last]

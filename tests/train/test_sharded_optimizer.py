@@ -48,9 +48,10 @@ SMALL_UNIT_BYTES = 256
 
 def in_small_units(train):
     """In a process of its own: parameters are divided into many units, as large ones are."""
+    nbytes = SMALL_UNIT_BYTES
 
     def cut(ctx):
-        gradient_units.UNIT_BYTES = SMALL_UNIT_BYTES
+        gradient_units.UNIT_BYTES = nbytes
         train(ctx)
 
     return cut

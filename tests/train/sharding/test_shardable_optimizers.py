@@ -118,8 +118,6 @@ def test_noise_scale_is_refused_before_the_first_step():
     [
         ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
         ({"exact": False}, "sharding is 'optimizer' and exact is False"),
-        ({"wire": "bf16"}, "wire is 'bf16' and sharding is 'optimizer'"),
-        ({"wire": "int8"}, "wire is 'int8' and sharding is 'optimizer'"),
         ({"staleness": 1}, "staleness is 1 and sharding is 'optimizer'"),
     ],
 )
