@@ -52,8 +52,9 @@ from elastic_dp.train.local_run import LocalRun
 
 VIRTUAL_WORKERS = 8
 CONNECTING_S = 50.0
-# For a run. On a GPU less than the limit of its check, so that it says where it stands.
-WAIT_S, WAIT_ON_GPU_S = 100.0, 60.0
+# For a run. On a GPU less than the limit of its check, so that it says where it stands. A small one
+# on a GPU is on a fake one, which is slow.
+WAIT_S, WAIT_ON_GPU_S, WAIT_ON_FAKE_S = 100.0, 60.0, 240.0
 ROUNDS_S = 40.0  # in which communicators are made again and again
 NOTES = "notes.jsonl"
 
@@ -236,7 +237,10 @@ def job(
 ) -> JobSpec:
     config |= {"model": model, "precision": precision, "body_s": body_s, "processes": processes}
     config |= {"width": setup.pick(128, 32), "inner": inner_steps}
-    share = {"GPU": 0.25} if setup.on_gpu else {}
+    wait_on_gpu_s = setup.pick(WAIT_ON_GPU_S, WAIT_ON_FAKE_S)
+    config |= {"wait_s": wait_on_gpu_s if setup.on_gpu else WAIT_S}
+    # A worker of several processes asks for as many GPUs; see `WorkerJob.shares_gpu`.
+    share = {"GPU": processes if processes > 1 else 0.25} if setup.on_gpu else {}
     return JobSpec(
         name="gpu-check",
         data=MapStyleData(Rows(), micro_batch_size=setup.pick(16, 2)),
@@ -268,12 +272,13 @@ def group(
     url: str | None = None,
     act: Callable[[ProcessRun], None] = lambda run: None,
     device: SimulatedDevice | None = None,
+    shares_gpu: bool = False,
 ) -> Ended:
-    """How a run on processes ended. `act`: called while it runs."""
-    with ProcessRun(spec, train, faults=tuple(faults), url=url, device=device) as run:
+    """How a run on processes ended. `act`: called while it runs. `shares_gpu`: see `WorkerJob`."""
+    how: dict[str, Any] = {"url": url, "device": device, "shares_gpu": shares_gpu}
+    with ProcessRun(spec, train, faults=tuple(faults), **how) as run:
         act(run)
-        on_gpu = "GPU" in spec.scaling.resources_per_worker
-        outcome = run.wait(WAIT_ON_GPU_S if on_gpu else WAIT_S)
+        outcome = run.wait(spec.config["wait_s"])
         lines = [line for *_, line in list(run.journal._kept)]
     if outcome.error is not None:
         raise Wrong(f"the run failed: {outcome.error}\n{outcome.traceback}")
@@ -399,12 +404,46 @@ def changes(setup: Setup) -> dict[str, Any]:
 
 
 def gangs(setup: Setup) -> dict[str, Any]:
-    """Workers of two processes, over which the model is sharded: one worker, two, and two of which
-    a process is killed."""
-    if setup.on_gpu:
-        raise Skipped("workers of several processes are refused on GPUs: they were never tried")
+    """Workers of two processes, over which the model is sharded: one worker, two, two of which a
+    process is killed, and two that are restored. All processes share the GPU, so whatever they
+    exchange goes through the host: NCCL refuses two ranks on one GPU."""
     options = {"steps": setup.pick(12, 6), "processes": 2, "body_s": 0.05}
-    return with_a_kill(setup, options, step=3, rank=1, process=1)
+    two, with_checkpoints = (
+        job(setup, workers=2, **options, every_steps=every) for every in (None, 2)
+    )
+    run = partial(group, shares_gpu=True, device=None if setup.on_gpu else SimulatedDevice())
+
+    def fault(rank: int, name: str) -> WorkerFault:
+        file = str(setup.folder / name)
+        return WorkerFault("backward", step=4, rank=rank, process=1, once=file)
+
+    all_die = [fault(rank, f"all-{rank}") for rank in (0, 1)]
+    runs = {
+        "one": partial(run, job(setup, workers=1, **options)),
+        "two": partial(run, two),
+        "kill": partial(run, two, [fault(1, "killed")]),
+        "restore": partial(run, with_checkpoints, all_die, str(setup.folder / "run")),
+    }
+    return with_losses(setup, runs, {"kill": 1, "restore": 2})
+
+
+def gangs_over_nccl(setup: Setup) -> dict[str, Any]:
+    """The same over NCCL, which must take the processes for those of several hosts: the sharded
+    model of a worker, and the gradients between workers. A process is killed while both are used.
+    The bits are those through the host."""
+    facts = share_the_gpu(setup)
+    options = {"steps": setup.pick(40, 24), "processes": 2, "body_s": setup.pick(0.1, 0.05)}
+    device = None if setup.on_gpu else SimulatedDevice()
+    host = partial(group, shares_gpu=True, device=device)
+    connects = job(setup, workers=2, **options, connects=True, host=AnotherHost())
+    file = str(setup.folder / "killed")
+    fault = WorkerFault("gather", step=options["steps"] // 2, rank=1, process=1, once=file)
+    runs = {
+        "host": partial(host, job(setup, workers=2, **options)),
+        "connected": partial(group, connects, device=device),
+        "kill": partial(group, connects, [fault], device=device),
+    }
+    return facts | with_losses(setup, runs, {"kill": 1})
 
 
 def inner_steps(setup: Setup) -> dict[str, Any]:
@@ -472,11 +511,18 @@ def with_a_kill(setup: Setup, options: dict[str, Any], **where: Any) -> dict[str
         "two": partial(group, two),
         "kill": partial(group, two, [fault]),
     }
+    return with_losses(setup, runs, {"kill": 1})
+
+
+def with_losses(
+    setup: Setup, runs: Mapping[str, Callable[[], Ended]], expected: Mapping[str, int]
+) -> dict[str, Any]:
+    """The same bits of all runs. `expected`: how many workers each of these loses, or more."""
     outcomes, _ = together(setup, runs)
-    facts = {"killed": outcomes["kill"].workers_lost}
-    if facts["killed"] < 1:
-        raise Wrong("the fault did not happen")
-    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
+    lost = {name: outcomes[name].workers_lost for name in expected}
+    if any(lost[name] < least for name, least in expected.items()):
+        raise Wrong(f"the faults did not happen: {lost}")
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | {"lost": lost}
 
 
 def drain_one(run: ProcessRun) -> None:
@@ -819,6 +865,17 @@ def be_another_host() -> None:
         os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
 
 
+class AnotherHost:
+    """A part of a job. Each process of a worker unpickles it before it uses NCCL."""
+
+    def __init__(self) -> None:
+        self.name = "its own"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        be_another_host()
+
+
 def several_ranks(setup: Setup) -> dict[str, Any]:
     """Two ranks of one communicator on this GPU, one of which is killed: the other notices, aborts
     while a thread copies from behind the collective, and works on."""
@@ -952,6 +1009,7 @@ CHECKS: dict[str, Check] = {
     "staleness": Check(staleness, 110.0),
     "sharding": Check(sharding, 110.0),
     "gangs": Check(gangs, 110.0),
+    "gangs-over-nccl": Check(gangs_over_nccl, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),
     "compile": Check(compiled, 140.0),

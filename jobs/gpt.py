@@ -10,6 +10,8 @@ interpreter.
     python jobs/gpt.py --workers 2 --processes 2
                                           each worker is two processes, over which torch's
                                           fully_shard divides the model
+    python jobs/gpt.py --workers 2 --processes 8 --gpu
+                                          ... each with a GPU: two nodes of eight
     python jobs/gpt.py --workers 2 --inner-steps 10 --steps 40
                                           ten inner steps in each step (DiLoCo): gradients travel
                                           once in ten batches
@@ -162,6 +164,7 @@ def make_trainer(
     standby: int = 0,
     virtual_workers: int = 4,
     processes: int = 1,
+    gpu: bool = False,
     steps: int = 400,
     inner_steps: int | None = None,
     seed: int = 0,
@@ -185,6 +188,7 @@ def make_trainer(
             virtual_workers=virtual_workers,
             standby=standby,
             processes_per_worker=processes,
+            resources_per_worker={"CPU": processes, "GPU": processes} if gpu else {"CPU": 1},
         ),
         max_steps=steps,
         inner_steps=inner_steps,
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--virtual-workers", type=int, default=4, help="fixes the global batch")
     parser.add_argument("--processes", type=int, default=1, help="of each worker")
+    parser.add_argument("--gpu", action="store_true", help="one for each process")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--inner-steps", type=int, help="of each virtual worker in a step (DiLoCo)")
     parser.add_argument("--seed", type=int, default=0)

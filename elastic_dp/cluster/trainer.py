@@ -24,7 +24,8 @@ from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.cluster.overrides import active_overrides
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
-from elastic_dp.cluster.worker import pick_device, prepare_environment
+from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.followers.follower import FollowerProcess, lead
+from elastic_dp.cluster.followers.follower import FollowerProcess, connects_devices, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
+from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -38,8 +38,7 @@ from elastic_dp.coordinator.messages import (
     WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
-from elastic_dp.device.accelerator import has_own_communicator
-from elastic_dp.device.gpu import first_gpu, is_gpu, sees_other_gpus, why_no_gpu
+from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
@@ -71,6 +70,9 @@ class WorkerJob:
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[WorkerFault, ...] = ()
     processes: int = 1  # of each worker
+    # The processes of all workers have one GPU, so they exchange through the host: NCCL refuses two
+    # ranks on one. For checks.
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Worker:
             renewed_at=self._page.renewed_at,
         )
         if isinstance(self._control, LeaderControl):
-            self._control.lead([follower.connection for follower in followers], link.post)
+            connections = [follower.connection for follower in followers]
+            self._control.lead(connections, link.post, self._page.write_fault)
         torch.set_num_threads(spec.scaling.num_threads)
         # Not with the variables that a process is started with: here the user's own are seen.
         for text in set_nccl_environment(os.environ):
@@ -196,7 +199,7 @@ class Worker:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        gang, size = self._gang(), self._spec.scaling.processes_per_worker
+        gang, size = self._gang(device), self._spec.scaling.processes_per_worker
         try:
             data = open_data(
                 self._spec.data,
@@ -213,9 +216,7 @@ class Worker:
             worker=self.identity,
             data=data if gang is None else ProcessBatches(data, 0, size),
             device=device,
-            connects_devices=has_own_communicator(
-                self._spec.scaling.resources_per_worker.get("GPU", 0)
-            ),
+            connects_devices=connects_devices(self._spec, self._job.shares_gpu),
             link=self._link,
             status=self._page,
             control=self._control,
@@ -227,7 +228,7 @@ class Worker:
         )
         return train_until_released(self._train, self._session)
 
-    def _gang(self) -> Gang | None:
+    def _gang(self, device: torch.device) -> Gang | None:
         if not isinstance(self._control, LeaderControl):
             return None
         try:
@@ -236,8 +237,10 @@ class Worker:
                 self.identity,
                 self._job.secret,
                 self._spec.scaling.processes_per_worker,
+                device,
                 is_source=self._is_source,
                 stores=self._job.url is not None,
+                shares_gpu=self._job.shares_gpu,
             )
         except ClusterError as error:  # this worker ends, and is replaced
             self._link.say(f"{self.identity}: {error}")
@@ -259,32 +262,6 @@ class Worker:
             self._job.lease_token,
             self._spec.failure.run_lease_s,
         )
-
-
-def pick_device(resources: Mapping[str, float]) -> torch.device:
-    """Return the GPU if the worker was given one, else the CPU.
-
-    Raises ClusterError if torch does not see the GPU: training on the CPU instead would be a
-    hundred times slower, with a backend that only moves CUDA tensors. And if the first GPU that it
-    sees may be another worker's.
-    """
-    gpus = resources.get("GPU", 0)
-    if gpus <= 0:
-        return torch.device("cpu")
-    gpu = first_gpu()
-    if gpu is not None:
-        if sees_other_gpus():
-            raise ClusterError(
-                "CUDA shows this process other GPUs than its own, because a module asked for them "
-                "before Ray gave the process to this worker. See that no module asks when it is "
-                "imported, or set scaling.warm_processes=0"
-            )
-        return gpu
-    raise ClusterError(
-        f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "
-        f"{socket.gethostname()}: {why_no_gpu()}. To train on the CPU, set "
-        "scaling.resources_per_worker.GPU=0"
-    )
 
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:

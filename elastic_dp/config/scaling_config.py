@@ -43,7 +43,8 @@ class ScalingConfig:
       worker has its own and NCCL is used; otherwise Gloo.
     - `processes_per_worker`: a worker is so many processes of one node, over which its model is
       sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
-      times V micro-batches. It is fixed at the run's first start.
+      times V micro-batches. It is fixed at the run's first start. On GPUs each process has one, so
+      "GPU" is the same number.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
       the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
@@ -98,11 +99,6 @@ class ScalingConfig:
         whole_number("ScalingConfig.warm_processes", self.warm_processes, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
-        if self.processes_per_worker > 1 and self.resources_per_worker.get("GPU"):
-            raise SpecError(
-                f"ScalingConfig.processes_per_worker is {self.processes_per_worker}, which does "
-                'not work on GPUs yet: leave "GPU" out of resources_per_worker'
-            )
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
@@ -139,12 +135,24 @@ class ScalingConfig:
             if not isinstance(name, str) or not name:
                 raise SpecError(f"{field}: a resource's name must be a string")
             at_least(field, amount, 0)
-            if name == "GPU" and amount > 1:
-                workers = math.ceil(amount) * self.max_workers
-                raise SpecError(
-                    f"{field} is {amount!r}, and a worker trains on one GPU: ask for "
-                    f'"GPU": 1, and for as many workers as there are GPUs (max_workers={workers})'
-                )
+            if name == "GPU":
+                self._check_gpus(field, amount)
+
+    def _check_gpus(self, field: str, amount: float) -> None:
+        processes = self.processes_per_worker
+        if processes == 1 and amount > 1:
+            workers = math.ceil(amount) * self.max_workers
+            raise SpecError(
+                f"{field} is {amount!r}, and a worker trains on one GPU: ask for "
+                f'"GPU": 1, and for as many workers as there are GPUs (max_workers={workers}). '
+                "Or shard the model over the GPUs of a worker, with as many processes_per_worker"
+            )
+        if processes > 1 and amount not in (0, processes):
+            raise SpecError(
+                f"{field} is {amount!r} and ScalingConfig.processes_per_worker is {processes}, but "
+                f'each process has a GPU of its own: ask for "GPU": {processes}, or leave it out '
+                "to train on CPUs"
+            )
 
     def _check_label_selector(self) -> None:
         selector = self.label_selector

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from elastic_dp.errors import ClusterError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 # Which of them a library may use for a matrix product of half precision.
 _REDUCTIONS = (
     "allow_fp16_reduced_precision_reduction",
@@ -34,8 +38,36 @@ def first_gpu() -> torch.device | None:
 def sees_other_gpus() -> bool:
     """Returns whether CUDA shows this process more GPUs than CUDA_VISIBLE_DEVICES lists: it was
     first asked for them before the variable was set, and does not look again."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = os.environ.get(VISIBLE)
     return listed is not None and torch._C._cuda_getDeviceCount() > len(listed.split(","))
+
+
+def visible_to_processes(given: Sequence[str], processes: int) -> list[dict[str, str]]:
+    """Returns what each process of a worker has in its environment so that CUDA shows it one of the
+    GPUs that the worker was `given`, and that one only: numbers, or UUIDs of GPUs or of parts of
+    them (MIG), in any order. Without any, processes train on the CPU. Raises ClusterError.
+
+    So each process finds its own as the first GPU, whatever their numbers are on the node. NCCL
+    finds those of the others by their bus addresses. CUDA shows a process one part of a GPU at
+    most, so a list of several parts would hide all but the first.
+    """
+    if not given:
+        return [{} for _ in range(processes)]
+    if len(given) != processes:
+        raise ClusterError(
+            f"the worker has {processes} processes, and Ray gave it {len(given)} GPUs: "
+            f"{', '.join(given)}"
+        )
+    in_order = sorted(given, key=lambda gpu: (len(gpu), gpu))  # numbers, or texts of one length
+    return [{VISIBLE: gpu} for gpu in in_order]
+
+
+def backends_of_mesh(device: torch.device, *, shared: bool) -> str:
+    """Returns torch's words for what carries the tensors of a worker's processes. Those of the host
+    travel over Gloo in any case. `shared`: all have the same GPU, for which NCCL is no way."""
+    if not is_gpu(device):
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
 def why_no_gpu() -> str:

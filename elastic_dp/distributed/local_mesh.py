@@ -9,10 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_dp.device.gpu import backends_of_mesh, is_gpu
 from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, Rendezvous, prove
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
+from elastic_dp.errors import ClusterError
 
 DIMENSION = "process"
 LOOPBACK = "127.0.0.1"
@@ -20,22 +22,44 @@ _FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def open_local_mesh(meet: Rendezvous, number: int, size: int) -> DeviceMesh:
-    """Makes torch's default process group of these processes. Returns the mesh of it.
+def open_local_mesh(
+    meet: Rendezvous,
+    number: int,
+    size: int,
+    device: torch.device,
+    *,
+    shares_gpu: bool = False,
+) -> DeviceMesh:
+    """Makes torch's default process group of these processes, each with its `device`. Returns the
+    mesh of it. `shares_gpu`: all have the same one.
 
     They meet at a store on this machine. The mesh lives as long as the process, and its collectives
-    cannot be aborted. Raises ConnectionError if a peer does not hold the secret.
+    cannot be aborted. Raises ConnectionError if a peer does not hold the secret, and ClusterError
+    if the GPUs cannot be connected.
     """
     store = RendezvousStoreClient(meet.host, meet.port, meet.secret, _FORMING_LIMIT)
-    with _on_loopback():
-        # A peer may be in a long download. If a peer dies, this process ends.
-        dist.init_process_group(
-            "gloo", store=store, rank=number, world_size=size, timeout=OPERATION_TIMEOUT
-        )
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(DIMENSION,))
-    backend = mesh.get_group()._get_backend(torch.device("cpu"))
-    prove(backend, meet, number, size)
-    return mesh
+    connects = is_gpu(device) and not shares_gpu
+    try:
+        with _on_loopback():
+            # A peer may be in a long download. If a peer dies, this process ends.
+            dist.init_process_group(
+                backends_of_mesh(device, shared=shares_gpu),
+                store=store,
+                rank=number,
+                world_size=size,
+                timeout=OPERATION_TIMEOUT,
+                device_id=device if connects else None,  # connects at once
+            )
+    except RuntimeError as error:
+        if not connects:
+            raise
+        first = str(error).partition("\n")[0]
+        raise ClusterError(f"the GPUs of a worker cannot be connected: {first}") from error
+    group = dist.group.WORLD
+    assert group is not None
+    prove(group._get_backend(torch.device("cpu")), meet, number, size)
+    # Not `init_device_mesh`, which would make a second group where torch finds a GPU.
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DIMENSION,))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -24,9 +25,31 @@ def local_of(tensor: Any) -> Any:
 
 
 def whole_of(tensor: Any) -> Any:
-    """Returns the whole of a `DTensor`, gathered from the processes that hold it, which all call
-    this, and everything else as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    """Returns everything but a `DTensor` as it is. The processes that hold one all call this: the
+    first of them gets the whole, on the host, and the others None.
+
+    The parts travel through the host. Otherwise the whole model would come together in the memory
+    of one device, for which it is too large.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    mine = tensor._local_tensor.detach().cpu().contiguous()
+    group = tensor.device_mesh.get_group()
+    rank, (placement,) = dist.get_rank(group), tensor.placements
+    if rank > 0:
+        if placement.is_shard() and mine.numel():
+            dist.send(mine, 0, group)
+        return None
+    if not placement.is_shard():
+        return mine
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for process in range(dist.get_world_size(group)):
+        part, arrived = part_of(whole, tensor, process), mine
+        if process > 0 and part.numel():
+            arrived = torch.empty_like(part, memory_format=torch.contiguous_format)
+            dist.recv(arrived, process, group)
+        part.copy_(arrived)
+    return whole
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -54,7 +77,8 @@ def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tens
 
 
 def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns `local` as the local part of a tensor that is sharded as `like` is, or as it is."""
+    """Returns `local` as the local part of a tensor that is sharded as `like` is, or as it is.
+    Torch moves it to the device of the mesh, if it is on the host."""
     if not is_sharded(like):
         return local
     from torch.distributed.tensor import DTensor  # takes a second, and few jobs have one

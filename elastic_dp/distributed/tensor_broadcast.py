@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,14 +56,22 @@ class StatePayload:
     flats: Sequence[torch.Tensor]
 
 
-def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayload:
-    """Returns the payload of a text and tensors.
+def pack_payload(
+    text: bytes,
+    tensors: Sequence[torch.Tensor] = (),
+    device_types: Sequence[str] | None = None,
+) -> StatePayload:
+    """Returns the payload of a text and tensors. `device_types`: of the device on which each tensor
+    belongs, if it is not where it is.
 
     It needs no group, so it can be made while one forms. The tensors must not change before it is
     sent.
     """
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
-    specs = _specs_to_json([meta_of(t) for t in tensors])
+    metas = [meta_of(t) for t in tensors]
+    if device_types is not None:
+        metas = [replace(m, device_type=d) for m, d in zip(metas, device_types, strict=True)]
+    specs = _specs_to_json(metas)
     lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
     head = bytearray(lengths + specs + text)
     head.extend(bytes(max(0, _HEAD_BYTES - len(head))))
@@ -72,12 +80,15 @@ def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayl
     )
 
 
-def to_flats(text: bytes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def to_flats(
+    text: bytes, tensors: Sequence[torch.Tensor], device_types: Sequence[str] | None = None
+) -> list[torch.Tensor]:
     """Returns a text and tensors as byte vectors, which follow each other where they are sent.
+    `device_types`: see `pack_payload`.
 
     Those of dense tensors are their memory.
     """
-    payload = pack_payload(text, tensors)
+    payload = pack_payload(text, tensors, device_types)
     _, end = _text_ends(payload.head[: 2 * _LENGTH_BYTES].numpy().tobytes())
     return [payload.head[:end], *payload.flats]  # without the room of a broadcast
 

@@ -185,7 +185,9 @@ class ProcessWorkerGroup:
         for number in range(1, self._job.processes):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_follow, args=(worker, number, self._job, theirs), daemon=True
+                target=_follow,
+                args=(worker, number, self._job, theirs, self._device),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -293,9 +295,18 @@ def _main(
     os._exit(0)  # abandoned groups may block an orderly exit
 
 
-def _follow(identity: WorkerId, number: int, job: WorkerJob, leader: Connection) -> None:
+def _follow(
+    identity: WorkerId,
+    number: int,
+    job: WorkerJob,
+    leader: Connection,
+    device: SimulatedDevice | None,
+) -> None:
+    if device is not None:
+        install(SimulatedAccelerator(device))
+    given = job.pickled, job.index, job.secret, job.faults, _HOST, job.shares_gpu
     try:
-        follow(identity, number, leader, job.pickled, job.index, job.secret, job.faults, _HOST)
+        follow(identity, number, leader, *given)
     except Exception:
         leader.send(traceback.format_exc())
         raise
@@ -307,7 +318,8 @@ class ProcessRun:
 
     `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
     folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
-    compute on a simulated device. `location`: where each worker claims to run. `address`: where
+    compute on a simulated device. `shares_gpu`: see `WorkerJob`; on a machine with a GPU, all
+    processes have its first one. `location`: where each worker claims to run. `address`: where
     workers find the controller. `host_of`: on which host each worker runs, if not on this one.
     """
 
@@ -323,6 +335,7 @@ class ProcessRun:
         url: str | None = None,
         check: Callable[[], None] = lambda: None,
         device: SimulatedDevice | None = None,
+        shares_gpu: bool = False,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
         address: str = _HOST,
         host_of: Callable[[WorkerId], Host] | None = None,
@@ -341,6 +354,7 @@ class ProcessRun:
             self.controller.state_store.state.lease_token,
             faults,
             spec.scaling.processes_per_worker,
+            shares_gpu,
         )
         where = location, host_of
         self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, *where)

@@ -97,8 +97,8 @@ class TrainContext:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker trains: its GPU, or the CPU. Move the model there before the loop;
-        tensors of a batch are there already."""
+        """Where this process of a worker trains: its GPU, or the CPU. Move the model there before
+        the loop; tensors of a batch are there already."""
         return self._session.device
 
     @property

@@ -42,6 +42,7 @@ from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, H
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_kind import kind_of_gang
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.state_transfer import (
     StateTransfer,
@@ -207,6 +208,8 @@ class WorkerSession:
         told = self.control, self.reporter, self.device, self.total_steps, self.gang
         self._transfer = StateTransfer(*ours, *told)
         kind = machine_kind(self.device, self.spec.exact)
+        if self.gang is not None:
+            kind = kind_of_gang(self.gang, kind, self.device)
         software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)

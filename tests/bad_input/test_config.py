@@ -50,6 +50,13 @@ from tests.runs import Points
             ["['GPU'] is 2, and a worker trains on one GPU", '"GPU": 1', "max_workers=8"],
         ),
         ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5", "max_workers=2"]),
+        *(
+            (
+                {"resources_per_worker": {"GPU": gpus}, "processes_per_worker": 4},
+                [f"['GPU'] is {gpus}", "processes_per_worker is 4", 'ask for "GPU": 4'],
+            )
+            for gpus in (0.5, 1, 2, 8)
+        ),
         ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a string"]),
     ],
 )
@@ -57,6 +64,11 @@ def test_scaling_config_out_of_range_names_field_and_value(options, words):
     with pytest.raises(SpecError) as caught:
         edp.ScalingConfig(**options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_scaling_config_takes_a_gpu_for_each_process_or_none(gpus):
+    edp.ScalingConfig(resources_per_worker={"CPU": 4, "GPU": gpus}, processes_per_worker=4)
 
 
 @pytest.mark.parametrize("wanted", ["H100", "!H100", "in(A100,H100)", "!in(A100, H100)"])

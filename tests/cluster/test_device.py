@@ -13,7 +13,7 @@ import torch
 
 from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
-from elastic_dp.cluster.worker import pick_device
+from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.errors import ClusterError

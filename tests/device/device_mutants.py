@@ -21,6 +21,7 @@ WAITS_ONCE = (
 )
 CONNECTION_TESTS = "tests/distributed/test_device_connection.py"
 SHARDED = "tests/train/sharding/test_sharded_on_devices.py"
+GANGS = "tests/train/test_gangs_on_devices.py"
 
 
 DEVICE_MUTANTS = [
@@ -441,7 +442,7 @@ DEVICE_MUTANTS = [
         "pick_device",
         "gpu is not None",
         "True",
-        module="elastic_dp.cluster.worker",
+        module="elastic_dp.cluster.worker_device",
         caught_by="tests/cluster/test_device.py::"
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
     ),
@@ -450,7 +451,7 @@ DEVICE_MUTANTS = [
         "pick_device",
         "sees_other_gpus()",
         "False",
-        module="elastic_dp.cluster.worker",
+        module="elastic_dp.cluster.worker_device",
         caught_by="tests/cluster/test_device.py::"
         "test_pick_device_raises_where_cuda_was_asked_before_ray_gave_the_gpu",
     ),
@@ -534,12 +535,54 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "a worker takes several GPUs and uses one",
-        "ScalingConfig.__post_init__",
-        'name == "GPU" and amount > 1',
+        "ScalingConfig._check_gpus",
+        "processes == 1 and amount > 1",
         "False",
         module="elastic_dp.config.scaling_config",
         caught_by="tests/bad_input/test_config.py::"
         "test_scaling_config_out_of_range_names_field_and_value",
+    ),
+    ModuleMutant(
+        "processes of a worker have another number of GPUs",
+        "ScalingConfig._check_gpus",
+        "processes > 1 and amount not in (0, processes)",
+        "False",
+        module="elastic_dp.config.scaling_config",
+        caught_by="tests/bad_input/test_config.py::"
+        "test_scaling_config_out_of_range_names_field_and_value",
+    ),
+    ModuleMutant(
+        "all processes of a worker take its first GPU",
+        "visible_to_processes",
+        "{VISIBLE: gpu}",
+        "{VISIBLE: in_order[0]}",
+        module="elastic_dp.device.gpu",
+        caught_by="tests/device/test_gpus_of_processes.py::"
+        "test_child_finds_its_gpu_and_not_its_parents",
+    ),
+    ModuleMutant(
+        "a worker of several processes switches when one of its devices is connected",
+        "record_of_gang",
+        "whole.connected",
+        "header.connected",
+        module="elastic_dp.train.step.gang_step",
+        caught_by=f"{GANGS}::test_worker_is_connected_when_the_devices_of_all_its_processes_are",
+    ),
+    ModuleMutant(
+        "workers whose GPUs add in different orders are of one kind",
+        "kind_of_gang",
+        "not is_gpu(device)",
+        "True",
+        module="elastic_dp.train.gang.gang_kind",
+        caught_by=f"{GANGS}::test_kind_of_a_worker_tells_how_its_gpus_add",
+    ),
+    ModuleMutant(
+        "parts on the host are taken for those of a device",
+        "check_gang",
+        "local_of(p).device.type != gang.mesh.device_type",
+        "False",
+        module="elastic_dp.train.gang.gang_checks",
+        caught_by=f"{GANGS}::test_model_whose_parts_are_kept_on_the_host_is_refused",
     ),
     ModuleMutant(
         "the memory of snapshots is not registered",

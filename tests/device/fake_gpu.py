@@ -19,6 +19,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic_dp.cluster import worker_device
 from elastic_dp.device import gpu
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.exactness import machine_kind
 
 GPU = torch.device("cuda", 0)
@@ -49,7 +52,7 @@ class WrongDevice(RuntimeError):
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor.untyped_storage(), "is_fake_gpu")
+    return hasattr(local_of(tensor).untyped_storage(), "is_fake_gpu")
 
 
 def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -63,7 +66,14 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     patch(torch, "autocast", _Autocast)
     patch(dist, "ProcessGroupNCCL", _ProcessGroupNCCL)
-    patch(dist, "init_process_group", lambda backend, **_: None)
+    init_process_group = dist.init_process_group
+
+    def init_gloo(*_: Any, device_id: Any = None, **how: Any) -> None:
+        init_process_group("gloo", **how)
+
+    patch(dist, "init_process_group", init_gloo)
+    # Not torch's own count: whoever has it is taken for a build for CUDA.
+    patch(worker_device, "sees_other_gpus", lambda: False)
     patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
@@ -77,6 +87,11 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
             run(thread)
 
     patch(threading.Thread, "run", run_with_modes)
+
+
+def install_by(monkeypatch: Any) -> None:
+    """Torch finds a GPU until the end of a test."""
+    install(partial(monkeypatch.setattr, raising=False))
 
 
 def enter() -> None:
@@ -187,7 +202,8 @@ def _grouped(lists: list[list[torch.Tensor]], with_indices: bool = False) -> Any
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors of a tree; of one that is sharded over processes, the part of this one."""
+    return [local_of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _check(name: str, given: list[torch.Tensor]) -> None:
@@ -232,8 +248,13 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
 
     def wait_stream(self, other: _Stream) -> None:
         pass
@@ -258,6 +279,14 @@ class _Cuda:
     @staticmethod
     def set_device(device: Any) -> None:
         pass
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
 
     @staticmethod
     def get_rng_state(device: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.exporting import export
-from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import SpecError
 from elastic_dp.run_record import RunOutcome
@@ -197,9 +197,7 @@ def test_gangs_with_other_strategies_are_refused_by_name(given: dict[str, Any], 
         dataclasses.replace(gangs(2), **given)
 
 
-def test_gangs_on_gpus_and_short_batches_are_refused_by_name() -> None:
-    with pytest.raises(SpecError, match="does not work on GPUs yet"):
-        ScalingConfig(processes_per_worker=2, resources_per_worker={"GPU": 2})
+def test_gangs_with_short_batches_are_refused_by_name() -> None:
     with pytest.raises(SpecError, match="tail is 'short'"):
         gangs(2, tail="short")
 

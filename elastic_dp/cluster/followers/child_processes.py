@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,16 +42,22 @@ except Exception:
 _PR_SET_PDEATHSIG = 1
 
 
-def start_followers(identity: WorkerId, processes: int, *given: Any) -> list[FollowerProcess]:
-    """Return all but the first of so many processes of a worker, for that one. `given` are the
-    further arguments of `follow`."""
-    return [_start(number, (identity, number, given)) for number in range(1, processes)]
+def start_followers(
+    identity: WorkerId, environments: Sequence[Mapping[str, str]], *given: Any
+) -> list[FollowerProcess]:
+    """Return the processes of a worker beside its first one, for that one. `environments` has the
+    variables of each in which it differs from this one. `given` are the further arguments of
+    `follow`."""
+    return [
+        _start(number, environment, (identity, number, given))
+        for number, environment in enumerate(environments, 1)
+    ]
 
 
-def _start(number: int, arguments: Any) -> FollowerProcess:
+def _start(number: int, environment: Mapping[str, str], arguments: Any) -> FollowerProcess:
     ours, theirs = socket.socketpair()
     started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-    run = partial(_run_child, ours, theirs, arguments, started)
+    run = partial(_run_child, ours, theirs, environment, arguments, started)
     background(f"child-{number}", run, started.put).start()
     pid = started.get()
     if isinstance(pid, Exception):
@@ -61,6 +68,7 @@ def _start(number: int, arguments: Any) -> FollowerProcess:
 def _run_child(
     ours: socket.socket,
     theirs: socket.socket,
+    environment: Mapping[str, str],
     arguments: Any,
     started: queue.SimpleQueue[int | Exception],
 ) -> None:
@@ -69,7 +77,9 @@ def _run_child(
     with theirs:
         child = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            | dict(environment),
             stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
             pass_fds=[theirs.fileno()],
         )
@@ -78,7 +88,7 @@ def _run_child(
     with contextlib.suppress(BrokenPipeError), child.stdin:
         pickle.dump(arguments, child.stdin)
     child.wait()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), ours:
         ours.shutdown(socket.SHUT_RDWR)
 
 

@@ -7,6 +7,7 @@ train function in step with it, and end with it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
+from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
+from elastic_dp.device.accelerator import has_own_communicator
+from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.local_mesh import LOOPBACK, open_local_mesh
+from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import (
     Rendezvous,
     open_rendezvous_store,
@@ -47,16 +52,19 @@ def lead(
     identity: WorkerId,
     secret: bytes,
     size: int,
+    device: torch.device,
     *,
     is_source: bool,
     stores: bool,
+    shares_gpu: bool = False,
 ) -> Gang:
     """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
-    checkpoints."""
+    checkpoints. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
     port = open_rendezvous_store(LOOPBACK, secret).port
     told = {"port": port, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
-    return Gang(0, size, open_local_mesh(_meeting(identity, port, secret), 0, size), control)
+    meet = _meeting(identity, port, secret)
+    return Gang(0, size, open_local_mesh(meet, 0, size, device, shares_gpu=shares_gpu), control)
 
 
 def follow(
@@ -68,26 +76,32 @@ def follow(
     secret: bytes,
     faults: tuple[WorkerFault, ...],
     address: str | None = None,
+    shares_gpu: bool = False,
 ) -> str:
-    """Runs process `number` of a worker until that is released. `pickled`, `index`, `secret` and
-    `faults` are those of the `WorkerJob`. Returns why it was released."""
+    """Runs process `number` of a worker until that is released. `pickled`, `index`, `secret`,
+    `faults` and `shares_gpu` are those of the `WorkerJob`. Returns why it was released."""
     given: tuple[JobSpec, Any] = cloudpickle.loads(pickled)
     spec, train = given
     size = spec.scaling.processes_per_worker
     torch.set_num_threads(spec.scaling.num_threads)
+    set_nccl_environment(os.environ)  # the first process says what is overridden
     use_interface(address)
+    # Before the first process waits for this one to connect: it hears why this one ends.
+    device = pick_device(spec.scaling.resources_per_worker)
     control = FollowerControl(number)
     channel = FollowerChannel(leader, control.abort)
     control.follow(channel)
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
-    mesh = open_local_mesh(_meeting(identity, told["port"], secret), number, size)
+    meet = _meeting(identity, told["port"], secret)
+    mesh = open_local_mesh(meet, number, size, device, shares_gpu=shares_gpu)
     gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
     try:
         data = open_data(
             spec.data,
             virtual_workers=spec.micro_batches_by_step,
             index=index,
+            pin=is_gpu(device),
             timeout_s=spec.failure.storage_timeout_s,
         )
     except Exception as error:  # also what a user's dataset raises
@@ -96,8 +110,8 @@ def follow(
         spec=spec,
         worker=identity,
         data=ProcessBatches(data, number, size),
-        device=torch.device("cpu"),
-        connects_devices=False,
+        device=device,
+        connects_devices=connects_devices(spec, shares_gpu),
         link=link,
         status=link,
         control=control,
@@ -107,6 +121,11 @@ def follow(
         gang=gang,
     )
     return train_until_released(train, session)
+
+
+def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:
+    """Return whether each process of this job's workers connects its device with the others'."""
+    return has_own_communicator(spec.scaling.resources_per_worker.get("GPU", 0)) and not shares_gpu
 
 
 def _meeting(identity: WorkerId, port: int, secret: bytes) -> Rendezvous:
@@ -142,4 +161,4 @@ class _FollowerLink:
         pass
 
     def write_fault(self, kind: str, text: str) -> None:
-        pass
+        self._channel.tell_fault(kind, text)  # this process ends now, and the worker with it

@@ -18,6 +18,7 @@ from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.cluster.worker import Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
+from elastic_dp.device.gpu import visible_to_processes
 from elastic_dp.train.generations.worker_progress import LogCall
 
 _PRINTED_BYTES = 1 << 20  # the newest output that one call returns
@@ -34,7 +35,9 @@ class WorkerActor:
         self._link = ActorLink(controller, term)
         address = ray.util.get_node_ip_address()
         given = job.pickled, job.index, job.secret, job.faults, address
-        followers = start_followers(identity, job.processes, *given)
+        first, *others = _environments(job.processes)
+        os.environ |= first  # before CUDA is asked for GPUs
+        followers = start_followers(identity, others, *given)
         self._worker = Worker(identity, job, self._link, address, followers)
         self._placed = WorkerPlaced(identity, _home())
         self._link.post(self._placed)
@@ -81,6 +84,14 @@ class WorkerActor:
         own = ray._private.worker.global_worker
         paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}
+
+
+def _environments(processes: int) -> list[dict[str, str]]:
+    """Return the variables of each process of this worker. Raises ClusterError."""
+    if processes == 1:
+        return [{}]  # as Ray has set them
+    given = ray.get_runtime_context().get_accelerator_ids()
+    return visible_to_processes(given.get("GPU", ()), processes)
 
 
 def _home() -> WorkerLocation:

@@ -122,11 +122,11 @@ class WorkerCheckpointer:
             self._units = CheckpointUnits(state.sharding, state.optimizer, state.parameters)
 
     def prepare(self, state: TrainState) -> None:
-        """Makes ready for the first snapshot, once the optimizer has its state."""
-        if self._config.enabled:
+        """Makes ready for the first snapshot, once the optimizer has its state. One of what is
+        sharded over the processes of this worker is made on the host, and needs nothing."""
+        if self._config.enabled and not state.in_parts:
             with contextlib.suppress(StateError):  # the snapshot itself raises it
-                whole = not state.in_parts
-                self._uploader.prepare(_tree(state, WorkerProgress(), whole=whole))
+                self._uploader.prepare(_tree(state, WorkerProgress()))
 
     def has_pieces_among(self, members: tuple[WorkerId, ...]) -> None:
         """Records that a generation of these members begins, who have divided the pieces of a
@@ -290,15 +290,15 @@ class WorkerCheckpointer:
         membership: Membership,
         device: torch.device,
         enters: Callable[[str], None],
-        share: Callable[[Any, int], Any] | None = None,
+        share: Callable[[Any, int, Mapping[str, str]], Any] | None = None,
     ) -> tuple[CommitRecord, list[dict[str, float]], int]:
         """Loads the newest intact checkpoint, together with all members of `group`. Of a sharded
         optimizer's state each of them reads what it is to hold.
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
-        step's body. `enters`: see `read_collectively`. `share` takes the tree and the step, and
-        returns what of the tree is for this process. Raises RunMismatch if the checkpoint is not of
-        this job.
+        step's body. `enters`: see `read_collectively`. `share` takes the tree, the step and
+        `device_types`, and returns what of the tree is for this process. Raises RunMismatch if the
+        checkpoint is not of this job.
         """
 
         def damaged(error: CheckpointDamaged) -> None:
@@ -363,7 +363,8 @@ class WorkerCheckpointer:
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
         places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
-        tree = tree if share is None else share(tree | {"log_calls": calls}, commit.step)
+        if share is not None:
+            tree = share(tree | {"log_calls": calls}, commit.step, places)
         of_optimizer = tree["step"]["optimizer"]
         if self._units is not None:  # it goes piece by piece to where it is to be
             tree["step"]["optimizer"] = [{} for _ in of_optimizer]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.distributed.local_shards import is_sharded
+from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.gang.gang import Gang
 
@@ -26,6 +26,12 @@ def check_gang(gang: Gang | None, given: Any) -> None:
             raise ModelError(
                 f"model.{name} is not sharded over ctx.mesh: call fully_shard(model, "
                 "mesh=ctx.mesh) for the whole model, before the optimizer is made"
+            )
+        if local_of(p).device.type != gang.mesh.device_type:
+            raise ModelError(
+                f"the local part of model.{name} is on {local_of(p).device}, and ctx.mesh is of "
+                f"{gang.mesh.device_type} devices: leave out CPUOffloadPolicy, which does not work "
+                "with processes_per_worker"
             )
     from torch.distributed.fsdp import FSDPModule  # takes a second, and few jobs need it
 

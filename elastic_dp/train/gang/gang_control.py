@@ -60,10 +60,18 @@ class LeaderControl(WorkerControl):
         self._failed = False  # user code has raised in a follower
         self._agreed_stop: str | None = None
 
-    def lead(self, followers: Sequence[Connection], post: Callable[[WorkerFailed], None]) -> None:
-        """Begins to hear from the followers. `post`: to the controller."""
+    def lead(
+        self,
+        followers: Sequence[Connection],
+        post: Callable[[WorkerFailed], None],
+        write_fault: Callable[[str, str], None],
+    ) -> None:
+        """Begins to hear from the followers. `post`: to the controller. `write_fault`: see
+        `HeartbeatStatus`."""
         self._post = post
-        self._channel = LeaderChannel(followers, self._follower_leaves, self._follower_failed)
+        self._channel = LeaderChannel(
+            followers, self._follower_leaves, self._follower_failed, write_fault
+        )
         self._channel.open()
 
     def _follower_leaves(self) -> None:

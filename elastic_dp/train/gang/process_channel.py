@@ -54,6 +54,14 @@ class Posted:
 
 
 @dataclass(frozen=True, slots=True)
+class Faulted:
+    """The device of a follower has failed, which ends now."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class AreYouThere:
     """The first process asks whether this one lives."""
 
@@ -93,11 +101,12 @@ class LeaderChannel:
         followers: Sequence[Connection],
         on_leaving: Callable[[], None],
         on_failure: Callable[[WorkerFailed], None],
+        on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
         """`on_leaving`: a follower leaves. `on_failure`: user code has raised in one, and all
-        live. Both are called on threads of their own."""
+        live. `on_fault`: the device of one has failed. All are called on threads of their own."""
         self._followers = followers
-        self._on_leaving, self._on_failure = on_leaving, on_failure
+        self._on_leaving, self._on_failure, self._on_fault = on_leaving, on_failure, on_fault
         self._arrived: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
         self._alive: list[queue.SimpleQueue[Here]] = [queue.SimpleQueue() for _ in followers]
         self._asking = threading.Lock()
@@ -201,6 +210,9 @@ class LeaderChannel:
             if isinstance(message, Here):
                 self._alive[number].put(message)
                 continue
+            if isinstance(message, Faulted):
+                self._on_fault(message.kind, message.text)  # before the process ends with it
+                continue
             if isinstance(message, str) and has_started:
                 continue  # it ends now, and has printed that
             did_not_start, has_started = isinstance(message, str), True
@@ -253,6 +265,9 @@ class FollowerChannel:
 
     def fail(self, event: WorkerFailed) -> None:
         self._send(Posted(event))
+
+    def tell_fault(self, kind: str, text: str) -> None:
+        self._send(Faulted(kind, text))
 
     def _read(self) -> None:
         while True:

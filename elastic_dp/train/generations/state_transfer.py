@@ -7,7 +7,7 @@ make the same plan. `StateTransfer` executes it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,13 +179,13 @@ class StateTransfer:
         self._state.adopt(tree, body=True)
         self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
 
-    def _share(self, tree: Any, step: int) -> Any:
+    def _share(self, tree: Any, step: int, device_types: Mapping[str, str]) -> Any:
         """Hands out a restored state to the processes of this worker. Returns the part of this
-        one."""
+        one. `device_types`: see `rehome_state`."""
         assert self._gang is not None
         tree = tree | {"restored": step}
         parts = [self._state.part(tree, process) for process in range(self._gang.size)]
-        flat = [pack_state(part).numpy().tobytes() for part in parts[1:]]
+        flat = [pack_state(part, device_types).numpy().tobytes() for part in parts[1:]]
         self._gang.control.hand_out(flat)
         return parts[0]
 

@@ -106,7 +106,8 @@ class OptimizerState:
         return tree
 
     def gathered(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the state of each parameter, whole. `gather` is its counterpart."""
+        """Returns the state of each parameter, whole and on the host. `gather` is its
+        counterpart."""
         return {
             p: {key: whole_of(value) for key, value in self.outer.state.get(p, {}).items()}
             for p in self._optimized()

@@ -30,11 +30,13 @@ def serialize_state(tree: Any) -> StatePayload:
     return tensor_broadcast.pack_payload(text, [tensor for _, tensor in tensors])
 
 
-def pack_state(tree: Any) -> torch.Tensor:
-    """Returns a tree as one byte vector, for a process on this machine. Raises StateError."""
-    encoded, tensors = encode(tree)
+def pack_state(tree: Any, device_types: Mapping[str, str]) -> torch.Tensor:
+    """Returns a tree of the host as one byte vector, for a process on this machine. Raises
+    StateError. `device_types`: see `rehome_state`."""
+    encoded, named = encode(tree)
     text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in tensors]))
+    places = [device_types.get(name, "cpu") for name, _ in named]
+    return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in named], places))
 
 
 def unpack_state(flat: torch.Tensor, device: torch.device, types: Mapping[str, type]) -> Any:

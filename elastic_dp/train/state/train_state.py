@@ -325,6 +325,8 @@ class TrainState:
         for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             tensor = whole_of(tensor)  # all processes of this worker call this
+            if tensor is None:
+                continue  # the first process has the digest
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

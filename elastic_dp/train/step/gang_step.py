@@ -67,6 +67,8 @@ def record_of_gang(gang: Gang | None, header: MemberHeader, order: GradientOrder
         keeps_late=whole.keeps_late,
         bad=whole.bad,
         weights=" ".join(weights) or None,
+        connected=None if header.connected is None else whole.connected,
+        why_not=whole.why_not,
     ).to_bytes()
 
 
@@ -82,7 +84,8 @@ def clip_gang(
     square = struct.pack("<d", gradient_square(units, gradients))
     squares = [struct.unpack("<d", given)[0] for given in gang.exchange(square)]
     norm = torch.tensor(math.sqrt(sum(squares)))
-    if limit is not None:
+    present = [g for g in gradients if g is not None]
+    if limit is not None and present:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)  # as torch.nn.utils does
-        torch._foreach_mul_([g for g in gradients if g is not None], factor)
+        torch._foreach_mul_(present, factor.to(present[0].device))
     return float(norm)

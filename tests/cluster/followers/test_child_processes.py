@@ -32,7 +32,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 PARENT = f"""
 from elastic_dp.cluster.followers import child_processes
 child_processes._MAIN = {CHILD!r}
-[follower] = child_processes.start_followers("w1", 2)
+[follower] = child_processes.start_followers("w1", [{{}}])
 print(*follower.connection.recv(), flush=True)
 try:
     follower.connection.recv()
@@ -76,7 +76,7 @@ BROKEN = """
 import pickle
 from elastic_dp.cluster.followers import child_processes
 given = b"not a pickle", None, b"", ()
-[follower] = child_processes.start_followers("w1", 2, *given)
+[follower] = child_processes.start_followers("w1", [{}], *given)
 print(follower.connection.recv().splitlines()[-1], flush=True)
 """
 

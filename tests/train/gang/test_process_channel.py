@@ -14,6 +14,7 @@ from elastic_dp.errors import ClusterError, GroupAborted, LoopError
 from elastic_dp.train.gang.process_channel import (
     AreYouThere,
     Arrived,
+    Faulted,
     Here,
     LeaderChannel,
     Leaving,
@@ -53,6 +54,17 @@ def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
         failures.get(timeout=0.2)  # the other one may have died, and caused it
     theirs[1].send(Here())
     assert failures.get(timeout=PATIENCE_S) == FAILED
+
+
+def test_fault_of_a_device_is_told_before_its_process_ends() -> None:
+    ours, theirs = Pipe()
+    told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    channel = LeaderChannel([ours], lambda: None, lambda _: None, lambda *fault: told.put(fault))
+    channel.open()
+    theirs.send(Faulted("device fault", "CUDA error"))
+    assert told.get(timeout=PATIENCE_S) == ("device fault", "CUDA error")
+    channel.expect_ends()
+    theirs.close()
 
 
 def test_process_at_another_point_is_an_error_that_says_what_to_do(leader: Any) -> None:

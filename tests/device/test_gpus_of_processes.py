@@ -1,0 +1,70 @@
+"""Each process of a worker sees one of the worker's GPUs, and no other one."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_dp.cluster.followers import child_processes
+from elastic_dp.cluster.ray import worker_actor
+from elastic_dp.device.gpu import visible_to_processes
+from elastic_dp.errors import ClusterError
+
+NAME = "CUDA_VISIBLE_DEVICES"
+UUIDS = ["GPU-0b7a4f0c-9c8e", "GPU-8932f937-d72c"]
+PARTS = ["MIG-2f1b3a55-0c0e", "MIG-c6d4f1ef-42e4"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (["0", "1"], ["0", "1"]),
+        (["10", "9", "2"], ["2", "9", "10"]),  # Ray gives them in any order
+        ([*reversed(UUIDS)], UUIDS),
+        (PARTS, PARTS),
+    ],
+)
+def test_process_sees_one_gpu_of_its_worker(given: list[str], seen: list[str]) -> None:
+    assert visible_to_processes(given, len(given)) == [{NAME: gpu} for gpu in seen]
+
+
+def test_processes_without_gpus_keep_their_environment() -> None:
+    assert visible_to_processes([], 3) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("given", [["0"], ["0", "1", "2"]])
+def test_number_of_gpus_that_is_not_that_of_processes_is_an_error(given: list[str]) -> None:
+    with pytest.raises(ClusterError, match=f"has 2 processes, and Ray gave it {len(given)} GPUs"):
+        visible_to_processes(given, 2)
+
+
+CHILD = f"""
+import os, sys
+from multiprocessing.connection import Connection
+Connection(int(sys.argv[1])).send(os.environ["{NAME}"])
+"""
+
+
+def test_child_finds_its_gpu_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_processes, "_MAIN", CHILD)
+    monkeypatch.setenv(NAME, "3")
+    environments = visible_to_processes(["3", "5"], 2)[1:]
+    [follower] = child_processes.start_followers("w1", environments)
+    assert follower.connection.recv() == "5"
+    follower.connection.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "ids", "first"), [(1, ["7"], {}), (2, ["7", "5"], {NAME: "5"}), (2, [], {})]
+)
+def test_actor_gives_its_processes_what_ray_has_given_it(
+    processes: int, ids: list[str], first: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever variables Ray sets: it may be told to set none."""
+    context: Any = types.SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    environments = worker_actor._environments(processes)
+    assert len(environments) == processes and environments[0] == first

@@ -1,0 +1,232 @@
+"""Workers of several processes whose parts are on devices: on the simulated one, and what only the
+fake GPU tells apart. The weights are those of the processor."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from elastic_dp.config import CheckpointConfig
+from elastic_dp.coordinator.messages import Cause, StopRequested
+from elastic_dp.distributed.local_shards import local_of, whole_of
+from elastic_dp.errors import ClusterError, ModelError
+from elastic_dp.run_record import RunOutcome
+from elastic_dp.testing.simulated_device import SimulatedDevice
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_checks import check_gang
+from elastic_dp.train.gang.gang_kind import kind_of_gang
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.step.gang_step import record_of_gang
+from elastic_dp.train.step.step_header import MemberHeader, StepHeader
+from elastic_dp.train.training_parts import StepsArguments
+from tests.cluster.test_budgets import is_first
+from tests.device import fake_gpu
+from tests.runs import ENDLESS, goes_on, group, losses_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.test_device_faults import lost
+from tests.train.test_gangs import each_process_of_each_rank, gangs, model_of, trains
+from tests.train.test_kills import IN_A_STEP, with_faults
+from tests.train.test_simulated_device import faults_while_switched
+
+SLOW = pytest.mark.slow
+
+
+def connects(spec: Any, workers: int, tmp_path: Any) -> Any:
+    """The job, whose bodies wait until the devices of so many workers are connected."""
+    told = {"hold": {0: workers}, "size": workers, "switched": str(tmp_path / "switched")}
+    return dataclasses.replace(spec, config=spec.config | told)
+
+
+def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
+    """One worker on the processor."""
+    outcome, run = group(gangs(1, steps=steps, config=config), train)
+    assert outcome.error is None, losses_of(run)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=() if p == "gather" else SLOW) for p in (None, "gather")]
+)
+def test_gangs_whose_devices_are_connected_have_the_bits_of_the_processor(
+    point: str | None, tmp_path: Any
+) -> None:
+    """And a loss of a process while they are."""
+    fault = WorkerFault(str(point), rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
+    spec = connects(gangs(2, min_workers=1), 2, tmp_path)
+    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=1))
+    faults = () if point is None else (fault,)
+    outcome, run = group(
+        spec, faults_while_switched(trains), faults=faults, device=SimulatedDevice()
+    )
+    assert (outcome.error, outcome.workers_lost) == (None, len(faults)), losses_of(run)
+    assert (tmp_path / "switched").exists()
+    assert (outcome.digest, outcome.inexact_because) == (calm(8).digest, ())
+
+
+@SLOW
+@pytest.mark.parametrize("point", [p for p in IN_A_STEP if p != "buffers"])
+def test_any_process_may_die_at_any_point_of_a_step_on_devices(point: str, tmp_path: Any) -> None:
+    faults = each_process_of_each_rank(point, 2, tmp_path)
+    spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
+    trained = faults_while_switched(trains)
+    outcome, run = with_faults(
+        connects(spec, 2, tmp_path), trained, faults, device=SimulatedDevice()
+    )
+    assert outcome.workers_lost == len(faults), losses_of(run)
+    assert outcome.digest == calm(outcome.step).digest
+
+
+@SLOW
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("point", ["sending_state", "receiving_state"])
+def test_process_may_die_while_a_joiner_gets_the_state_of_devices(
+    point: str, process: int, tmp_path: Any
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    faults = (
+        WorkerFault("backward", rank=2, world_size=3, once=first, settled=True),
+        WorkerFault(point, world_size=3, process=process, once=second, after=(first,)),
+    )
+    spec = gangs(3, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
+    outcome, run = with_faults(spec, trains, faults, device=SimulatedDevice())
+    assert (outcome.error, outcome.workers_lost) == (None, 2), losses_of(run)
+    assert outcome.digest == calm(outcome.step).digest
+
+
+@SLOW
+def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs(
+    tmp_path: Any,
+) -> None:
+    first = dataclasses.replace(gangs(2, steps=4), checkpoint=CheckpointConfig(every_steps=2))
+    outcome, run = group(first, trains, url=str(tmp_path), device=SimulatedDevice())
+    assert outcome.step == 4, losses_of(run)
+    outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())
+    assert (outcome.step, outcome.digest) == (8, calm(8).digest), losses_of(run)
+
+
+def device_of_process_1_fails(ctx: Any) -> None:
+    model, done = model_of(ctx), [0]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        here = ctx.mesh.get_local_rank() == 1 and ctx.world_size == 2 and done[0] >= 2
+        if here and is_first(ctx.config["file"]):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nadvice")
+        return cross_entropy(model, batch)
+
+    for step in ctx.steps(model, adamw(model), loss_fn):
+        done[0] = step.number
+        hold(ctx, step)
+
+
+@SLOW
+def test_device_fault_of_any_process_is_told_as_one_of_its_worker(tmp_path: Any) -> None:
+    config = {"file": str(tmp_path / "failed"), "hold": {2: 2}, "body_s": 0.02}
+    spec = gangs(2, steps=ENDLESS, min_workers=1, config=config)
+    script = [(4, goes_on), (4, StopRequested("enough"))]
+    outcome, run = group(spec, device_of_process_1_fails, script=script)
+    assert outcome.error is None, losses_of(run)
+    [line] = lost(run)
+    assert line["cause"] == Cause.DEVICE_FAULT and "device-side assert" in line["reason"]
+    alone = calm(outcome.step, device_of_process_1_fails, file=config["file"])
+    assert outcome.digest == alone.digest
+
+
+# -------------------------------------------------------------------------------- what one tells
+
+
+class Told:
+    """Implements `GangExchange`: what the processes say is known before."""
+
+    def __init__(self, *others: bytes) -> None:
+        self.others = others
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload, *self.others]
+
+    def hand_out(self, parts: Any) -> None:
+        raise AssertionError
+
+    def part(self) -> bytes:
+        raise AssertionError
+
+
+class Order:
+    def digest(self) -> bytes:
+        return b"order"
+
+
+@pytest.mark.parametrize(("other", "all_are"), [(True, True), (False, False)])
+def test_worker_is_connected_when_the_devices_of_all_its_processes_are(
+    other: bool, all_are: bool
+) -> None:
+    """Process i of all workers use their communicator from the same step on, or none does."""
+    nothing: dict[str, Any] = {"late": False, "used": b"", "changed": b"", "results": {}}
+    nothing |= {"stop": None, "keep": False, "keeps_late": False, "bad": (), "weights": None}
+    second = MemberHeader(**nothing, connected=other, why_not=None if other else "no route")
+    exchange: Any = Told(Order().digest() + second.to_bytes())
+    order: Any = Order()
+    gang = Gang(0, 2, None, exchange)  # type: ignore[arg-type]
+    record = record_of_gang(gang, MemberHeader(**nothing, connected=True), order)
+    whole = StepHeader.of([record], 0, 0)
+    assert (whole.connected, whole.why_not) == (all_are, second.why_not)
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns what makes a mesh of this process alone, on the fake GPU."""
+    fake_gpu.install_by(monkeypatch)
+    with fake_gpu.modes():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("process",))
+        finally:
+            dist.destroy_process_group()
+
+
+def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh: Any) -> None:
+    """The whole may be too large for the memory of one GPU."""
+    model = fully_shard(classifier().to(fake_gpu.GPU), mesh=mesh)
+    optimizer = adamw(model)
+    batch = {"x": torch.ones(4, 16).to(fake_gpu.GPU), "y": torch.zeros(4).long().to(fake_gpu.GPU)}
+    cross_entropy(model, batch).backward()
+    optimizer.step()
+    state = TrainState(model, optimizer, None, None, {})
+    tree = state.tree([], None, whole=True)
+    before = tree["step"]["parameters"] + [one["exp_avg"] for one in tree["step"]["optimizer"]]
+    assert [one.device.type for one in before] == 12 * ["cpu"]
+    optimizer.step()
+    state.adopt(tree, body=True)
+    after = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())]
+    assert [local_of(one).device for one in after] == 12 * [fake_gpu.GPU]
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, whole_of(other))
+
+
+def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
+    model = fully_shard(classifier(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="leave out CPUOffloadPolicy"):
+        check_gang(gang, StepsArguments(model, adamw(model), cross_entropy))
+
+
+def test_kind_of_a_worker_tells_how_its_gpus_add(mesh: Any) -> None:
+    gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
+    kind = kind_of_gang(gang, "fake GPU", fake_gpu.GPU)
+    assert kind == kind_of_gang(gang, "fake GPU", fake_gpu.GPU) != "fake GPU"
+    in_another_order = Gang(1, 1, mesh, Told())  # type: ignore[arg-type]
+    assert kind != kind_of_gang(in_another_order, "fake GPU", fake_gpu.GPU)
+    assert kind_of_gang(gang, "CPU", torch.device("cpu")) == "CPU"
+
+
+def test_worker_whose_gpus_differ_is_refused() -> None:
+    gang = Gang(0, 2, None, Told(b"A100"))  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match=r"H100 \| A100.*label_selector"):
+        kind_of_gang(gang, "H100", fake_gpu.GPU)
