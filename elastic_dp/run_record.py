@@ -135,8 +135,8 @@ class RunRecord:
     exact: bool
     # Absent in runs of versions that did not have them:
     wire: str | None = None
-    staleness: int = 0
-    inner_steps: int | None = None
+    staleness: int | dict[str, int] = 0  # see `config.schedules.stored`
+    inner_steps: int | dict[str, int] | None = None
     processes_per_worker: int = 1
 
     def check_or_write(self, url: str, index: Index | None) -> None:

@@ -528,6 +528,7 @@ PARAMETERS = {
         self model optimizer loss_fn *scheduler clip_norm precision state noise_scale_every
         inner_optimizer inner_clip_norm
     """,
+    "TrainContext.inner_steps_before": "self step",
     "batch_lr": "batch *base rule warmup_steps",
     "NoiseScale": "*decay",
     "TrainContext.evaluate": "self fn data *model",
@@ -563,8 +564,8 @@ PARAMETERS = {
     """,
 }
 MEMBERS = {
-    "TrainContext": "checkpoint config device evaluate generation is_source log mesh rank seed "
-    "steps steps_per_epoch stop "
+    "TrainContext": "checkpoint config device evaluate generation inner_steps_before is_source log "
+    "mesh rank seed steps steps_per_epoch stop "
     "total_steps virtual_workers world_size",
     "Run": "checkpoint drain events interrupted logs pids result scale status stop",
     "Step": "number epoch epoch_end loss weight metrics noise grad_norm lr",

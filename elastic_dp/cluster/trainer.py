@@ -80,11 +80,12 @@ class ElasticTrainer:
       bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
       the same. It is fixed at the run's first start.
     - `staleness`: 1 applies each gradient one step late, so that its sum travels while the next one
-      is computed. It needs `exact` and CPUs. The result is exact all the same. It is fixed at the
-      run's first start.
+      is computed; `{0: 0, 1000: 1}` does so after 1000 steps. It needs `exact`. The result is exact
+      all the same. It is fixed at the run's first start.
     - `inner_steps`: each virtual worker makes so many steps of its own, with the `inner_optimizer`
-      of `ctx.steps`, before its change of the weights counts as its gradient (DiLoCo). It needs
-      `exact` and CPUs. The result is exact all the same. It is fixed at the run's first start.
+      of `ctx.steps`, before its change of the weights counts as its gradient (DiLoCo);
+      `{0: 1, 1000: 8}`: one in each of the first 1000 steps, 8 in each later one. It needs `exact`.
+      The result is exact all the same. It is fixed at the run's first start.
     - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
       threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
@@ -107,8 +108,8 @@ class ElasticTrainer:
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
         wire: Literal["bf16", "int8"] | None = None,
-        staleness: Literal[0, 1] = 0,
-        inner_steps: int | None = None,
+        staleness: Literal[0, 1] | Mapping[int, int] = 0,
+        inner_steps: int | Mapping[int, int] | None = None,
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),

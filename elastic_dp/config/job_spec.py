@@ -12,6 +12,7 @@ from elastic_dp.config.failure_config import FailureConfig
 from elastic_dp.config.field_checks import at_least, boolean, one_of, whole_number
 from elastic_dp.config.iterable_data import IterableData
 from elastic_dp.config.scaling_config import ScalingConfig
+from elastic_dp.config.schedules import by_step, check_schedule
 from elastic_dp.errors import SpecError
 
 _NAME_BYTES = 255  # the longest name of a folder in file systems
@@ -39,8 +40,8 @@ class JobSpec:
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
     wire: Literal["bf16", "int8"] | None = None
-    staleness: Literal[0, 1] = 0
-    inner_steps: int | None = None
+    staleness: Literal[0, 1] | Mapping[int, int] = 0
+    inner_steps: int | Mapping[int, int] | None = None
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
@@ -81,11 +82,26 @@ class JobSpec:
 
     @property
     def micro_batches_by_step(self) -> dict[int, int]:
-        """The number of micro-batches, keyed as `ScalingConfig.virtual_workers_by_step`: each
-        process has its own, and each inner step."""
-        each = self.scaling.processes_per_worker * (self.inner_steps or 1)
-        numbers = self.scaling.virtual_workers_by_step
-        return {step: each * number for step, number in numbers.items()}
+        """The numbers of micro-batches, by the step after which they hold, in order: each process
+        has its own, and each inner step."""
+        virtual, inner = self.scaling.virtual_workers_by_step, self.inner_steps_by_step
+        processes, steps = self.scaling.processes_per_worker, sorted(virtual.keys() | inner.keys())
+        return {step: processes * _holding(virtual, step) * _holding(inner, step) for step in steps}
+
+    @property
+    def staleness_by_step(self) -> dict[int, int]:
+        """The values of `staleness`, by the step after which they hold, in order."""
+        return by_step(self.staleness)
+
+    @property
+    def inner_steps_by_step(self) -> dict[int, int]:
+        """The numbers of inner steps, by the step after which they hold, in order; 1 without."""
+        return by_step(1 if self.inner_steps is None else self.inner_steps)
+
+    @property
+    def delays(self) -> bool:
+        """Whether any gradient is applied in a later step."""
+        return any(self.staleness_by_step.values())
 
     def _check_wire(self) -> None:
         one_of("wire", self.wire, (None, "bf16", "int8"))
@@ -119,10 +135,8 @@ class JobSpec:
             )
 
     def _check_staleness(self) -> None:
-        whole_number("staleness", self.staleness, 0)
-        if self.staleness not in (0, 1):
-            raise SpecError(f"staleness is {self.staleness}, must be 0 or 1")
-        if self.staleness == 0:
+        check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)
+        if not self.delays:
             return
         if not self.exact:
             raise SpecError(
@@ -143,7 +157,12 @@ class JobSpec:
             )
 
     def _check_inner_steps(self) -> None:
-        whole_number("inner_steps", self.inner_steps, 1)
+        check_schedule(
+            "inner_steps",
+            self.inner_steps,
+            "as in {0: 1, 2000: 8}",
+            lambda name, number: whole_number(name, number, 1),
+        )
         if self.inner_steps is None:
             return
         for name, value, works in (
@@ -166,3 +185,14 @@ class JobSpec:
                 f"sharding is {self.sharding!r} and exact is False: two workers update each piece, "
                 "and only exact sums give both the same bits; leave out one of the two"
             )
+
+
+def _check_delay(name: str, value: Any) -> None:
+    whole_number(name, value, 0)
+    if value not in (0, 1):
+        raise SpecError(f"{name} is {value}, must be 0 or 1")
+
+
+def _holding(numbers: Mapping[int, int], step: int) -> int:
+    """The number that holds after `step`."""
+    return numbers[max(begin for begin in numbers if begin <= step)]

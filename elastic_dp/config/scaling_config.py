@@ -14,7 +14,7 @@ from elastic_dp.config.field_checks import (
     valid_labels,
     whole_number,
 )
-from elastic_dp.config.virtual_workers import by_step, check_virtual_workers
+from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
 

@@ -54,15 +54,14 @@ class GradientReducer:
         order: GradientOrder | None = None,
         *,
         computes: bool = True,
-        sends: bool = True,
     ) -> None:
         """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's gradients.
 
-        In exact mode two reducers may share the work: one only `computes` this worker's sums, which
-        `take_sums` returns, and the other one only `sends` what `add_finished` gives it.
+        In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
+        and the other one, which `computes` nothing, what `add_finished` gives it.
         """
         self._wire, self.order = wire, order
-        self._computes, self._sends = computes, sends
+        self._computes, self._sends = computes, True
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
         self._sharded = any(map(is_sharded, self._all))
@@ -71,7 +70,6 @@ class GradientReducer:
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
         self._turns: list[BucketReduction] = []  # in the order in which they are reduced
-        self._turns_taken = 0
         self._pool = GradientBufferPool()
         self._received = ReceivedMemory()
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
@@ -80,7 +78,7 @@ class GradientReducer:
         self.sequential = self.late = False
         self._running = False  # hooks act only within a step's backward passes
         self._is_last = False  # ... and launch only in the last one
-        self._next = 0  # the first bucket that is not launched
+        self._next = self._turns_taken = 0  # the first that is not launched, and not taken
         self._error: GroupError | None = None
         self._square: LeafSquare | None = None  # in steps that measure it
 
@@ -94,23 +92,25 @@ class GradientReducer:
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
         needed: HeldRanges | None = None,
+        sends: bool = True,
     ) -> None:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
         that of the membership. `needed`: which ranks need the sum of which elements; None: all need
-        all."""
+        all. `sends`: or else it only computes."""
         assert self._wire is None or exact  # `JobSpec` refuses fast mode with it
         self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
+        self._sends = sends
         self._lay_out()
 
-    def close(self) -> None:
+    def close(self, *, keeps_memory: bool = True) -> None:
         """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
         self._received.close()
-        self._plan = None
-        self._error = None  # or its traceback is the last to hold a communicator
+        self._plan = self._error = None  # its traceback may be the last to hold a communicator
         self._sums.clear()
         for exchange in self._exchanges:
             exchange.release(self._pool)
+        self._pool = self._pool if keeps_memory else GradientBufferPool()
         self._exchanges, self._turns = [], []
 
     def preallocate(self, virtual_workers: int, *, receives: bool = True) -> None:

@@ -1,22 +1,22 @@
 """Which rows and which random numbers: pure arithmetic on (seed, step, virtual worker)."""
 
 from elastic_dp.sampling.any_order import AnyOrder
-from elastic_dp.sampling.batch_schedule import BatchSchedule
 from elastic_dp.sampling.growing_order import GrowingOrder
 from elastic_dp.sampling.mixture import Mixture, MixtureSource
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.packing import PackedOrder, Segments
 from elastic_dp.sampling.seeds import batch_seed, body_seed, generator_for, seed_for
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 __all__ = [
     "AnyOrder",
-    "BatchSchedule",
     "GrowingOrder",
     "Mixture",
     "MixtureSource",
     "Order",
     "PackedOrder",
     "Segments",
+    "StepSchedule",
     "batch_seed",
     "body_seed",
     "generator_for",

@@ -1,13 +1,13 @@
-"""The order of rows where the batch grows: other steps over the same micro-batches.
+"""The order of rows where the batch changes: other steps over the same micro-batches.
 
-The micro-batches and their order are those of a job whose steps all have V0 virtual workers, as the
-first steps have. A step of V virtual workers takes the next V of them. So how many micro-batches
-are taken after a step is arithmetic on the schedule, each row comes as often as without it, and the
-streams that are read stay the same.
+The micro-batches and their order are those of a job whose steps all have V0 virtual workers, the
+least number of any step. A step of V virtual workers takes the next V of them. So how many
+micro-batches are taken after a step is arithmetic on the schedule, each row comes as often as
+without it, and the streams that are read stay the same.
 
 Which of its V micro-batches a virtual worker takes: they are sorted by the virtual worker of V0
 that they belong to, and dealt in this order. So a worker with a range of virtual workers goes on
-with the streams, and the row groups in memory, that it had before the batch grew.
+with the streams, and the row groups in memory, that it had before the batch changed.
 
 A step belongs to one epoch. Micro-batches that are left at the end of an epoch and are too few for
 a step are dropped, or make a short step, as `tail` says. A mixture has no epochs and no tail. Its
@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.batch_schedule import BatchSchedule
 from elastic_dp.sampling.mixture import Mixture
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.packing import PackedOrder, Segments
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 _DEALS_KEPT = 64
 _ENDLESS = 1 << 62  # micro-batches in the epoch of a mixture, which has no end
@@ -55,25 +55,26 @@ class _Step:
 
 
 class GrowingOrder:
-    """The interface of `Order`, over `base`, an order of `schedule.first` virtual workers. Raises
-    DataError if an epoch has too few rows for a step of `schedule.last`."""
+    """The interface of `Order`, over `base`, an order of `schedule.least` virtual workers. Raises
+    DataError if an epoch has too few rows for a step of `schedule.most`. A micro-batch beyond those
+    of a step has no rows."""
 
-    def __init__(self, base: Order | PackedOrder | Mixture, schedule: BatchSchedule) -> None:
-        assert base.virtual_workers == schedule.first, "the order of another schedule"
+    def __init__(self, base: Order | PackedOrder | Mixture, schedule: StepSchedule) -> None:
+        assert base.virtual_workers == schedule.least, "the order of another schedule"
         self.base, self.schedule = base, schedule
         self.num_rows, self.micro_batch_size = base.num_rows, base.micro_batch_size
-        self.virtual_workers = schedule.last
+        self.virtual_workers = schedule.most
         self._drops = not isinstance(base, Mixture) and base.tail == "drop"
         self._per_epoch = self._count_micro_batches()
         self._dealt = lru_cache(_DEALS_KEPT)(self._deal)
         self._stages: list[_Growth] = []
-        for begin, size in zip(schedule.begins, schedule.sizes, strict=True):
+        for begin, size in zip(schedule.begins, schedule.numbers, strict=True):
             position = self._position(begin + 1) if begin else _Step(0, 0, size)
             self._stages.append(_Growth(begin, size, position.epoch, position.first))
 
     def _count_micro_batches(self) -> int:
         """Return how many micro-batches with rows an epoch has."""
-        base, need = self.base, self.schedule.last
+        base, need = self.base, self.schedule.most
         if isinstance(base, Mixture):
             return _ENDLESS
         if not self._drops:
@@ -82,8 +83,8 @@ class GrowingOrder:
         if count < need:
             raise DataError(
                 f"an epoch has {count} micro-batches of {base.micro_batch_size} rows, fewer than "
-                f"the {need} of a step once ScalingConfig.virtual_workers is {need}; add rows, "
-                'lower that number, or set tail="short" for smaller last batches'
+                f"the {need} of the largest step; add rows, lower ScalingConfig.virtual_workers "
+                'or inner_steps there, or set tail="short" for smaller last batches'
             )
         return count
 
@@ -117,7 +118,7 @@ class GrowingOrder:
 
     def epoch_of(self, step: int) -> int:
         position = self._position(step)
-        turn = position.first // self.schedule.first
+        turn = position.first // self.schedule.least
         return self.base.epoch_of(position.epoch * self.base.steps_per_epoch + turn + 1)
 
     def ends_epoch(self, step: int) -> bool:
@@ -127,7 +128,7 @@ class GrowingOrder:
         """Return how many row groups a worker with so many virtual workers reads at one time, at
         most.
         """
-        return self.base.open_row_groups(min(virtual_workers, self.schedule.first))
+        return self.base.open_row_groups(min(virtual_workers, self.schedule.least))
 
     def rows(self, step: int, virtual_worker: int) -> int:
         """Return the number of rows of the micro-batch; 0 if a short step has none for it."""
@@ -148,8 +149,7 @@ class GrowingOrder:
 
     def _in_base(self, step: int, virtual_worker: int) -> tuple[int, int] | None:
         """Return the step and the virtual worker of the base order that have the micro-batch."""
-        assert 0 <= virtual_worker < self.schedule.at(step), "no such virtual worker"
-        position, total = self._position(step), self.schedule.first
+        position, total = self._position(step), self.schedule.least
         if virtual_worker >= position.count:
             return None
         at = position.first % total
@@ -161,7 +161,7 @@ class GrowingOrder:
         """Return the micro-batch of each virtual worker, counted from the first of the step, which
         is one of virtual worker `at` of the base order.
         """
-        return sorted(range(count), key=lambda n: ((at + n) % self.schedule.first, n))
+        return sorted(range(count), key=lambda n: ((at + n) % self.schedule.least, n))
 
     def _position(self, step: int) -> _Step:
         assert step >= 1, "steps count from 1"

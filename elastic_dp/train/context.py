@@ -13,6 +13,7 @@ from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.noise_scale import split_noise
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
@@ -134,7 +135,7 @@ class TrainContext:
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in one pass over the data, at least 1; in the first one, where the
-        batch grows."""
+        batch or the number of inner steps changes."""
         return self._session.data.steps_per_epoch
 
     @property
@@ -142,6 +143,11 @@ class TrainContext:
         """The number of virtual workers, by the number of steps after which it holds: `{0: 8}`, or
         more of them where the batch grows."""
         return self._session.spec.scaling.virtual_workers_by_step
+
+    def inner_steps_before(self, step: int) -> int:
+        """The number of inner steps of a virtual worker before `step`, which counts from 1; without
+        `inner_steps` that of steps."""
+        return StepSchedule(self._session.spec.inner_steps_by_step).total(step - 1)
 
     @property
     def is_source(self) -> bool:

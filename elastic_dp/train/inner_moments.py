@@ -32,7 +32,7 @@ class InnerMoments(nn.Module):
 
         def inner(model, step):
             optimizer = torch.optim.AdamW(model.moments.weights, lr=4e-4)
-            return model.moments.go_on(optimizer, step=(step - 1) * INNER_STEPS)
+            return model.moments.go_on(optimizer, step=ctx.inner_steps_before(step))
 
     Each step begins with the mean of the moments that the virtual workers had at the end of the
     last one. For torch's Adam, AdamW, NAdam and RAdam. `weights` are the parameters of the model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from elastic_dp.config.field_checks import one_of, whole_number
-from elastic_dp.config.virtual_workers import by_step, check_virtual_workers
+from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
 _RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}

@@ -12,7 +12,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.config.field_checks import whole_number
 from elastic_dp.distributed.gradient_rounding import check_wire
 from elastic_dp.errors import SpecError
-from elastic_dp.sampling import BatchSchedule
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -104,7 +104,7 @@ class TrainingParts:
         given.check()
         check_gang(gang, given)
         check_wire(spec.wire, dict(given.model.named_parameters()))
-        if spec.staleness and given.noise_scale_every is not None:
+        if spec.delays and given.noise_scale_every is not None:
             raise SpecError(
                 "noise_scale_every needs the gradients of virtual workers and their sum in one "
                 f"step, and staleness={spec.staleness} has the sum one step later: leave out one "
@@ -114,14 +114,14 @@ class TrainingParts:
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given)
         own = given.model, given.optimizer, given.scheduler
-        previous = PreviousStep(given.model, loss_scale) if spec.staleness else None
+        previous = PreviousStep(given.model, loss_scale) if spec.delays else None
         state = TrainState(*own, loss_scale, given.state, sharding=sharding, previous=previous)
         compared = spec.failure.compare_weights_every if spec.exact else None
         weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
-        inner_steps = spec.inner_steps
-        speed = ComputeSpeed(device, write_speed if by_speed else None, inner_steps or 1)
-        inner_rows = None if inner_steps is None else InnerRows(data, inner_steps)
+        speed = ComputeSpeed(device, write_speed if by_speed else None)
+        inner_steps = StepSchedule(spec.inner_steps_by_step)
+        inner_rows = None if spec.inner_steps is None else InnerRows(data, inner_steps)
         micro_batches = MicroBatchRunner(
             state,
             given.loss_fn,
@@ -154,7 +154,9 @@ class TrainingParts:
             weights,
             micro_batches,
             rows,
-            BatchSchedule(spec.scaling.virtual_workers_by_step),
+            StepSchedule(spec.scaling.virtual_workers_by_step),
+            StepSchedule(spec.staleness_by_step),
+            inner_steps,
             not by_speed,
             spec.exact,
             given.clip_norm,

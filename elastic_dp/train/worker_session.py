@@ -229,7 +229,7 @@ class WorkerSession:
     def _try_out(self, trial: TrialRun) -> None:
         """Runs a micro-batch before the first step, and undoes it."""
         of_buckets = self.state.sharding is None  # else one piece for all that is received
-        self.step_runner.sums.preallocate(self.step_runner.schedule.first, receives=of_buckets)
+        self.step_runner.sums.preallocate(self.step_runner.schedule.least, receives=of_buckets)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:

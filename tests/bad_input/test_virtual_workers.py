@@ -27,7 +27,7 @@ def test_numbers_hold_from_their_step_on_in_any_order():
         ({0: 8, 9: None}, r"virtual_workers\[9\] is None, must be a whole number"),
         ({0: 8, 9: 16.0}, r"virtual_workers\[9\] is 16.0"),
         ({0: 0, 9: 16}, r"virtual_workers\[0\] is 0, must be at least 1"),
-        ({0: 8, 9: 8}, r"virtual_workers\[9\] is 8, and 8 before: the batch can only grow"),
+        ({0: 8, 9: 8}, r"virtual_workers\[9\] is 8, and 8 before: leave it out"),
         ({0: 8, 9: 16, 20: 12}, r"virtual_workers\[20\] is 12, and 16 before"),
         ({0: 3, 9: 16}, r"virtual_workers\[0\] is 3, less than max_workers \(4\)"),
         ([8, 16], r"virtual_workers is \[8, 16\]"),

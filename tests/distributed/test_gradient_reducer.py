@@ -405,10 +405,10 @@ def test_two_reducers_share_the_work_of_one(shares: list[Share], topology: Any) 
 
     def act(group: ProcessGroup) -> list[Any]:
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
-        computes = GradientReducer(named(parameters), sends=False)
+        computes = GradientReducer(named(parameters))
         sends = GradientReducer(named(parameters), computes=False)
-        for reducer in (computes, sends):
-            reducer.open(group, shares, COUNT, True, topology)
+        computes.open(group, shares, COUNT, True, topology, sends=False)
+        sends.open(group, shares, COUNT, True, topology)
         sends.advance()  # nothing is there yet
         run_leaves(computes, parameters, shares[group.rank], COUNT, {}, None, sends=False)
         sums = computes.take_sums()

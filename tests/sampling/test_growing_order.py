@@ -1,4 +1,6 @@
-"""A batch that grows takes the micro-batches of a constant one, each once, in other steps."""
+"""A batch that changes takes the micro-batches of a constant one, each once, in other steps."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -7,17 +9,21 @@ from hypothesis import strategies as st
 
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import (
-    BatchSchedule,
     GrowingOrder,
     Mixture,
     MixtureSource,
     Order,
     PackedOrder,
+    StepSchedule,
 )
 
 STEPS = 30
-schedules = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), max_size=3).map(
-    lambda pairs: dict(zip(*np.cumsum([(0, 3), *pairs], axis=0).T.tolist(), strict=True))
+numbers = st.lists(st.tuples(st.integers(1, 12), st.integers(2, 9)), min_size=1, max_size=4)
+schedules = numbers.filter(lambda pairs: all(a[1] != b[1] for a, b in pairwise(pairs))).map(
+    lambda pairs: {
+        begin - pairs[0][0]: number
+        for begin, (_, number) in zip(np.cumsum([n for n, _ in pairs]).tolist(), pairs, strict=True)
+    }
 )
 
 
@@ -41,9 +47,11 @@ def test_each_row_is_taken_once_an_epoch_whatever_the_schedule(
 ):
     options = {"micro_batch_size": micro_batch_size, "shuffle": shuffle, "tail": tail}
     most, total = max(schedule.values()) * micro_batch_size, sum(groups)
-    assume(total // (3 * micro_batch_size) * 3 * micro_batch_size >= most or tail == "short")
-    base = Order(group_rows=groups, virtual_workers=3, seed=seed, **options)
-    order = GrowingOrder(base, BatchSchedule(schedule))
+    least = min(schedule.values())
+    of_base = least * micro_batch_size
+    assume(total // of_base * of_base >= most or tail == "short")
+    base = Order(group_rows=groups, virtual_workers=least, seed=seed, **options)
+    order = GrowingOrder(base, StepSchedule(schedule))
     of_epoch, epoch = [], 0
     for step in range(1, STEPS):
         assert order.epoch_of(step) == epoch
@@ -54,15 +62,16 @@ def test_each_row_is_taken_once_an_epoch_whatever_the_schedule(
         if order.ends_epoch(step):
             assert len(set(of_epoch)) == len(of_epoch), "a row twice"
             dropped = total - len(of_epoch)
-            assert dropped == 0 if tail == "short" else 0 <= dropped < most + 3 * micro_batch_size
+            assert dropped == 0 if tail == "short" else 0 <= dropped < most + of_base
             of_epoch, epoch = [], epoch + 1
 
 
 @settings(max_examples=60, deadline=None)
 @given(schedule=schedules, step=st.integers(1, STEPS), tail=st.sampled_from(["drop", "short"]))
 def test_steps_alike_are_all_of_one_epoch_and_one_size(schedule, step, tail):
-    base = Order(group_rows=[50], virtual_workers=3, micro_batch_size=1, tail=tail)
-    order = GrowingOrder(base, BatchSchedule(schedule))
+    least = min(schedule.values())
+    base = Order(group_rows=[50], virtual_workers=least, micro_batch_size=1, tail=tail)
+    order = GrowingOrder(base, StepSchedule(schedule))
 
     def key(at):
         return order.epoch_of(at), order.schedule.at(at)
@@ -76,22 +85,24 @@ def test_steps_alike_are_all_of_one_epoch_and_one_size(schedule, step, tail):
 @settings(max_examples=25, deadline=None)
 @given(schedule=schedules)
 def test_a_step_takes_the_next_micro_batches_of_the_constant_batch(schedule):
-    base = Order(group_rows=[10_000], virtual_workers=3, micro_batch_size=2, shuffle="full")
-    order = GrowingOrder(base, BatchSchedule(schedule))
+    least = min(schedule.values())
+    base = Order(group_rows=[10_000], virtual_workers=least, micro_batch_size=2, shuffle="full")
+    order = GrowingOrder(base, StepSchedule(schedule))
     taken = 0
     for step in range(1, 30):
         count = order.schedule.at(step)
         mine = [rows_of(order, step, v) for v in range(count)]
-        numbers = [divmod(n, 3) for n in range(taken, taken + count)]
+        assert rows_of(order, step, count) == []  # planned ahead before the number fell
+        numbers = [divmod(n, least) for n in range(taken, taken + count)]
         assert sorted(mine) == sorted(rows_of(base, turn + 1, v) for turn, v in numbers)
         taken += count
-        assert order.schedule.micro_batches(step) == taken
+        assert order.schedule.total(step) == taken
 
 
 def test_virtual_workers_keep_to_the_streams_that_they_had():
     """A worker with the first half of the virtual workers reads the same row groups as before."""
     base = Order(group_rows=[100] * 64, virtual_workers=4, micro_batch_size=8, seed=1)
-    order = GrowingOrder(base, BatchSchedule({0: 4, 5: 8, 7: 12}))
+    order = GrowingOrder(base, StepSchedule({0: 4, 5: 8, 7: 12}))
 
     def row_groups(step):
         half = range(order.schedule.at(step) // 2)
@@ -104,7 +115,7 @@ def test_virtual_workers_keep_to_the_streams_that_they_had():
 def test_golden_growth_is_unchanged():
     """Pinned: a change here changes the rows of every run whose batch grows."""
     base = Order(group_rows=[7, 9, 8], virtual_workers=2, micro_batch_size=2, seed=3)
-    order = GrowingOrder(base, BatchSchedule({0: 2, 1: 3, 4: 5}))
+    order = GrowingOrder(base, StepSchedule({0: 2, 1: 3, 4: 5}))
     found = [
         [rows_of(order, step, v) for v in range(order.schedule.at(step))] for step in (1, 2, 5)
     ]
@@ -121,7 +132,7 @@ def test_golden_growth_is_unchanged():
 def test_short_steps_at_the_end_of_epochs_have_rows():
     """9 rows and 8 virtual workers: without growth 2 steps, of which the second has one row."""
     base = Order(group_rows=[9], virtual_workers=8, micro_batch_size=1, tail="short")
-    order = GrowingOrder(base, BatchSchedule({0: 8, 2: 12}))
+    order = GrowingOrder(base, StepSchedule({0: 8, 2: 12}))
     assert order.steps_per_epoch == 2 and order.steps_of(4) == 5
     rows = [sum(order.rows(step, v) for v in range(order.schedule.at(step))) for step in (1, 2, 3)]
     assert rows == [8, 1, 9]
@@ -129,8 +140,8 @@ def test_short_steps_at_the_end_of_epochs_have_rows():
 
 def test_epoch_with_fewer_rows_than_the_largest_batch_is_refused_with_the_way_out():
     base = Order(group_rows=[20], virtual_workers=4, micro_batch_size=2)
-    with pytest.raises(DataError, match=r"8 micro-batches of 2 rows, .*virtual_workers is 9"):
-        GrowingOrder(base, BatchSchedule({0: 4, 3: 9}))
+    with pytest.raises(DataError, match=r"8 micro-batches of 2 rows, .* 9 of the largest"):
+        GrowingOrder(base, StepSchedule({0: 4, 3: 9}))
 
 
 def test_mixture_goes_through_its_sources_as_without_growth():
@@ -140,14 +151,14 @@ def test_mixture_goes_through_its_sources_as_without_growth():
     ]
     options = {"virtual_workers": 2, "micro_batch_size": 3}
     base = Mixture(sources, **options, changes={4: [1, 1]})
-    order = GrowingOrder(base, BatchSchedule({0: 2, 3: 5, 7: 6}))
+    order = GrowingOrder(base, StepSchedule({0: 2, 3: 5, 7: 6}))
     taken = [
         row
         for step in range(1, 13)
         for v in range(order.schedule.at(step))
         for row in rows_of(order, step, v)
     ]
-    steps = order.schedule.micro_batches(12) // 2
+    steps = order.schedule.total(12) // 2
     expected = [
         row for step in range(1, steps + 1) for v in (0, 1) for row in rows_of(base, step, v)
     ]
@@ -163,7 +174,7 @@ def test_packed_rows_are_taken_once_an_epoch(tail):
     base = PackedOrder(
         group_tokens=[50, 70, 31], length=4, virtual_workers=2, micro_batch_size=2, tail=tail
     )
-    order = GrowingOrder(base, BatchSchedule({0: 2, 3: 5}))
+    order = GrowingOrder(base, StepSchedule({0: 2, 3: 5}))
     tokens, per_epoch = 0, order.steps_per_epoch
     for step in range(1, per_epoch + 1):
         for v in range(order.schedule.at(step)):

@@ -22,7 +22,7 @@ GROWING_BATCH_MUTANTS = [
     ModuleMutant(
         "a step keeps the shares of the step before",
         "StepRunner._attempt",
-        "self.schedule.at(step) != self._virtual_workers",
+        "self._numbers_of(step) != self._numbers",
         "False",
         module=RUNNER,
         caught_by=f"{RUN_TESTS}::test_steps_have_the_rows_that_the_schedule_says",
@@ -30,7 +30,7 @@ GROWING_BATCH_MUTANTS = [
     ModuleMutant(
         "finished work is told in the virtual workers of the step",
         "StepRunner.finished_nodes",
-        "whole_blocks(finished.nodes, self.schedule.first, self.schedule.at(step))",
+        "whole_blocks(finished.nodes, self.schedule.least, self.schedule.at(step))",
         "tuple(sorted(finished.nodes))",
         module=RUNNER,
         caught_by=f"{RUN_TESTS}::test_lost_worker_behind_the_change_only_its_leaves_run_again",
@@ -54,7 +54,7 @@ GROWING_BATCH_MUTANTS = [
     ModuleMutant(
         "virtual workers take micro-batches in their order",
         "GrowingOrder._deal",
-        "((at + n) % self.schedule.first, n)",
+        "((at + n) % self.schedule.least, n)",
         "n",
         module=ORDER,
         caught_by=f"{ORDER_TESTS}::test_virtual_workers_keep_to_the_streams_that_they_had",

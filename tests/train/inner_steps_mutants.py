@@ -15,6 +15,10 @@ ARGUMENTS = "elastic_dp.train.loop_guard.inner_arguments"
 TESTS = "tests/train/test_inner_steps.py"
 OF_MOMENTS = "tests/train/test_inner_moments.py"
 IN_PLAIN_TORCH = f"{TESTS}::test_weights_after_each_step_are_those_of_a_loop_in_plain_torch"
+IN_STAGES = (
+    "tests/train/test_step_schedules.py::"
+    "test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_changes"
+)
 REFUSED = f"{TESTS}::test_arguments_that_do_not_fit_are_refused_before_the_first_step"
 
 INNER_STEPS_MUTANTS = [
@@ -78,15 +82,15 @@ INNER_STEPS_MUTANTS = [
         "all inner steps draw the same random numbers",
         "MicroBatchRunner.forward",
         "seed_for(self._seed, step, self._key(v))",
-        "seed_for(self._seed, step, self._virtual_worker(v))",
+        "seed_for(self._seed, step, self._virtual_worker(step, v))",
         module="elastic_dp.train.step.micro_batch",
         caught_by=IN_PLAIN_TORCH,
     ),
     ModuleMutant(
         "a bad row group is noticed in the first inner step only",
         "InnerRows.bad_row_groups",
-        "self.keys(virtual_worker)",
-        "self.keys(virtual_worker)[:1]",
+        "self.keys(step, virtual_worker)",
+        "self.keys(step, virtual_worker)[:1]",
         module="elastic_dp.train.step.inner_rows",
         caught_by=(
             f"{TESTS}::test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step"
@@ -95,12 +99,28 @@ INNER_STEPS_MUTANTS = [
     ModuleMutant(
         "inner steps take the rows of later steps",
         "JobSpec.micro_batches_by_step",
-        "self.inner_steps or 1",
-        "1",
+        "self.inner_steps_by_step",
+        "{0: 1}",
         module="elastic_dp.config.job_spec",
         caught_by=(
             f"{TESTS}::test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size"
         ),
+    ),
+    ModuleMutant(
+        "the number of inner steps is always that of the first step",
+        "InnerRows.keys",
+        "self._inner_steps.at(step)",
+        "self._inner_steps.at(1)",
+        module="elastic_dp.train.step.inner_rows",
+        caught_by=IN_STAGES,
+    ),
+    ModuleMutant(
+        "micro-batches change with the number of virtual workers only",
+        "JobSpec.micro_batches_by_step",
+        "sorted(virtual.keys() | inner.keys())",
+        "sorted(virtual)",
+        module="elastic_dp.config.job_spec",
+        caught_by=IN_STAGES,
     ),
     ModuleMutant(
         "an inner optimizer may keep its state",

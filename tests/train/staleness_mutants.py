@@ -16,7 +16,8 @@ PREVIOUS = "elastic_dp.train.state.previous_step"
 REDUCER = "elastic_dp.distributed.gradient_reducer"
 REDUCER_TESTS = "tests/distributed/test_gradient_reducer.py"
 TESTS = "tests/train/test_staleness.py"
-IN_PLAIN_TORCH = f"{TESTS}::test_weights_after_each_step_are_those_of_a_loop_in_plain_torch"
+OF_EACH_STEP = f"{TESTS}::test_weights_after_each_step_are_those_of_a_loop_in_plain_torch"
+IN_PLAIN_TORCH, SCHEDULED = f"{OF_EACH_STEP}[1]", f"{OF_EACH_STEP}[staleness1]"
 LOST = f"{TESTS}::test_lost_worker_only_its_leaves_of_both_steps_run_again"
 RESIZED = f"{TESTS}::test_zoo_model_through_changing_sizes_has_the_local_digest[batch_norm]"
 OTHER_LOSS = f"{TESTS}::test_loss_that_depends_on_the_body_is_refused_by_name"
@@ -26,7 +27,7 @@ STALENESS_MUTANTS = [
     ModuleMutant(
         "a gradient is applied at once",
         "TrainingParts.build",
-        "PreviousStep(given.model, loss_scale) if spec.staleness else None",
+        "PreviousStep(given.model, loss_scale) if spec.delays else None",
         "None",
         module="elastic_dp.train.training_parts",
         caught_by=IN_PLAIN_TORCH,
@@ -77,15 +78,47 @@ STALENESS_MUTANTS = [
         "self.previous.check({v: (one.loss, one.weight) for v, one in results.items()})",
         "pass",
         module=DELAYED,
-        caught_by=OTHER_LOSS,
+        caught_by=f"{OTHER_LOSS}[1-2]",
     ),
     ModuleMutant(
         "nothing runs again before something is lost",
         "DelayedGradient._own_sums",
-        "step + 1 == _TRIED",
+        "step + 1 == self._staleness.begin_of(step) + _TRIED",
         "False",
         module=DELAYED,
-        caught_by=OTHER_LOSS,
+        caught_by=f"{OTHER_LOSS}[1-2]",
+    ),
+    ModuleMutant(
+        "a delay that begins later is not tried",
+        "DelayedGradient._own_sums",
+        "self._staleness.begin_of(step) + _TRIED",
+        "_TRIED",
+        module=DELAYED,
+        caught_by=f"{OTHER_LOSS}[staleness1-4]",
+    ),
+    ModuleMutant(
+        "the gradient of the last delayed step is applied when the next ones are delayed",
+        "DelayedGradient.commit",
+        "self.previous.forget()",
+        "pass",
+        module=DELAYED,
+        caught_by=SCHEDULED,
+    ),
+    ModuleMutant(
+        "a schedule of delays is that of the run's first step",
+        "DelayedGradient.delays",
+        "self._staleness.at(step)",
+        "self._staleness.at(1)",
+        module=DELAYED,
+        caught_by=SCHEDULED,
+    ),
+    ModuleMutant(
+        "a worker goes on as in the step before where the delay changes",
+        "StepRunner._numbers_of",
+        "self.staleness.at(step)",
+        "0",
+        module=RUNNER,
+        caught_by=SCHEDULED,
     ),
     ModuleMutant(
         "what was sent in a step that was cut is not held again",
@@ -97,8 +130,8 @@ STALENESS_MUTANTS = [
     ),
     ModuleMutant(
         "the sum waits for the leaves of the step",
-        "StepRunner.__post_init__",
-        "self.sums.advance",
+        "StepRunner._attempt",
+        "self.delayed.sums.advance",
         "lambda: None",
         module=RUNNER,
         caught_by=f"{TESTS}::test_leaves_run_while_the_sum_of_the_step_before_is_in_flight",

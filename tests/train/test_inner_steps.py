@@ -21,6 +21,7 @@ from elastic_dp.data import open_data
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LossError, ModelError, SpecError
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
@@ -41,7 +42,7 @@ INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
 
 
-def with_inner(spec: JobSpec, inner_steps: int = INNER, **changes: Any) -> JobSpec:
+def with_inner(spec: JobSpec, inner_steps: Any = INNER, **changes: Any) -> JobSpec:
     return dataclasses.replace(spec, inner_steps=inner_steps, **changes)
 
 
@@ -112,15 +113,16 @@ def of_each_step(kept: list[Any], loss_fn: Any) -> Callable[..., None]:
 
 def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor], loss_fn: Any) -> list[Any]:
     """For each step the weights after it, the mean loss, and its weight."""
-    virtual, inner_steps = spec.scaling.num_virtual_workers, spec.inner_steps
-    assert inner_steps is not None and spec.max_steps is not None
-    data = open_data(spec.data, virtual_workers=virtual * inner_steps)
+    virtual, each = spec.scaling.num_virtual_workers, StepSchedule(spec.inner_steps_by_step)
+    assert spec.max_steps is not None
+    data = open_data(spec.data, virtual_workers=spec.micro_batches_by_step)
     model = classifier()
     parameters = list(model.parameters())
     put(parameters, initial)
     optimizer, found = outer(model), []
     for step in range(1, spec.max_steps + 1):
         start, changes, weights, losses = weights_of(model), [], [], []
+        inner_steps = each.at(step)
         for v in range(virtual):
             inner_optimizer, weight = inner(model, step), 0.0
             for key in range(v * inner_steps, (v + 1) * inner_steps):
@@ -161,12 +163,22 @@ def put(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
             p.copy_(value)
 
 
-@pytest.mark.parametrize("loss_fn", [cross_entropy, some_without_weight])
-def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(loss_fn: Any) -> None:
+@pytest.mark.parametrize(
+    ("inner_steps", "loss_fn"),
+    [
+        (INNER, cross_entropy),
+        (INNER, some_without_weight),
+        ({0: 1, 2: 3, 5: 2}, cross_entropy),
+        ({0: 3, 2: 1}, cross_entropy),
+    ],
+)
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(
+    inner_steps: Any, loss_fn: Any
+) -> None:
     """With a last, shorter step of an epoch, in which one virtual worker makes fewer inner steps
     and others none."""
     kept: list[Any] = []
-    spec = with_inner(spec_of(steps=6, virtual=5, rows=160, tail="short"))
+    spec = with_inner(spec_of(steps=6, virtual=5, rows=160, tail="short"), inner_steps)
     local(spec, of_each_step(kept, loss_fn))
     initial, *after = kept
     expected = in_plain_torch(spec, initial, loss_fn)

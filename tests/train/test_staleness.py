@@ -16,6 +16,7 @@ from elastic_dp.config import CheckpointConfig, JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.step.delayed_gradient import DelayedGradient
@@ -90,7 +91,8 @@ def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The weights before the first step and after each one: θ(t+1) = f(θ(t), g(t-1))."""
+    """The weights before the first step and after each one: θ(t+1) = f(θ(t), g(t-1)), and in steps
+    without a delay θ(t+1) = f(θ(t), g(t))."""
     virtual, steps = spec.scaling.num_virtual_workers, spec.max_steps
     data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
     one, other = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
@@ -111,20 +113,24 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torc
                 leaves.append(torch.autograd.grad(loss, parameters))
             else:
                 leaves.append([torch.full_like(p, -0.0) for p in parameters])
-        if before is not None:
-            for p, gradient in zip(parameters, before, strict=True):
+        mine = [tree_sum(list(each)) for each in zip(*leaves, strict=True)]
+        is_delayed = StepSchedule(spec.staleness_by_step).at(step) == 1
+        applied, before = (before, mine) if is_delayed else (mine, None)
+        if applied is not None:
+            for p, gradient in zip(parameters, applied, strict=True):
                 p.grad = gradient
             optimizer.step()
             scheduler.step()
-        before = [tree_sum(list(each)) for each in zip(*leaves, strict=True)]
         found.append(weights_of(model))
     return found
 
 
-def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch() -> None:
+@pytest.mark.parametrize("staleness", [1, {0: 1, 3: 0, 4: 1, 7: 0}])
+def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(staleness: Any) -> None:
     """With a last, shorter batch of an epoch, whose loss has other weights."""
     kept: list[Any] = []
-    spec = delayed(spec_of(steps=LAST, virtual=5, rows=52, tail="short"))
+    spec = spec_of(steps=LAST, virtual=5, rows=52, tail="short")
+    spec = dataclasses.replace(spec, staleness=staleness)
     local(spec, weights_of_each_step(kept))
     initial, *after = kept
     expected = in_plain_torch(spec, initial)
@@ -133,7 +139,8 @@ def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch() -> None:
             assert torch.equal(value, p), step
     assert all(map(torch.equal, expected[1], initial))  # there was no gradient to apply
     assert not all(map(torch.equal, expected[2], initial))
-    assert after[0][-2] == 0.0 and all(one[-2] > 0.0 for one in after[1:])
+    begins = [begin for begin, late in spec.staleness_by_step.items() if late]
+    assert [step for step, one in enumerate(after) if one[-2] == 0.0] == begins
 
 
 def test_norm_and_clipping_are_of_the_gradient_that_is_applied() -> None:
@@ -460,10 +467,12 @@ def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path: Path
 # ------------------------------------------------------------------------------------- is refused
 
 
-def test_loss_that_depends_on_the_body_is_refused_by_name() -> None:
-    """In the third step, and not only after the loss of a worker."""
-    spec = delayed(spec_of(steps=6, config={"eval": evaluation()}))
-    with pytest.raises(LossError, match=r"loss of step 2 on virtual worker 0 .* staleness=1"):
+@pytest.mark.parametrize(("staleness", "step"), [(1, 2), ({0: 0, 2: 1}, 4)])
+def test_loss_that_depends_on_the_body_is_refused_by_name(staleness: Any, step: int) -> None:
+    """In the third delayed step, and not only after the loss of a worker."""
+    spec = spec_of(steps=6, config={"eval": evaluation()})
+    spec = dataclasses.replace(spec, staleness=staleness)
+    with pytest.raises(LossError, match=rf"loss of step {step} on virtual worker 0 .* staleness=1"):
         local(spec, average_and_plateau)
 
 
@@ -474,3 +483,5 @@ def test_noise_scale_is_refused_before_the_first_step() -> None:
 
     with pytest.raises(SpecError, match=r"noise_scale_every needs .* staleness=1"):
         local(delayed(spec_of(steps=2)), train)
+    with pytest.raises(SpecError, match=r"staleness=\{0: 0, 9: 1\}"):
+        local(dataclasses.replace(spec_of(steps=2), staleness={0: 0, 9: 1}), train)

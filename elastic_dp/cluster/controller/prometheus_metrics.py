@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.workers.worker_state import Stage
-from elastic_dp.sampling import BatchSchedule
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
@@ -99,7 +99,7 @@ class PrometheusMetrics:
     """The metrics of one run. `started_at` (of `time.time`) is when the run began."""
 
     def __init__(self, spec: JobSpec, journal: Journal, started_at: float, stored: bool) -> None:
-        self._schedule = BatchSchedule(spec.micro_batches_by_step)
+        self._schedule = StepSchedule(spec.micro_batches_by_step)
         self._micro_batch_size = spec.data.micro_batch_size
         self._stored = stored  # only a run with a folder has checkpoints
         self._committed_at = started_at
@@ -159,7 +159,7 @@ class PrometheusMetrics:
         """What has been done since the last sample."""
         assert self._before is not None
         then, before, spent = self._before
-        taken = self._schedule.micro_batches(step) - self._schedule.micro_batches(before)
+        taken = self._schedule.total(step) - self._schedule.total(before)
         rows = max(0, taken) * self._micro_batch_size
         put("elastic_dp_rows_per_second", rows / max(now - then, 1e-3))
         delta = times.plus(spent, -1)

@@ -28,7 +28,7 @@ from elastic_dp.data.pipeline.row_group_reader import Key
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.module_pickling import pickle_with_modules
-from elastic_dp.sampling import BatchSchedule, GrowingOrder, Order, batch_seed
+from elastic_dp.sampling import GrowingOrder, Order, StepSchedule, batch_seed
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,17 +52,17 @@ class MapStyleDataset(_NoRowGroups):
     """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead
     (see micro_batches.py)."""
 
-    def __init__(self, config: MapStyleData, *, schedule: BatchSchedule, pin: bool = False) -> None:
+    def __init__(self, config: MapStyleData, *, schedule: StepSchedule, pin: bool = False) -> None:
         self._config, self._pin = config, pin
         self._order: Order | GrowingOrder = Order(
             group_rows=(_length(config),),
-            virtual_workers=schedule.first,
+            virtual_workers=schedule.least,
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
             shuffle="full" if config.shuffle else "none",
             tail=config.tail,
         )
-        if len(schedule.sizes) > 1:
+        if len(schedule.numbers) > 1:
             self._order = GrowingOrder(self._order, schedule)
         self.num_rows, self.steps_per_epoch = self._order.num_rows, self._order.steps_per_epoch
         self.fingerprint = _digest(config, self.num_rows, self._order.identity)

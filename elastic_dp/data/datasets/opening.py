@@ -26,12 +26,12 @@ from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import (
     AnyOrder,
-    BatchSchedule,
     GrowingOrder,
     Mixture,
     MixtureSource,
     Order,
     PackedOrder,
+    StepSchedule,
 )
 from elastic_dp.sampling.any_order import row_groups_at_least
 from elastic_dp.storage import DiskCache, Store, redact_url
@@ -59,13 +59,13 @@ def open_data(
 
     Raises DataError if the data set cannot be used.
     """
-    schedule = BatchSchedule(virtual_workers)
+    schedule = StepSchedule(virtual_workers)
     if isinstance(config, MapStyleData):
         return MapStyleDataset(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s)
-    base = _order(config, index, schedule.first)
-    order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.sizes) > 1 else base
+    base = _order(config, index, schedule.least)
+    order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)
     check_memory(row_groups, order, config.memory_bytes)
     return StreamingDataset(config, row_groups, order, pin=pin, **options)

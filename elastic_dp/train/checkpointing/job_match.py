@@ -17,6 +17,7 @@ import torch
 
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import JobSpec
+from elastic_dp.config.schedules import stored
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.wording import counted
@@ -83,8 +84,8 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "seed": spec.data.seed,
         "exact": spec.exact,
         "wire": spec.wire,
-        "staleness": spec.staleness,
-        "inner_steps": spec.inner_steps,
+        "staleness": stored(spec.staleness),
+        "inner_steps": stored(spec.inner_steps),
         "processes_per_worker": spec.scaling.processes_per_worker,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from elastic_dp.train.loop_guard.steps_arguments import (
 )
 
 
-def check_inner_steps(inner_steps: int | None, given: Any) -> None:
+def check_inner_steps(inner_steps: int | Mapping[int, int] | None, given: Any) -> None:
     """Checks the `StepsArguments`. `inner_steps`: of the job. Raises SpecError and ModelError."""
     if inner_steps is None:
         for name in ("inner_optimizer", "inner_clip_norm"):

@@ -23,8 +23,9 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 
 
 class PreviousStep:
-    """`step` is 0 before the first commit. `factor`: what the finished sum of its gradient is
-    multiplied by, once for the weights and the loss scale that it had."""
+    """`step` is 0 where there is no such gradient, as before the first commit. `factor`: what the
+    finished sum of its gradient is multiplied by, once for the weights and the loss scale that it
+    had."""
 
     def __init__(self, model: nn.Module, loss_scale: LossScale | None) -> None:
         self._model, self._loss_scale = model, loss_scale
@@ -57,6 +58,12 @@ class PreviousStep:
         self._scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._training = [module.training for module in self._model.modules()]
+
+    def forget(self) -> None:
+        """Forgets that gradient, which is not to be applied, and what it was computed with."""
+        self.step, self.factor, self._scale, self._losses = 0, 1.0, 1.0, {}
+        self._values, self._buffers, self._extra = [], [], []
+        self._requires_grad, self._training = [], []
 
     # ------------------------------------------------------------------------- computing again
 

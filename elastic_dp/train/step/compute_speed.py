@@ -22,13 +22,10 @@ STEPS = 16
 
 
 class ComputeSpeed:
-    """Measures one worker. `tell` receives the value after each step; None: nothing is measured.
-    `micro_batches`: of a virtual worker in a step."""
+    """Measures one worker. `tell` receives the value after each step; None: nothing is measured."""
 
-    def __init__(
-        self, device: torch.device, tell: Callable[[float], None] | None, micro_batches: int = 1
-    ) -> None:
-        self._tell, self._on_gpu, self._micro_batches = tell, is_gpu(device), micro_batches
+    def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
+        self._tell, self._on_gpu, self._micro_batches = tell, is_gpu(device), 1
         self._instant: Callable[[], Any] = instant if self._on_gpu else time.perf_counter
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._instants: list[Any] = []  # in this step: begin, end, begin, end, …
@@ -39,9 +36,10 @@ class ComputeSpeed:
         if self._tell is not None:
             self._tell(0.0)
 
-    def begin(self) -> None:
-        """Starts a step, or repeats one."""
+    def begin(self, micro_batches: int = 1) -> None:
+        """Starts a step, or repeats one. `micro_batches`: of a virtual worker in it."""
         self._instants.clear()
+        self._micro_batches = micro_batches
 
     def start_micro_batch(self) -> None:
         if self._tell is not None:

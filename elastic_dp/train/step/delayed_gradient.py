@@ -13,7 +13,9 @@ which is part of the state. A worker that joins or restores a checkpoint begins 
 nothing. If a loss is not what it was, the loss function depends on something else.
 
 The first step has no g(0) and changes no weight. The gradient of a run's last step is not applied,
-so that a run of more steps passes through the same weights.
+so that a run of more steps passes through the same weights. Where only some steps are delayed, each
+row of them is like a run: its first step changes no weight, and the gradient of its last one is
+dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from elastic_dp.distributed.local_reduction import Gradients
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import rounding_seed
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork
@@ -39,7 +42,8 @@ class DelayedGradient:
     """The gradient of the last committed step, until it is applied.
 
     `sums` adds it up across workers, and sends only. `leaves` runs the leaves of all steps, on a
-    reducer that only computes. `expected(step)` is the weight of a step.
+    reducer that sends nothing in delayed ones. `staleness`: of each step. `expected(step)` is the
+    weight of a step.
     """
 
     def __init__(
@@ -47,11 +51,13 @@ class DelayedGradient:
         previous: PreviousStep,
         sums: GradientReducer,
         leaves: LeafRunner,
+        staleness: StepSchedule,
         seed: int,
         expected: Callable[[int], float],
     ) -> None:
         self.previous, self.sums = previous, sums
-        self._leaves, self._seed, self._expected = leaves, seed, expected
+        self._leaves, self._staleness = leaves, staleness
+        self._seed, self._expected = seed, expected
         self._share: Share = ()
         self.virtual_workers = 0
         self._sent = False  # in the present step: `sums` has what this worker held
@@ -59,8 +65,12 @@ class DelayedGradient:
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a gradient. In the first step there is none."""
+        """Whether there is such a gradient. In the first of delayed steps there is none."""
         return self.previous.step > 0
+
+    def delays(self, step: int) -> bool:
+        """Whether the gradient of `step` waits for the step after it."""
+        return self._staleness.at(step) > 0
 
     def distribute(self, share: Share, virtual_workers: int) -> None:
         """Sets this worker's share of the last committed step."""
@@ -86,14 +96,19 @@ class DelayedGradient:
         `factor`: what the sum is to be multiplied by. `results`: of all members, by virtual worker.
         """
         applies = self.exists
+        if not self.delays(step + 1):  # nobody applies it
+            self.previous.forget()
+            return applies
         losses = {v: (one.loss, one.weight) for v, one in results.items()}
         self.previous.record(step, factor, losses, self._leaves.buffers)
         return applies
 
     def hold(self) -> None:
-        """Takes this worker's sums of the step that is committed. Gradients are dropped."""
+        """Takes this worker's sums of the step that is committed, if they are to be applied.
+        Gradients are dropped."""
         self._held = FinishedWork()
-        self._add(self._leaves.gradients.take_sums())
+        sums = self._leaves.gradients.take_sums()
+        self._add(sums if self.exists else {})
         self.sums.drop()
         self._sent = False
 
@@ -117,15 +132,14 @@ class DelayedGradient:
         """Returns this worker's sums of its share of the last committed step."""
         leaves, gradients, step = self._leaves, self._leaves.gradients, self.previous.step
         held = self._held
-        if step + 1 == _TRIED:
+        if step + 1 == self._staleness.begin_of(step) + _TRIED:
             held.take(*self._share[0])
         whole = held.covers(self._share)
         gradients.begin(rounding_seed(self._seed, step))
         with contextlib.nullcontext() if whole else self.previous.weights(leaves.buffers):
             try:
-                results = leaves.run(
-                    step, self._share, self.virtual_workers, self._expected(step), held
-                )
+                given = step, self._share, self.virtual_workers, self._expected(step), held
+                results = leaves.run(*given, meanwhile=self.sums.advance)
             except GroupError:
                 late, sums = gradients.late, gradients.take_sums()
                 self._add({} if late else sums)

@@ -2,13 +2,15 @@
 
 The data set is opened for H times as many virtual workers as the job has, if a step has H inner
 steps: inner step h of virtual worker v has micro-batch v * H + h. So the order of rows, the end of
-an epoch and reading ahead are those of any run.
+an epoch and reading ahead are those of any run, and where H changes with the step, those of a batch
+that does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
 
 
@@ -16,24 +18,24 @@ class InnerRows:
     """Implements `RowSource`: a virtual worker has the rows of all its inner steps. `each` has
     their micro-batches."""
 
-    def __init__(self, each: RowSource, inner_steps: int) -> None:
+    def __init__(self, each: RowSource, inner_steps: StepSchedule) -> None:
         self._each, self._inner_steps = each, inner_steps
 
-    def keys(self, virtual_worker: int) -> range:
+    def keys(self, step: int, virtual_worker: int) -> range:
         """Returns the numbers of its micro-batches, in the order of its inner steps."""
-        first = virtual_worker * self._inner_steps
-        return range(first, first + self._inner_steps)
+        count = self._inner_steps.at(step)
+        return range(virtual_worker * count, (virtual_worker + 1) * count)
 
     def keys_with_rows(self, step: int, virtual_worker: int) -> list[int]:
         """Returns those that are not empty, as some are in a short last step of an epoch."""
-        return [k for k in self.keys(virtual_worker) if self._each.rows(step, k)]
+        return [k for k in self.keys(step, virtual_worker) if self._each.rows(step, k)]
 
-    def virtual_worker(self, key: int) -> int:
-        return key // self._inner_steps
+    def virtual_worker(self, step: int, key: int) -> int:
+        return key // self._inner_steps.at(step)
 
-    def name(self, key: int) -> str:
+    def name(self, step: int, key: int) -> str:
         """Returns a name for messages."""
-        v, number = divmod(key, self._inner_steps)
+        v, number = divmod(key, self._inner_steps.at(step))
         return f"virtual worker {v}, inner step {number + 1}"
 
     def epoch_of(self, step: int) -> int:
@@ -43,7 +45,7 @@ class InnerRows:
         return self._each.ends_epoch(step)
 
     def rows(self, step: int, virtual_worker: int) -> int:
-        return sum(self._each.rows(step, key) for key in self.keys(virtual_worker))
+        return sum(self._each.rows(step, key) for key in self.keys(step, virtual_worker))
 
     def describe(self, step: int, virtual_worker: int) -> str:
         first, *more = self.keys_with_rows(step, virtual_worker)
@@ -51,10 +53,10 @@ class InnerRows:
         return f"{described}, and {len(more)} more micro-batches" if more else described
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
-        self._each.read_ahead(step, [key for v in virtual_workers for key in self.keys(v)])
+        self._each.read_ahead(step, [key for v in virtual_workers for key in self.keys(step, v)])
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
-        each = (self._each.bad_row_groups(step, key) for key in self.keys(virtual_worker))
+        each = (self._each.bad_row_groups(step, key) for key in self.keys(step, virtual_worker))
         return frozenset[int]().union(*each)
 
     def check_bad(self, row_groups: Iterable[int]) -> None:

@@ -26,9 +26,6 @@ from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 
 @dataclass
 class LeafRunner:
-    """Without `meanwhile`, the gradients of the last leaf are sent in its backward pass. With it,
-    it is called between two passes, and nothing is sent."""
-
     data: RowSource
     micro_batches: MicroBatchRunner
     gradients: GradientReducer
@@ -38,8 +35,8 @@ class LeafRunner:
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     gang: Gang | None = None
     noise_scale_every: int | None = None
-    meanwhile: Callable[[], None] | None = None
     inner: InnerSteps | None = None
+    _meanwhile: Callable[[], None] | None = None  # see `run`
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
 
     def run(
@@ -50,14 +47,17 @@ class LeafRunner:
         expected: float,
         finished: FinishedWork | None,
         *,
+        meanwhile: Callable[[], None] | None,
         stop: bool = False,
     ) -> dict[int, MicroBatchResult]:
         """Runs the leaves of `share` that are not `finished`. Returns the results of all of them.
 
-        `virtual_workers`: of the step, with the weight `expected` in all. With `stop` no leaf runs.
-        Raises GroupAborted.
+        `virtual_workers`: of the step, with the weight `expected` in all. Without `meanwhile`, the
+        gradients of the last leaf are sent in its backward pass. With it, it is called between two
+        passes, and nothing is sent. With `stop` no leaf runs. Raises GroupAborted.
         """
-        last = share[-1][1] if self.meanwhile is None else None
+        self._meanwhile = meanwhile
+        last = share[-1][1] if meanwhile is None else None
         results = self.results = {}
         for first, limit in share:
             leaves = fold(first, limit, virtual_workers)
@@ -98,8 +98,8 @@ class LeafRunner:
             loss, self.results[v] = self.micro_batches.forward(batch, step, v, expected)
             self.pass_point("forward", step)
             self.gradients.before_backward()
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self._meanwhile is not None:
+            self._meanwhile()
         if loss is None and not stop:
             refuse_none(self.gang, step, v)
         if loss is not None:
@@ -110,8 +110,8 @@ class LeafRunner:
         if loss is not None and self.measures_noise(step):
             self.results[v].measure(LEAF_SQUARE, self.gradients.leaf_square())
         self.speed.end_micro_batch()
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self._meanwhile is not None:
+            self._meanwhile()
 
     def _run_inner_steps(
         self, leaf: Leaf, is_last: bool, step: int, stop: bool, expected: float
@@ -123,9 +123,9 @@ class LeafRunner:
         lost: list[GroupError] = []
 
         def passes(point: str) -> None:
-            if point == "backward" and self.meanwhile is not None and not lost:
+            if point == "backward" and self._meanwhile is not None and not lost:
                 try:
-                    self.meanwhile()
+                    self._meanwhile()
                 except GroupError as error:
                     lost.append(error)
             self.pass_point(point, step)
@@ -139,5 +139,5 @@ class LeafRunner:
         self.gradients.add_leaf(leaf, found, is_last)
         if lost:
             raise lost.pop()
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self._meanwhile is not None:
+            self._meanwhile()

@@ -128,7 +128,7 @@ class MicroBatchRunner:
     def batch(self, step: int, v: int) -> Any:
         # A transform draws here, or in a process.
         seed_everything(batch_seed(self._seed, step, self._key(v)))
-        self._report(f"data {self._virtual_worker(v)}")
+        self._report(f"data {self._virtual_worker(step, v)}")
         return to_device(self._data.batch(step, v), self._device)
 
     def forward(
@@ -137,7 +137,7 @@ class MicroBatchRunner:
         """Returns the scaled loss to run backward from, or None if the weight is 0; and the
         result. `expected`: the weight of the step, by which it is divided; None: it is not scaled.
         """
-        self._report(f"compute {self._virtual_worker(v)}")
+        self._report(f"compute {self._virtual_worker(step, v)}")
         seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
@@ -166,24 +166,24 @@ class MicroBatchRunner:
             return None, result
         if not later and not math.isfinite(result.loss) and self._state.loss_scale is None:
             if self._inner is not None:
-                raise _not_finite(value, step, self._name(v), self._data.describe(step, v))
+                raise _not_finite(value, step, self._name(step, v), self._data.describe(step, v))
             return None, result  # the header tells all; they raise together
         if not loss.requires_grad:
             raise LossError(
-                f"the loss of step {step} on {self._name(v)} has no gradient: it was detached, "
-                "made under no_grad, or depends on no parameter that requires one. Return it with "
-                "the weight 0 to leave the micro-batch out"
+                f"the loss of step {step} on {self._name(step, v)} has no gradient: it was "
+                "detached, made under no_grad, or depends on no parameter that requires one. "
+                "Return it with the weight 0 to leave the micro-batch out"
             )
         scale = 1.0 if expected is None else weight / expected
         if self._state.loss_scale is not None:
             scale *= self._state.loss_scale.scale
         return loss * scale, result
 
-    def _virtual_worker(self, v: int) -> int:
-        return v if self._inner is None else self._inner.virtual_worker(v)
+    def _virtual_worker(self, step: int, v: int) -> int:
+        return v if self._inner is None else self._inner.virtual_worker(step, v)
 
-    def _name(self, v: int) -> str:
-        return f"virtual worker {v}" if self._inner is None else self._inner.name(v)
+    def _name(self, step: int, v: int) -> str:
+        return f"virtual worker {v}" if self._inner is None else self._inner.name(step, v)
 
     def _check_written(self, name: str) -> None:
         """Raises LossError if the loss function has changed a parameter.

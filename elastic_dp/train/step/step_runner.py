@@ -34,7 +34,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Node, Share
 from elastic_dp.errors import GroupError, LossError
-from elastic_dp.sampling import BatchSchedule
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -62,15 +62,17 @@ from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeade
 class StepRunner:
     """Runs steps for one session. Group and membership are set in each generation.
 
-    `schedule`: the number of virtual workers of each step. `equal_shares`: members are meant to run
-    equally many.
+    `schedule`: the number of virtual workers of each step. `staleness`, `inner_steps`: of each
+    step. `equal_shares`: members are meant to run equally many.
     """
 
     state: TrainState
     weights: WeightComparison
     micro_batches: MicroBatchRunner
     data: RowSource
-    schedule: BatchSchedule
+    schedule: StepSchedule
+    staleness: StepSchedule
+    inner_steps: StepSchedule
     equal_shares: bool
     exact: bool
     clip_norm: float | None
@@ -87,8 +89,10 @@ class StepRunner:
     _checkpoint_planned: Callable[[int], bool] | None = None
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
-    _virtual_workers: int = 0  # of the present step, and the shares of all ranks in it
+    _numbers: tuple[int, int, int] = (0, 0, 0)  # of the present step; see `_numbers_of`
+    _virtual_workers: int = 0  # in it, and the shares of all ranks
     _shares: Sequence[Share] = ()
+    delayed: DelayedGradient | None = None  # which it applies; None: its own
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
@@ -96,10 +100,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         parameters, previous = self.state.parameters, self.state.previous
         order = None if self.gang is None else GradientOrder()
-        self.gradients = GradientReducer(parameters, self.wire, order, sends=previous is None)
-        self.sums = self.gradients  # what adds up the gradient that a step applies
-        if previous is not None:
-            self.sums = GradientReducer(parameters, self.wire, computes=False)
+        self.gradients = GradientReducer(parameters, self.wire, order)
         self.buffers = ModuleBuffers(self.state.model)
         self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
         self._leaves = LeafRunner(
@@ -112,14 +113,14 @@ class StepRunner:
             self.pass_point,
             self.gang,
             self.noise_scale_every,
-            None if previous is None else self.sums.advance,
             self.inner,
         )
-        self.delayed: DelayedGradient | None = None
+        self._delay: DelayedGradient | None = None  # of the steps that have one
         if previous is not None:
-            self.delayed = DelayedGradient(
-                previous, self.sums, self._leaves, self.seed, self._expected_weight
-            )
+            given = self._leaves, self.staleness, self.seed, self._expected_weight
+            sums = GradientReducer(parameters, self.wire, computes=False)
+            self._delay = DelayedGradient(previous, sums, *given)
+        self.delayed = self._delayed_in(1)
 
     def expect_checkpoints(self, planned: Callable[[int], bool]) -> None:
         """Sets which steps have a checkpoint, as far as all members know before them."""
@@ -144,9 +145,24 @@ class StepRunner:
         shares = membership.shares(self.schedule.at(step), equal=self.equal_shares)
         return [v for first, last in shares[rank] for v in range(first, last)]
 
+    @property
+    def sums(self) -> GradientReducer:
+        """What adds up the gradient that a step applies."""
+        return self.gradients if self.delayed is None else self.delayed.sums
+
+    def _delayed_in(self, step: int) -> DelayedGradient | None:
+        return self._delay if self._delay is not None and self._delay.delays(step) else None
+
+    def _numbers_of(self, step: int) -> tuple[int, int, int]:
+        """Returns the numbers of virtual workers and of inner steps, and the staleness."""
+        return self.schedule.at(step), self.inner_steps.at(step), self.staleness.at(step)
+
     def _distribute(self, step: int) -> None:
         """Distributes the virtual workers of `step`. The gradients of the step before it go."""
-        self._virtual_workers = self.schedule.at(step)
+        self._virtual_workers, *_ = self._numbers = self._numbers_of(step)
+        self.delayed = self._delayed_in(step)
+        if self._delay is not None and self.delayed is None:
+            self._delay.sums.close(keeps_memory=False)
         self._shares = self._open_reducer(self.gradients, self._virtual_workers)
         if self.delayed is not None:
             self._distribute_delayed(step)
@@ -164,8 +180,9 @@ class StepRunner:
         shares = membership.shares(virtual_workers, equal=self.equal_shares)
         sharding, topology = self.state.sharding, membership.topology
         needed = None if sharding is None else sharding.needed()
-        reducer.close()
-        reducer.open(group, shares, virtual_workers, self.exact, topology, needed)
+        sends = reducer is self.sums
+        reducer.close(keeps_memory=sends)
+        reducer.open(group, shares, virtual_workers, self.exact, topology, needed, sends)
         return shares
 
     def close(self) -> None:
@@ -181,19 +198,18 @@ class StepRunner:
         """Returns the subtrees of virtual workers that this worker has finished of an aborted
         attempt at `step`, or holds of the step before, as ranges of those that a membership
         distributes."""
-        finished = self._finished
-        if self.delayed is not None and self.delayed.held:
-            total = self.schedule.at(step - 1)
-            return whole_blocks(self.delayed.held, self.schedule.first, total)
+        finished, delay = self._finished, self._delay
+        if delay is not None and delay.held:
+            return whole_blocks(delay.held, self.schedule.least, self.schedule.at(step - 1))
         if finished is None or finished.inputs is None or finished.inputs.step != step:
             return ()
-        return whole_blocks(finished.nodes, self.schedule.first, self.schedule.at(step))
+        return whole_blocks(finished.nodes, self.schedule.least, self.schedule.at(step))
 
     def forget_finished(self) -> None:
         """Forgets what is finished of an aborted step: the state is about to change."""
         self._finished = None
-        if self.delayed is not None:
-            self.delayed.forget()
+        if self._delay is not None:
+            self._delay.forget()
 
     def attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         """Attempts a step. Raises GroupError if it was not completed; then nothing was applied, and
@@ -213,13 +229,14 @@ class StepRunner:
         return outcome
 
     def _attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
-        group = self._group
-        assert group is not None
+        group, membership = self._group, self._membership
+        assert group is not None and membership is not None
         stop = self.control.stop_reason
         self.report("compute")
         self.committed.drop()
-        if self.schedule.at(step) != self._virtual_workers:
-            self._grow(step, group.rank)
+        if self._numbers_of(step) != self._numbers:
+            self._distribute(step)
+            self.data.read_ahead(step, self.share(membership, group.rank, step))
         expected = self._expected_weight(step)
         self.buffers.begin()
         if self.delayed is not None:
@@ -230,12 +247,12 @@ class StepRunner:
         self.gradients.begin(rounding_seed(self.seed, step), measures=noise)
         if self.state.sharding is not None:
             self.state.sharding.begin()
-        self.speed.begin()
+        self.speed.begin(self.inner_steps.at(step))
         self._begin_finished(step, stop, expected)
         share, stops = self._shares[group.rank], stop is not None
-        results: Mapping[int, MicroBatchResult] = self._leaves.run(
-            step, share, self._virtual_workers, expected, self._finished, stop=stops
-        )
+        given = step, share, self._virtual_workers, expected, self._finished
+        meanwhile = None if self.delayed is None else self.sums.advance
+        results = self._leaves.run(*given, meanwhile=meanwhile, stop=stops)
         self.report("collective")
         if self.delayed is None:
             self.gradients.send()
@@ -314,12 +331,6 @@ class StepRunner:
         return record
 
     # ------------------------------------------------------------------- up to the commit
-
-    def _grow(self, step: int, rank: int) -> None:
-        """Goes on with the number of virtual workers of `step`, which is another one."""
-        assert self._membership is not None
-        self._distribute(step)
-        self.data.read_ahead(step, self.share(self._membership, rank, step))
 
     def _expected_weight(self, step: int) -> float:
         return float(sum(self.data.rows(step, v) for v in range(self.schedule.at(step))))

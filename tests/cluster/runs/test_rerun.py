@@ -94,6 +94,7 @@ def test_a_larger_max_steps_continues(tmp_path):
         ({"wire": "bf16"}, "wire is 'bf16', .* None"),
         ({"staleness": 1}, "staleness is 1, .* 0"),
         ({"inner_steps": 2}, "inner_steps is 2, .* None"),
+        ({"staleness": {0: 0, 9: 1}}, "staleness is {'0': 0, '9': 1}, .* 0"),
     ],
 )
 def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, words):
@@ -125,6 +126,43 @@ def test_run_with_delayed_gradients_goes_on_only_with_them(tmp_path):
             fit(tmp_path, max_steps=6)
     (tmp_path / "again" / "run.json").unlink()
     assert fit(tmp_path, max_steps=6, staleness=1)[0].weights_sha256 == at_once.weights_sha256
+
+
+def inner(model, step):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def trains_inside(ctx):
+    model = classifier()
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for _ in ctx.steps(model, outer, cross_entropy, inner_optimizer=inner):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("train", "schedule", "other"),
+    [
+        (FIRST, {"staleness": {0: 0, 2: 1, 5: 0}}, {"staleness": {0: 0, 2: 1}}),
+        (trains_inside, {"inner_steps": {0: 1, 3: 2}}, {"inner_steps": {0: 1, 4: 2}}),
+    ],
+    ids=["staleness", "inner steps"],
+)
+def test_run_goes_on_before_at_and_behind_the_changes_of_its_schedule_only(
+    train, schedule, other, tmp_path
+):
+    at_once, _ = fit(tmp_path / "at once", train, max_steps=7, **schedule)
+    for steps in (1, 2, 3, 4, 5, 6, 7):
+        result, warned = fit(tmp_path, train, max_steps=steps, **schedule)
+        assert (result.step, warned) == (steps, [])
+    assert result.weights_sha256 == at_once.weights_sha256
+    assert (
+        result.weights_sha256 != fit(tmp_path / "o", train, max_steps=7, **other)[0].weights_sha256
+    )
+    for run_record_is_there in (True, False):
+        if not run_record_is_there:  # then the worker compares the checkpoint
+            (tmp_path / "again" / "run.json").unlink()
+        with pytest.raises(RunMismatch, match=f"{next(iter(other))} is {{'0': .*}}, but the"):
+            fit(tmp_path, train, max_steps=8, **other)
 
 
 def test_run_of_a_version_without_rounded_gradients_goes_on_without_them(tmp_path):
