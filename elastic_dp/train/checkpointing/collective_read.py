@@ -38,12 +38,10 @@ def read_collectively(
     damaged: Callable[[CheckpointDamaged], None],
     own_units: Callable[[CommitRecord], list[PlacedUnit] | None] = lambda commit: None,
     types: Mapping[str, type] | None = None,
-    device: torch.device | None = None,
 ) -> tuple[CommitRecord, torch.Tensor, States]:
     """Returns the commit record and its line of bytes on the host, the same on all members of
     `group`, and the states of units: of those that `own_units` returns, or of all if it returns
-    None, as it does on all members or on none. Its own units are on `device`, if they were on one.
-    `types`: see `decode`.
+    None, as it does on all members or on none. All are on the host. `types`: see `decode`.
 
     Each member calls `enters` with "restore" before it reads, which may take as long as the store
     needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
@@ -64,7 +62,7 @@ def read_collectively(
                 exchange_spans(
                     group, line, [layout.span(layout.share(r, size)) for r in range(size)]
                 )
-            return commit, line, units.states(types, device)
+            return commit, line, units.states(types)
         if group.rank == 0:
             damaged(CheckpointDamaged(commit.step, "; ".join(dict.fromkeys(reasons))))
 
@@ -116,9 +114,8 @@ class _Units:
                 )
             )
 
-    def states(self, types: Mapping[str, type] | None, device: torch.device | None) -> States:
+    def states(self, types: Mapping[str, type] | None) -> States:
         """Returns the states of all units, of which the others have read their shares."""
-        place = device if self._is_own else None
         if not self._is_own and self._group.world_size > 1 and len(self._line):
             shares = [self._share(rank) for rank in range(self._group.world_size)]
             spans = [(self._ends[first], self._ends[last]) for first, last in shares]
@@ -126,7 +123,7 @@ class _Units:
         content: Any = self._line.numpy()
         target = memoryview(content)
         return [
-            (one.unit, state_of(one.unit.kind, target[start:end], place, types=types))
+            (one.unit, state_of(one.unit.kind, target[start:end], types=types))
             for one, start, end in zip(self._units, self._ends, self._ends[1:], strict=False)
         ]
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
+from elastic_dp.checkpoint.checkpoint_reader import whole_tree
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
@@ -46,6 +46,7 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
+from elastic_dp.train.checkpointing.restored_places import places_here
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -319,7 +320,6 @@ class WorkerCheckpointer:
             damaged=damaged,
             own_units=own_units,
             types=types,
-            device=device,
         )
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
         tree = whole_tree(commit, line, types=types)
@@ -350,14 +350,15 @@ class WorkerCheckpointer:
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
+        places = places_here(commit, state)
+        calls = tree.get("log_calls", 0)  # absent in early versions
         tree = tree if share is None else share(tree | {"log_calls": calls}, commit.step)
         of_optimizer = tree["step"]["optimizer"]
         if self._units is not None:  # it goes piece by piece to where it is to be
             tree["step"]["optimizer"] = [{} for _ in of_optimizer]
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         if own is not None:
-            own.hold(states)
+            own.hold(states, places)
         elif self._units is not None:
             self._units.absorb(of_optimizer, places)
         self._due_from = commit.step + 1

@@ -84,23 +84,37 @@ class CheckpointUnits:
         mine = self._sharding.to_hold(rank, world_size, topology)
         return [table.units[place] for n, place in self._places.items() if n in mine]
 
-    def hold(self, states: Iterable[tuple[StateUnit, dict[str, Any]]]) -> None:
-        """Makes these, which were read, what this member holds."""
+    def hold(
+        self, states: Iterable[tuple[StateUnit, dict[str, Any]]], places: Mapping[str, str]
+    ) -> None:
+        """Makes these, which were read and are on the host, what this member holds. `places`: see
+        `places_here`."""
         numbers = {place: number for number, place in self._places.items()}
-        self._sharding.hold({numbers[unit.place]: state for unit, state in states})
+        self._sharding.hold(
+            {
+                numbers[unit.place]: {
+                    key: self._placed(value, key, numbers[unit.place], places)
+                    for key, value in state.items()
+                }
+                for unit, state in states
+            }
+        )
 
     def absorb(self, states: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> None:
         """Makes a whole state, which is on the host, what this member holds.
 
-        `states` are those of the optimizer's parameters, in order. `places`: see `device_types`.
+        `states` are those of the optimizer's parameters, in order. `places`: see `places_here`.
         """
         held: dict[int, dict[str, Any]] = {}
         for number, place in self._places.items():
             piece = self._sharding.pieces[number]
             p, held[number] = self._parameters[piece.parameter], {}
             for key, value in states[place.parameter].items():
-                part = part_of(piece, p, value)
-                if places.get(f"step.optimizer.{place.parameter}.{key}", "cpu") != "cpu":
-                    part = part.to(p.device)
-                held[number][key] = part
+                held[number][key] = self._placed(part_of(piece, p, value), key, number, places)
         self._sharding.hold(held)
+
+    def _placed(self, value: Any, key: str, piece: int, places: Mapping[str, str]) -> Any:
+        """Returns a value of a piece's state where it belongs."""
+        if places.get(f"step.optimizer.{self._places[piece].parameter}.{key}", "cpu") == "cpu":
+            return value
+        return value.to(self._parameters[self._sharding.pieces[piece].parameter].device)
