@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog, units_path
 from elastic_dp.checkpoint.checkpoint_files import read_range, threads
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitKind
-
-if TYPE_CHECKING:
-    import torch
 
 
 def read_unit(
@@ -43,11 +40,8 @@ def read_states(
             yield placed.unit, state
 
 
-def state_of(
-    kind: UnitKind, content: memoryview, device: torch.device | None = None, **how: Any
-) -> dict[str, Any]:
-    """Returns the state of a unit, with tensors of their own: on the host, or on `device` those
-    that were on one. `how`: see `decode`."""
+def state_of(kind: UnitKind, content: memoryview, **how: Any) -> dict[str, Any]:
+    """Returns the state of a unit, with tensors of their own on the host. `how`: see `decode`."""
     import torch
 
     from elastic_dp.checkpoint.decoding import decode
@@ -57,8 +51,7 @@ def state_of(
         flat = torch.empty(spec.nbytes, dtype=torch.uint8)  # aligned, which `content` is not
         memory: Any = flat.numpy()
         memoryview(memory)[:] = content[at : at + spec.nbytes]
-        moves = device is not None and spec.device != "cpu"
-        tensors.append(spec.view(flat.to(device) if moves else flat))
+        tensors.append(spec.view(flat))
         at += spec.nbytes
     state: dict[str, Any] = decode(kind.tree, tensors, **how)
     return state

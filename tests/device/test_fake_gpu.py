@@ -53,13 +53,13 @@ def test_fake_gpu_does_what_cuda_does(installed):
     assert torch.nn.Linear(4, 4).to(installed)(gpu).device == installed
 
 
-def digest_of(folder, device, steps, **how):
+def digest_of(folder, device, steps, url=None, **how):
     """That of a run with checkpoints, which goes on from one that is there."""
     setup = gpu_checks.Setup("cpu", True, folder)
     spec = gpu_checks.job(setup, steps=steps, every_steps=2, **how)
     virtual_workers = gpu_checks.VIRTUAL_WORKERS * (spec.inner_steps or 1)
     data = open_data(spec.data, virtual_workers=virtual_workers)
-    run = LocalRun(spec, data, device, url=str(folder / device.type))
+    run = LocalRun(spec, data, device, url=url or str(folder / device.type))
     run.run(gpu_checks.train)
     return run.digest
 
@@ -94,18 +94,38 @@ def test_run_on_a_fake_gpu_mixes_no_devices_and_has_the_digest_of_the_host(
         assert list(digests(tmp_path, fake_gpu.GPU, model, precision, **how)) == on_host
 
 
+GPU, HOST = fake_gpu.GPU, torch.device("cpu")
+
+
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [(None, "optimizer"), pytest.param("optimizer", None, marks=pytest.mark.slow)],
+    ("first", "then", "how"),
+    [
+        ((GPU, None), (GPU, "optimizer"), {}),
+        ((HOST, None), (GPU, None), {}),
+        pytest.param((GPU, "optimizer"), (GPU, None), {}, marks=pytest.mark.slow),
+        pytest.param((HOST, "optimizer"), (GPU, "optimizer"), {}, marks=pytest.mark.slow),
+        pytest.param((HOST, None), (GPU, "optimizer"), {}, marks=pytest.mark.slow),
+        pytest.param((HOST, None), (GPU, None), {"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            (HOST, None),
+            (GPU, None),
+            {"model": "gpt-fused", "precision": "bf16"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((GPU, None), (HOST, None), {}, marks=pytest.mark.slow),
+    ],
 )
-def test_state_is_restored_to_a_fake_gpu_with_and_without_sharding(
-    first, then, tmp_path, monkeypatch
+def test_state_is_restored_to_another_device_with_and_without_sharding(
+    first, then, how, tmp_path, monkeypatch
 ):
-    on_host = digest_of(tmp_path, torch.device("cpu"), 6, model="conv")
+    how = {"model": "conv"} | how
+    on_host = digest_of(tmp_path / "undisturbed", HOST, 6, **how)
     fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
-        digest_of(tmp_path, fake_gpu.GPU, 4, model="conv", sharding=first)
-        assert digest_of(tmp_path, fake_gpu.GPU, 6, model="conv", sharding=then) == on_host
+        for (device, sharding), steps in ((first, 4), (then, 6)):
+            url = str(tmp_path / "run")
+            digest = digest_of(tmp_path, device, steps, url=url, sharding=sharding, **how)
+    assert digest == on_host
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.decoding import decode
@@ -47,6 +46,7 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
+from elastic_dp.train.checkpointing.restored_places import places_here
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -297,7 +297,7 @@ class WorkerCheckpointer:
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
         step's body. `enters`: see `read_collectively`. `share` takes the tree, the step and
-        `device_types`, and returns what of the tree is for this process. Raises RunMismatch if the
+        `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
 
@@ -330,7 +330,6 @@ class WorkerCheckpointer:
             own_units=own_units,
             cuts_of=cuts_of,
             types=types,
-            device=device,
         )
         commit, states = read.commit, read.states
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
@@ -362,7 +361,8 @@ class WorkerCheckpointer:
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        places, calls = device_types(commit), tree.get("log_calls", 0)  # absent in early versions
+        places = places_here(commit, state)
+        calls = tree.get("log_calls", 0)  # absent in early versions
         if share is not None:
             tree = share(tree | {"log_calls": calls}, commit.step, places)
         of_optimizer = tree["step"]["optimizer"]
@@ -370,7 +370,7 @@ class WorkerCheckpointer:
             tree["step"]["optimizer"] = [{} for _ in of_optimizer]
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         if own is not None:
-            own.hold(states)
+            own.hold(states, places)
         elif self._units is not None:
             self._units.absorb(of_optimizer, places, read.cut, rank, *among)
         self._due_from = commit.step + 1

@@ -100,10 +100,21 @@ class CheckpointUnits:
         mine = self._sharding.to_hold(rank, world_size, topology)
         return [table.units[place] for n, place in self._places.items() if n in mine]
 
-    def hold(self, states: Iterable[tuple[StateUnit, dict[str, Any]]]) -> None:
-        """Makes these, which were read, what this member holds."""
+    def hold(
+        self, states: Iterable[tuple[StateUnit, dict[str, Any]]], places: Mapping[str, str]
+    ) -> None:
+        """Makes these, which were read and are on the host, what this member holds. `places`: see
+        `places_here`."""
         numbers = {place: number for number, place in self._places.items()}
-        self._sharding.hold({numbers[unit.place]: state for unit, state in states})
+        self._sharding.hold(
+            {
+                numbers[unit.place]: {
+                    key: self._placed(value, key, numbers[unit.place], places)
+                    for key, value in state.items()
+                }
+                for unit, state in states
+            }
+        )
 
     def cuts(
         self, manifest: Manifest, world_size: int, topology: Sequence[Sequence[int]]
@@ -145,7 +156,7 @@ class CheckpointUnits:
         it is to hold.
 
         `states` are those of the optimizer's parameters, in order, on the host; `cut` has what was
-        cut out of them, by `StateCut.of`. `places`: see `device_types`.
+        cut out of them, by `StateCut.of`. `places`: see `places_here`.
         """
         held: dict[int, dict[str, Any]] = {}
         mine: Collection[int] = self._places
@@ -162,10 +173,14 @@ class CheckpointUnits:
                     part = part_of(piece, p, value)
                 elif not piece.whole:
                     part = in_memory_order(part)
-                if places.get(f"step.optimizer.{place.parameter}.{key}", "cpu") != "cpu":
-                    part = part.to(p.device)
-                held[number][key] = part
+                held[number][key] = self._placed(part, key, number, places)
         self._sharding.hold(held)
+
+    def _placed(self, value: Any, key: str, piece: int, places: Mapping[str, str]) -> Any:
+        """Returns a value of a piece's state where it belongs."""
+        if places.get(f"step.optimizer.{self._places[piece].parameter}.{key}", "cpu") == "cpu":
+            return value
+        return value.to(self._parameters[self._sharding.pieces[piece].parameter].device)
 
 
 def _slots_in(encoded: Any) -> Iterator[int]:

@@ -38,6 +38,7 @@ from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
+from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
 from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
@@ -100,7 +101,7 @@ class ShardedOptimizer:
         self._adding: PendingNorm | None = None
         self._norm: torch.Tensor | None = None  # once it has arrived
         self.absorb()
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.register_state_dict_pre_hook(refuse_state_dict)
 
     # ------------------------------------------------------------------------- a generation
 
@@ -169,7 +170,8 @@ class ShardedOptimizer:
 
         Raises LoopError if user code wrote to the optimizer's state, which nothing would read.
         """
-        if any(self._optimizer.state.values()):
+        state = self._optimizer.state
+        if not isinstance(state, DividedState) or any(dict.values(state)):
             raise LoopError(
                 "the optimizer's state was written to since the loop over ctx.steps began, e.g. "
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
@@ -394,7 +396,7 @@ class ShardedOptimizer:
     def forget(self, generation: int) -> None:
         """Holds nothing from now on: this worker joins a run, whose last commit was in
         `generation`, and `open` gives it its pieces."""
-        self._optimizer.state.clear()
+        self._optimizer.state = DividedState()
         self.held, self._prepared = {}, None
         self.committed_in = generation
 
@@ -409,7 +411,7 @@ class ShardedOptimizer:
             self.held[number] = {key: part_of(piece, p, value) for key, value in given.items()}
             if piece.last == p.numel():  # its last piece: memory for one parameter at a time
                 self._optimizer.state.pop(p, None)
-        self._optimizer.state.clear()
+        self._optimizer.state = DividedState()
 
     def to_hold(
         self, rank: int, world_size: int, topology: Sequence[Sequence[int]]
@@ -451,12 +453,3 @@ def _copy(state: State) -> State:
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
-
-
-def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
-    raise LoopError(
-        "optimizer.state_dict() was called, which would have no state: with "
-        'sharding="optimizer" each worker holds a part of it. Checkpoints have all of it '
-        "(ctx.checkpoint(), Result.load_state, elastic-dp checkpoints export), or leave sharding "
-        "out"
-    )

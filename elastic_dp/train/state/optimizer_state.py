@@ -12,7 +12,7 @@ created; and after any later step in which an attribute changes its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -239,7 +239,7 @@ class OptimizerState:
             ]
         }
         known = set(optimized)
-        rest = {key: item for key, item in self.outer.state.items() if key not in known}
+        rest = {key: item for key, item in _pairs(self.outer) if key not in known}
         tree["optimizer_rest"] = {"state": capture.pairs(rest, "optimizer.state")}
         tree["inner_state"] = [
             None if one.state is self.outer.state else capture.pairs(one.state, f"{path}.state")
@@ -278,7 +278,7 @@ class OptimizerState:
         path: str,
         but: set[torch.Tensor],
     ) -> None:
-        before = dict(one.state)
+        before = dict(_pairs(one))
         for key in before:
             if key not in but:
                 del one.state[key]
@@ -365,6 +365,12 @@ def _is_part(value: Any, p: torch.Tensor) -> bool:
 
 def _layout_of(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.device_mesh, tensor.placements
+
+
+def _pairs(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Any, Any]]:
+    """Returns all of an optimizer's state. That of a sharded one refuses to be read otherwise."""
+    state = optimizer.state
+    return dict.items(state) if isinstance(state, dict) else state.items()
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

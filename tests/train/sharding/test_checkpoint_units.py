@@ -113,7 +113,7 @@ def test_restored_member_reads_what_it_is_to_hold_and_receives_nothing(writing, 
             mine.data.copy_(given.data)
         units = units_of(member)
         wanted = units.to_hold(commit.manifest.units, rank, reading, ())
-        units.hold(list(read_states(catalog, commit, wanted)))
+        units.hold(read_states(catalog, commit, wanted), {})
         nbytes = sum(one.unit.kind.nbytes for one in wanted)
         assert nbytes == member.sharding.held_bytes
         member.step = 1

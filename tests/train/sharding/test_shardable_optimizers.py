@@ -1,12 +1,14 @@
 """What cannot be sharded is refused before anything starts, by name and with the way out."""
 
+import copy
 import dataclasses
+from collections import defaultdict
 
 import pytest
 import torch
 from torch import nn
 
-from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.errors import LoopError, ModelError, SpecError
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
@@ -139,3 +141,30 @@ def test_optimizer_of_the_user_has_no_state_and_keeps_its_groups():
 
     local(dataclasses.replace(spec_of(steps=3), sharding="optimizer"), train)
     assert seen == [(0, 1e-2 / 8)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.state.clear(),
+        lambda optimizer: [state["exp_avg"].zero_() for state in optimizer.state.values()],
+        lambda optimizer: [optimizer.state[p]["exp_avg"] for p in optimizer.state],
+        lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]].clear(),
+        lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+        lambda optimizer: optimizer.load_state_dict(adamw(classifier()).state_dict()),
+        lambda optimizer: copy.deepcopy(optimizer),
+    ],
+    ids=["clear", "zero", "keys", "entry", "replaced", "loaded", "copied"],
+)
+def test_body_that_looks_for_the_state_of_a_sharded_optimizer_is_refused(change):
+    """To find nothing there and go on would be another training than without sharding."""
+
+    def train(ctx):
+        model = classifier()
+        optimizer = adamw(model)
+        for step in ctx.steps(model, optimizer, cross_entropy):
+            if step.number == 2:
+                change(optimizer)
+
+    with pytest.raises(LoopError, match="each worker holds a part of it"):
+        local(dataclasses.replace(spec_of(steps=3), sharding="optimizer"), train)

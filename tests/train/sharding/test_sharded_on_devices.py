@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.checkpoint.unit_reader import read_states
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.device_transport import DeviceTransport
@@ -195,7 +196,7 @@ def test_units_are_restored_to_the_device_that_they_were_on(gpu):
     for rank, member in enumerate(members):
         units = units_of(member)
         wanted = units.to_hold(commit.manifest.units, rank, 4, ())
-        units.hold(read_states(catalog, commit, wanted, device=fake_gpu.GPU))
+        units.hold(read_states(catalog, commit, wanted), device_types(commit))
         state = next(state for state in member.sharding.held.values() if state)
         places = {key: value.device.type for key, value in state.items()}
         assert places == {"step": "cpu", "exp_avg": "cuda", "exp_avg_sq": "cuda"}
