@@ -115,7 +115,7 @@ def test_worker_killed_beside_a_change_changes_no_bit(
 def test_lost_worker_beside_a_change_only_the_leaves_that_are_needed_run_again(
     step, again, tmp_path
 ):
-    """Its leaves of the step before are needed in steps 6 to 8 alone."""
+    """A run whose leaves of the step before are needed in steps 6 to 8 alone."""
     spec = spec_with(LATE, growth=12, min_workers=2)
     dead = WorkerFault("backward", step=step, rank=2, nth=4, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))

@@ -338,25 +338,8 @@ class WorkerCheckpointer:
         if own is None:
             add_states(tree, states)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
-        kinds = tree["step"].setdefault(
-            "kinds", [commit.metadata.versions["kind"]]
-        )  # absent in early versions
-        warnings = []
-        if kind not in kinds:
-            kinds.append(kind)
-            warnings.append(
-                f"goes on from step {commit.step} on {kind!r}, another kind of machine than "
-                f"{kinds[-2]!r}"
-            )
         check_fits(tree, commit.metadata.naming, state)
-        made = commit.metadata.naming.get("made", {})
-        if texts := changed_hyperparameters(made, self._naming["made"]):
-            warnings.append(
-                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
-                "count, as after load_state_dict; to change them in this run, set them in the "
-                "loop's body"
-            )
-        warnings += changed_total_steps(made, self._naming["made"], commit.step)
+        warnings = self._changes_since(commit, tree["step"], kind)
         if group.rank == 0:  # the others would report the same
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
@@ -375,6 +358,26 @@ class WorkerCheckpointer:
             self._units.absorb(of_optimizer, places, read.cut, rank, *among)
         self._due_from = commit.step + 1
         return commit, tree["evaluations"], calls
+
+    def _changes_since(self, commit: CommitRecord, saved: dict[str, Any], kind: str) -> list[str]:
+        """Returns what a user should know of: another kind of machine, which is added to those of
+        the saved step, and other settings than when the checkpoint was made."""
+        changes = []
+        kinds = saved.setdefault("kinds", [commit.metadata.versions["kind"]])  # early: absent
+        if kind not in kinds:
+            kinds.append(kind)
+            changes.append(
+                f"goes on from step {commit.step} on {kind!r}, another kind of machine than "
+                f"{kinds[-2]!r}"
+            )
+        made = commit.metadata.naming.get("made", {})
+        if texts := changed_hyperparameters(made, self._naming["made"]):
+            changes.append(
+                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
+                "count, as after load_state_dict; to change them in this run, set them in the "
+                "loop's body"
+            )
+        return changes + changed_total_steps(made, self._naming["made"], commit.step)
 
     def close(self) -> None:
         """Waits until the upload under way has ended."""

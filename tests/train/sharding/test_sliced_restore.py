@@ -46,7 +46,7 @@ def _small_parts(monkeypatch):
 
 
 def turned(parameters):
-    """Of a parameter with other strides than its state."""
+    """Makes an optimizer, and lays out a parameter in another way than its state will be."""
     optimizer = ADAM(parameters)
     parameters[0].data = parameters[0].data.t().contiguous().t()
     return optimizer
