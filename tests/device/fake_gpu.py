@@ -68,7 +68,8 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(dist, "ProcessGroupNCCL", _ProcessGroupNCCL)
     init_process_group = dist.init_process_group
 
-    def init_gloo(*_: Any, device_id: Any = None, **how: Any) -> None:
+    def init_gloo(*_: Any, device_id: Any = None, pg_options: Any = None, **how: Any) -> None:
+        assert pg_options is None or pg_options.config.blocking == 1  # else connecting fails
         init_process_group("gloo", **how)
 
     patch(dist, "init_process_group", init_gloo)

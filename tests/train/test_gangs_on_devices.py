@@ -32,17 +32,11 @@ from tests.device import fake_gpu
 from tests.runs import ENDLESS, goes_on, group, losses_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_device_faults import lost
-from tests.train.test_gangs import each_process_of_each_rank, gangs, model_of, trains
+from tests.train.test_gangs import connects, each_process_of_each_rank, gangs, model_of, trains
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
 
 SLOW = pytest.mark.slow
-
-
-def connects(spec: Any, workers: int, tmp_path: Any) -> Any:
-    """The job, whose bodies wait until the devices of so many workers are connected."""
-    told = {"hold": {0: workers}, "size": workers, "switched": str(tmp_path / "switched")}
-    return dataclasses.replace(spec, config=spec.config | told)
 
 
 def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
@@ -50,25 +44,6 @@ def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
     outcome, run = group(gangs(1, steps=steps, config=config), train)
     assert outcome.error is None, losses_of(run)
     return outcome
-
-
-@pytest.mark.parametrize(
-    "point", [pytest.param(p, marks=() if p == "gather" else SLOW) for p in (None, "gather")]
-)
-def test_gangs_whose_devices_are_connected_have_the_bits_of_the_processor(
-    point: str | None, tmp_path: Any
-) -> None:
-    """And a loss of a process while they are."""
-    fault = WorkerFault(str(point), rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
-    spec = connects(gangs(2, min_workers=1), 2, tmp_path)
-    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=1))
-    faults = () if point is None else (fault,)
-    outcome, run = group(
-        spec, faults_while_switched(trains), faults=faults, device=SimulatedDevice()
-    )
-    assert (outcome.error, outcome.workers_lost) == (None, len(faults)), losses_of(run)
-    assert (tmp_path / "switched").exists()
-    assert (outcome.digest, outcome.inexact_because) == (calm(8).digest, ())
 
 
 @SLOW
