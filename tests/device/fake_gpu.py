@@ -19,7 +19,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,11 +87,6 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
             run(thread)
 
     patch(threading.Thread, "run", run_with_modes)
-
-
-def install_by(monkeypatch: Any) -> None:
-    """Torch finds a GPU until the end of a test."""
-    install(partial(monkeypatch.setattr, raising=False))
 
 
 def enter() -> None:

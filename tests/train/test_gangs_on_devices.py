@@ -4,6 +4,7 @@ fake GPU tells apart. The weights are those of the processor."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from elastic_dp.errors import ClusterError, ModelError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.gang import gang_kind
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.gang.gang_kind import kind_of_gang
@@ -157,7 +159,7 @@ def test_worker_is_connected_when_the_devices_of_all_its_processes_are(
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns what makes a mesh of this process alone, on the fake GPU."""
-    fake_gpu.install_by(monkeypatch)
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -192,7 +194,10 @@ def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
         check_gang(gang, StepsArguments(model, adamw(model), cross_entropy))
 
 
-def test_kind_of_a_worker_tells_how_its_gpus_add(mesh: Any) -> None:
+def test_kind_of_a_worker_tells_how_its_gpus_add(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_kind, "_SIZES", (64,))
     gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
     kind = kind_of_gang(gang, "fake GPU", fake_gpu.GPU)
     assert kind == kind_of_gang(gang, "fake GPU", fake_gpu.GPU) != "fake GPU"
