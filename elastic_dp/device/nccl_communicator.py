@@ -26,6 +26,15 @@ _CONNECTING_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; read when the f
 _POLL_S = 0.005
 
 
+def options_of_mesh(timeout: timedelta) -> Any:
+    """Returns the options of NCCL for a group that connects when it is made: torch's way to do that
+    fails where connecting does not block, as the environment may ask for."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.blocking = 1
+    return options
+
+
 class NcclCommunicator:
     """Implements `Communicator`."""
 

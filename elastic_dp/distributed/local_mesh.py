@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.device.gpu import backends_of_mesh, is_gpu
+from elastic_dp.device.nccl_communicator import options_of_mesh
 from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, Rendezvous, prove
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
 from elastic_dp.errors import ClusterError
@@ -49,6 +50,7 @@ def open_local_mesh(
                 world_size=size,
                 timeout=OPERATION_TIMEOUT,
                 device_id=device if connects else None,  # connects at once
+                pg_options=options_of_mesh(OPERATION_TIMEOUT) if connects else None,
             )
     except RuntimeError as error:
         if not connects:

@@ -19,7 +19,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +67,8 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(dist, "ProcessGroupNCCL", _ProcessGroupNCCL)
     init_process_group = dist.init_process_group
 
-    def init_gloo(*_: Any, device_id: Any = None, **how: Any) -> None:
+    def init_gloo(*_: Any, device_id: Any = None, pg_options: Any = None, **how: Any) -> None:
+        assert pg_options is None or pg_options.config.blocking == 1  # else connecting fails
         init_process_group("gloo", **how)
 
     patch(dist, "init_process_group", init_gloo)
@@ -87,11 +87,6 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
             run(thread)
 
     patch(threading.Thread, "run", run_with_modes)
-
-
-def install_by(monkeypatch: Any) -> None:
-    """Torch finds a GPU until the end of a test."""
-    install(partial(monkeypatch.setattr, raising=False))
 
 
 def enter() -> None:

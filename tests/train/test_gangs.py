@@ -26,6 +26,7 @@ from elastic_dp.errors import SpecError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
+from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
 from tests.imported_when_used import ImportedWhenUsed
@@ -47,6 +48,7 @@ from tests.runs import (
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_kills import IN_A_STEP, with_faults
+from tests.train.test_simulated_device import faults_while_switched
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 tensor = ImportedWhenUsed("torch.distributed.tensor")
@@ -138,6 +140,27 @@ def test_gang_trains_as_one_process_does_on_the_same_rows(
     assert [line.keys() for line in logged] == [line.keys() for line in alone]
     for one, other in zip(logged, alone, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
+
+
+def connects(spec: JobSpec, workers: int, tmp_path: Any) -> JobSpec:
+    """The job, whose bodies wait until the devices of so many workers are connected."""
+    told = {"hold": {0: workers}, "size": workers, "switched": str(tmp_path / "switched")}
+    return dataclasses.replace(spec, config=spec.config | told)
+
+
+def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(
+    undisturbed: RunOutcome, tmp_path: Any
+) -> None:
+    """On the simulated device. More of it is in test_gangs_on_devices.py."""
+    once = str(tmp_path / "dead")
+    fault = WorkerFault("gather", rank=1, process=1, world_size=2, once=once)
+    spec = connects(gangs(2, min_workers=1, standby=1), 2, tmp_path)
+    outcome, run = group(
+        spec, faults_while_switched(trains), faults=(fault,), device=SimulatedDevice()
+    )
+    assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
+    assert (tmp_path / "switched").exists()
+    assert (outcome.digest, outcome.inexact_because) == (undisturbed.digest, ())
 
 
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])

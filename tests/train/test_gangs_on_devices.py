@@ -4,6 +4,7 @@ fake GPU tells apart. The weights are those of the processor."""
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from elastic_dp.errors import ClusterError, ModelError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.gang import gang_kind
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.gang.gang_kind import kind_of_gang
@@ -32,17 +34,11 @@ from tests.device import fake_gpu
 from tests.runs import ENDLESS, goes_on, group, losses_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_device_faults import lost
-from tests.train.test_gangs import each_process_of_each_rank, gangs, model_of, trains
+from tests.train.test_gangs import connects, each_process_of_each_rank, gangs, model_of, trains
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
 
 SLOW = pytest.mark.slow
-
-
-def connects(spec: Any, workers: int, tmp_path: Any) -> Any:
-    """The job, whose bodies wait until the devices of so many workers are connected."""
-    told = {"hold": {0: workers}, "size": workers, "switched": str(tmp_path / "switched")}
-    return dataclasses.replace(spec, config=spec.config | told)
 
 
 def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
@@ -50,25 +46,6 @@ def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
     outcome, run = group(gangs(1, steps=steps, config=config), train)
     assert outcome.error is None, losses_of(run)
     return outcome
-
-
-@pytest.mark.parametrize(
-    "point", [pytest.param(p, marks=() if p == "gather" else SLOW) for p in (None, "gather")]
-)
-def test_gangs_whose_devices_are_connected_have_the_bits_of_the_processor(
-    point: str | None, tmp_path: Any
-) -> None:
-    """And a loss of a process while they are."""
-    fault = WorkerFault(str(point), rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
-    spec = connects(gangs(2, min_workers=1), 2, tmp_path)
-    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=1))
-    faults = () if point is None else (fault,)
-    outcome, run = group(
-        spec, faults_while_switched(trains), faults=faults, device=SimulatedDevice()
-    )
-    assert (outcome.error, outcome.workers_lost) == (None, len(faults)), losses_of(run)
-    assert (tmp_path / "switched").exists()
-    assert (outcome.digest, outcome.inexact_because) == (calm(8).digest, ())
 
 
 @SLOW
@@ -182,7 +159,7 @@ def test_worker_is_connected_when_the_devices_of_all_its_processes_are(
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns what makes a mesh of this process alone, on the fake GPU."""
-    fake_gpu.install_by(monkeypatch)
+    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
     with fake_gpu.modes():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -217,7 +194,10 @@ def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
         check_gang(gang, StepsArguments(model, adamw(model), cross_entropy))
 
 
-def test_kind_of_a_worker_tells_how_its_gpus_add(mesh: Any) -> None:
+def test_kind_of_a_worker_tells_how_its_gpus_add(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_kind, "_SIZES", (64,))
     gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
     kind = kind_of_gang(gang, "fake GPU", fake_gpu.GPU)
     assert kind == kind_of_gang(gang, "fake GPU", fake_gpu.GPU) != "fake GPU"
