@@ -9,10 +9,13 @@ import torch
 from torch.nn import functional as F
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from elastic_dp.train.state.train_state import TrainState
 from tests.runs import group, local, losses_of, never_put_off, resize, spec_of
 from tests.train.jobs import classifier, loop
 from tests.train.test_kills import with_faults
@@ -174,6 +177,23 @@ def by_hand(ctx):
         with_masters(ctx)
     finally:
         edp.MasterWeights = masters
+
+
+def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
+    """They are received there. Memory in the dtype of the parameters would be for nothing."""
+    model = torch.nn.Linear(400, 400).bfloat16()
+    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    state = TrainState(model, optimizer, None, None, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encoded, tensors = encode(state.tree([], None))
+    specs = [meta_of(tensor) for _, tensor in tensors]
+    state.preallocate()
+    ours = state.own_tensors(encoded, specs)
+    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
+    assert len(large) == 4, "the parameter, its master and two moments"
+    assert all(ours[slot].dtype == specs[slot].dtype for slot in large)
 
 
 def test_run_with_a_join_and_a_leave_has_the_local_digest():
