@@ -12,6 +12,7 @@ import elastic_dp as edp
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train import master_weights
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
@@ -44,8 +45,11 @@ def gradients(parameters, step):
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(kind, options, dtype):
-    """One parameter has no gradient at first, and one is in fp32 anyhow."""
+def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(
+    kind, options, dtype, monkeypatch
+):
+    """One parameter has no gradient at first, one is in fp32, and they are updated in parts."""
+    monkeypatch.setattr(master_weights, "_TOGETHER_BYTES", 256)
     model = classifier().to(dtype)
     model[1].float()
     by_hand = copy.deepcopy(model).float()
