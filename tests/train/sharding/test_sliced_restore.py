@@ -99,12 +99,12 @@ def restore(group, catalog, make, said=lambda error: None):
     return member, sum(one.nbytes() for one in storages.values())
 
 
+WHOLE, WITHOUT_STATE = of_kind(torch.optim.Adafactor), of_kind(torch.optim.SGD)
+
+
 @pytest.mark.parametrize(
-    "make",
-    [ADAM, of_kind(torch.optim.Adafactor), of_kind(torch.optim.SGD)],
-    ids=["pieces", "whole", "no state"],
+    ("make", "workers"), [(ADAM, 2), (ADAM, 3), (ADAM, 5), (WHOLE, 3), (WITHOUT_STATE, 3)]
 )
-@pytest.mark.parametrize("workers", [2, 3, 5])
 def test_member_holds_its_part_of_a_state_that_was_not_sharded(make, workers):
     catalog, _ = write(memory_store(), 2, make)
     members = [one for one, _ in of_each(workers, lambda group: restore(group, catalog, make))]
