@@ -102,8 +102,7 @@ class ProcessGroup:
         self._aborted = False
         self._pending: set[Operation] = set()
         self._watch: DevicePeerWatch | None = None
-        # Whether several members share the link of a node, or of a zone; see `all_gather`.
-        self.shares_links = False
+        self._shares_links = False  # see `place`
         accelerator = accelerator_of(device)
         # None: the gradients are on the host, too.
         self.on_device = DeviceTransport(self, accelerator) if accelerator.asynchronous else None
@@ -129,6 +128,11 @@ class ProcessGroup:
     def check(self) -> None:
         if self._aborted:
             raise GroupAborted("the generation was ended")
+
+    def place(self, topology: Sequence[Sequence[int]]) -> None:
+        """Says where the members are; `topology`: of the membership. All call it alike, or none.
+        Members share a link where one of several nodes, or zones, has several; see `all_gather`."""
+        self._shares_links = any(len(level) > 1 and max(level) > 1 for level in topology)
 
     def watch_peer(self) -> None:
         """From now on `lost_peer` says that the next rank has ended. For a host that will wait for
@@ -166,11 +170,10 @@ class ProcessGroup:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
         """Gathers the flat `input` of all ranks in `output`: one after another, or in its rows.
 
-        Small tensors go to all ranks at once. Gloo's own all-gather is a ring: so many hops one
-        after another as there are other ranks, and twice the processor time. But what several
-        members gather leaves their node once.
+        Small tensors go to all ranks at once. Gloo's own all-gather is a ring: a hop for each other
+        rank, and twice the processor time. But what several members gather leaves their node once.
         """
-        limit = _AT_ONCE_BYTES if self.shares_links else _AT_ONCE_BYTES_ALONE
+        limit = _AT_ONCE_BYTES if self._shares_links else _AT_ONCE_BYTES_ALONE
         if output.nbytes <= limit and output.is_contiguous():
             return self._gather_at_once(output.view(-1), input)
         return self._launch(

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from elastic_dp.train.generations.generation_groups import _shares_links
+from elastic_dp.distributed.process_group import ProcessGroup
 from tests.distributed.test_gradient_reducer import of_each
 
 WORLD, LIMIT = 3, 4 << 20
 
 
-@pytest.mark.parametrize("shares_links", [False, True])
-def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(shares_links):
+@pytest.mark.parametrize("topology", [(), ((2, 1),)])
+def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(topology):
     """Vectors and rows, with what a rank sends in its own place already, as everywhere here."""
     sizes = [1, 1000, 8000, LIMIT // WORLD // 4, LIMIT // WORLD // 4 + 1]
 
     def act(group):
-        group.shares_links = shares_links
+        group.place(topology)
         called, backend = [], group._backend
 
         class Backend:
@@ -38,7 +38,7 @@ def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(shares_links):
     for called in of_each(WORLD, act):
         assert called[4] == ring[0] and called[9] == ring[1], "it is too large"
         assert called[0] == called[5] == at_once
-        small = {at_once} if not shares_links else set(ring)
+        small = set(ring) if topology else {at_once}
         assert {called[n] for n in (2, 3, 7, 8)} <= small
 
 
@@ -55,4 +55,6 @@ def test_all_gather_at_once_and_in_a_ring_have_the_same_bytes(shares_links):
     ],
 )
 def test_links_are_shared_where_one_of_several_nodes_or_zones_has_several_members(topology, shared):
-    assert _shares_links(topology) == shared
+    group = ProcessGroup(None, 0, 1, torch.device("cpu"))
+    group.place(topology)
+    assert group._shares_links == shared

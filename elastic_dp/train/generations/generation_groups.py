@@ -126,7 +126,7 @@ class GenerationGroups:
         try:
             self.main = self._formed(self._main_formation, range(self.world_size))
             assert self._entered is not None
-            self.main.shares_links = _shares_links(self._entered.membership.topology)
+            self.main.place(self._entered.membership.topology)
             state_group = None if state is None else self._formed(state, self._involved)
         except GroupError:
             if state is not None:
@@ -220,12 +220,6 @@ class GenerationGroups:
             members = self._entered.membership.members
             self.unreachable = tuple(members[ranks[r]].worker for r in formation.absent)
             raise
-
-
-def _shares_links(topology: Sequence[Sequence[int]]) -> bool:
-    """Whether there are several nodes, or zones, and one has several members. `topology`: that of a
-    membership."""
-    return any(len(level) > 1 and max(level) > 1 for level in topology)
 
 
 def _meeting_of_all(meet: Rendezvous, generation: int, preparation: int) -> Rendezvous:
