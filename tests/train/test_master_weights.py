@@ -184,7 +184,7 @@ def by_hand(ctx):
 
 
 def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
-    """They are received there. Memory in the dtype of the parameters would be for nothing."""
+    """A joiner receives there. Memory in the dtype of the parameters would be for nothing."""
     model = torch.nn.Linear(400, 400).bfloat16()
     optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     state = TrainState(model, optimizer, None, None, {})

@@ -24,7 +24,7 @@ def writes(kind, options, dtype=torch.float32):
     return found, may_write_to_gradients(kind, optimizer.param_groups)
 
 
-def test_who_writes_to_gradients_is_known():
+def test_optimizers_that_write_to_gradients_are_known():
     for name, kind, options, dtype in CASES:
         found, known = writes(kind, options, dtype)
         assert known or not found, name

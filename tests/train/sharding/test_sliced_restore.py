@@ -47,7 +47,7 @@ def _small_parts(monkeypatch):
 
 
 def turned(parameters):
-    """Of a parameter with other strides than its state."""
+    """An optimizer whose first parameter has other strides than is usual."""
     optimizer = ADAM(parameters)
     parameters[0].data = parameters[0].data.t().contiguous().t()
     return optimizer
