@@ -1,19 +1,22 @@
 """How long a group with a sharded optimizer stands still after a loss, beside one without.
 
-    python -m benchmarks.sharding_changes [--pairs 12] [--quick]
+    python -m benchmarks.sharding_changes [--pairs 24] [--quick]
 
 Four workers on plain processes train a small GPT; one of them gets SIGKILL, `--pairs` times, in
-runs with and without `sharding="optimizer"` in turn. A pause lasts from the signal to the first
-step that is committed behind it, less the median step of those that are left. Quoted: the medians,
-and the bytes of the optimizer's state that are sent so that each part has two holders again, beside
-the least that can be: one copy of each part that the victim held. The weights are compared with
-those of an undisturbed run. Ends with 1, and says why, if a target was missed.
+runs with and without `sharding="optimizer"` in turn. A pause depends most on how far the step is,
+so the kills are at evenly spaced points of a step, the same with and without. A pause lasts from
+the signal to the first step that is committed behind it, less the median step of those that are
+left. Quoted: the medians, and the bytes of the optimizer's state that are sent so that each part
+has two holders again, beside the least that can be: one copy of each part that the victim held. The
+weights are compared with those of an undisturbed run. Ends with 1, and says why, if a target was
+missed.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -70,16 +73,18 @@ def job(size: str, folder: str, sharded: bool, steps: int = 1_000_000) -> JobSpe
     )
 
 
-def measure(size: str, sharded: bool, kills: int) -> dict[str, Any]:
-    """One run, in which `kills` workers are killed one after another."""
+def measure(size: str, sharded: bool, phases: Sequence[float]) -> dict[str, Any]:
+    """One run, in which workers are killed one after another, each when it has done such a part of
+    a step."""
     with tempfile.TemporaryDirectory() as folder:
         done: list[tuple[str, float, int]] = []  # who, when, and in which generation
         with ProcessRun(job(size, folder, sharded), train) as run:
             status = run.controller.status
-            for _ in range(kills):
+            for phase in phases:
                 wait_full(status)
                 members = [w for w, stage in status()["workers"].items() if stage == "member"]
                 victim = members[len(done) % WORKERS]
+                wait_in_step(Path(folder) / victim, phase)
                 done.append((victim, time.time(), status()["generation"]))
                 run.worker_group.processes[victim].kill()
             wait_full(status)
@@ -108,6 +113,18 @@ def wait_full(status: Any) -> None:
     wait_for(full, 120, f"{WORKERS} workers")
     step = status()["step"]
     wait_for(lambda: bool(status()["step"] >= step + 5), 120, "five steps")
+
+
+def wait_in_step(path: Path, phase: float) -> None:
+    """Waits until the worker that writes this file has done such a part of a step."""
+
+    size = path.stat().st_size
+    lines = path.read_text(encoding="utf-8").splitlines()[-6:-1]  # the last may be half written
+    times = [json.loads(line)["time"] for line in lines]
+    step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
+    while path.stat().st_size == size:
+        time.sleep(0.001)
+    time.sleep(phase * step_s)
 
 
 def after(lines: list[dict[str, Any]], generation: int) -> int:
@@ -141,9 +158,11 @@ def moved(lines: list[dict[str, Any]], victim: str, _: float, generation: int) -
 
 def cases(size: str, kills: int) -> Iterator[dict[str, Any]]:
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for number in range(0, kills, KILLS_IN_A_RUN):
+    runs = math.ceil(kills / KILLS_IN_A_RUN)
+    for number in range(runs):
+        phases = [(at + 0.5) / kills for at in range(number, kills, runs)]
         for sharded in (True, False) if number % 2 else (False, True):
-            found[sharded].append(measure(size, sharded, min(KILLS_IN_A_RUN, kills - number)))
+            found[sharded].append(measure(size, sharded, phases))
     for sharded, runs in found.items():
         pauses = sorted(pause for run in runs for pause in run["pauses_ms"])
         parts = [part for run in runs for part in run["moved_by_least"] if part is not None]
@@ -172,7 +191,7 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = of_pairs(__doc__, ["4.9M"], arguments)
-    size, kills = options.sizes[0], min(options.pairs, 12)
+    size, kills = options.sizes[0], min(options.pairs, 24)
     if options.quick:
         size, kills = "0.9M", 1
     prepare_environment(os.environ, 1)

@@ -4,9 +4,9 @@ sum.
 Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
 sends the finished part to all ranks (all-gather, into the buffer that the first all-to-all
 filled). Where members share nodes, sums within a node come first, in a round of their own
-(`reduction_rounds`); the all-gather is a ring in the order of ranks, which crosses from node to
-node once. Two members with one subtree each exchange the whole bucket instead, since a sum of two
-has one order. Fast mode is one all-reduce per bucket.
+(`reduction_rounds`); the all-gather is then a ring in the order of ranks, which crosses from node
+to node once. Two members with one subtree each exchange the whole bucket instead, since a sum of
+two has one order. Fast mode is one all-reduce per bucket.
 
 Where only some members need each element, since they hold the optimizer's state for it, a finished
 part goes to those that need it, and not to all (`piece_routes`).

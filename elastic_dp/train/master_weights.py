@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 
 _NARROW = (torch.bfloat16, torch.float16)
-_TOGETHER_BYTES = 64 << 20  # of fp32 gradients that exist at a time, or one parameter's
+# Of fp32 gradients that exist at a time, or one parameter's. A device is given its work in few
+# large pieces.
+_TOGETHER_BYTES, _TOGETHER_BYTES_ON_DEVICE = 4 << 20, 64 << 20
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -90,6 +93,13 @@ class MasterWeights(torch.optim.Optimizer):
                     self.state[p][key] = value.to(mine.device, copy=True)
 
 
+def state_kind(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> tuple[int, torch.dtype]:
+    """Returns how many tensors like `p` an optimizer has for it if it keeps two moments, and their
+    dtype."""
+    has_master = isinstance(optimizer, MasterWeights) and p.dtype in _NARROW
+    return (3, torch.float32) if has_master else (2, p.dtype)
+
+
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Returns the class whose updates an optimizer makes: its own, unless it keeps masters."""
     return optimizer.optimizer_class if type(optimizer) is MasterWeights else type(optimizer)
@@ -100,7 +110,8 @@ def _in_parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]
     for p in parameters:
         part.append(p)
         size += 4 * p.numel() if p.dtype in _NARROW else 0
-        if size >= _TOGETHER_BYTES:
+        on_device = accelerator_of(p.device).asynchronous
+        if size >= (_TOGETHER_BYTES_ON_DEVICE if on_device else _TOGETHER_BYTES):
             yield part
             part, size = [], 0
     if part:

@@ -229,6 +229,7 @@ def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_form
         generation=1,
         prepared=0,
         rank=lambda worker: 0,
+        topology=(),
     )
     control = WorkerControl(_generation=1, _inside=True)
     groups = generation_groups.GenerationGroups("a", CPU, True, control)

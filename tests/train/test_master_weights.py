@@ -9,10 +9,14 @@ import torch
 from torch.nn import functional as F
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train import master_weights
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from elastic_dp.train.state.train_state import TrainState
 from tests.runs import group, local, losses_of, never_put_off, resize, spec_of
 from tests.train.jobs import classifier, loop
 from tests.train.test_kills import with_faults
@@ -41,8 +45,11 @@ def gradients(parameters, step):
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(kind, options, dtype):
-    """One parameter has no gradient at first, and one is in fp32 anyhow."""
+def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(
+    kind, options, dtype, monkeypatch
+):
+    """One parameter has no gradient at first, one is in fp32, and they are updated in parts."""
+    monkeypatch.setattr(master_weights, "_TOGETHER_BYTES", 256)
     model = classifier().to(dtype)
     model[1].float()
     by_hand = copy.deepcopy(model).float()
@@ -174,6 +181,23 @@ def by_hand(ctx):
         with_masters(ctx)
     finally:
         edp.MasterWeights = masters
+
+
+def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
+    """A joiner receives there. Memory in the dtype of the parameters would be for nothing."""
+    model = torch.nn.Linear(400, 400).bfloat16()
+    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    state = TrainState(model, optimizer, None, None, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encoded, tensors = encode(state.tree([], None))
+    specs = [meta_of(tensor) for _, tensor in tensors]
+    state.preallocate()
+    ours = state.own_tensors(encoded, specs)
+    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
+    assert len(large) == 4, "the parameter, its master and two moments"
+    assert all(ours[slot].dtype == specs[slot].dtype for slot in large)
 
 
 def test_run_with_a_join_and_a_leave_has_the_local_digest():

@@ -123,6 +123,7 @@ ON_THE_HOST = {
     "PendingNorm.agreed",  # of a sharded optimizer: what it has read
     "ShardedOptimizer.gather",
     "ProcessGroup.gather_bytes",
+    "ProcessGroup.gather_equal",
     "take_read",
     "_sampled_view",  # nothing of a device's
     "digest_of",

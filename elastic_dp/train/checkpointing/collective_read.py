@@ -40,13 +40,14 @@ class ReadCheckpoint:
     """What a member has read, and received from others.
 
     `tensors` are those of the tree, by slot; those of which it has only some cuts are on the meta
-    device. `states` are those of units. `cut` has its own cuts, by `StateCut.of`; None: nothing was
-    cut.
+    device. `states` are those of units: of its own with `is_own`, or else of all. `cut` has its own
+    cuts, by `StateCut.of`; None: nothing was cut.
     """
 
     commit: CommitRecord
     tensors: Sequence[torch.Tensor]
     states: States
+    is_own: bool = False
     cut: Mapping[tuple[int, str], torch.Tensor] | None = None
 
 
@@ -87,7 +88,7 @@ def read_collectively(
             continue
         _share_line(commit, group, line)
         tensors = commit.manifest.layout.views(line)
-        return ReadCheckpoint(commit, tensors, units.states(types))
+        return ReadCheckpoint(commit, tensors, units.states(types), units.is_own)
 
 
 def _share_line(commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> None:
@@ -140,7 +141,7 @@ def _read_cut(
         else by_slice[span].view(specs[of].torch_dtype)
         for of, span in mine.items()
     }
-    return ReadCheckpoint(commit, tensors, [], found)
+    return ReadCheckpoint(commit, tensors, [], cut=found)
 
 
 def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
@@ -165,7 +166,7 @@ class _Units:
     ) -> None:
         table = commit.manifest.units
         self._commit, self._group = commit, group
-        self._is_own = own is not None
+        self.is_own = own is not None
         if own is None:
             own = [] if table is None else list(table.units.values())
         self._units = own
@@ -192,7 +193,7 @@ class _Units:
 
     def states(self, types: Mapping[str, type] | None) -> States:
         """Returns the states of all units, of which the others have read their shares."""
-        if not self._is_own and self._group.world_size > 1 and len(self._line):
+        if not self.is_own and self._group.world_size > 1 and len(self._line):
             shares = [self._share(rank) for rank in range(self._group.world_size)]
             spans = [(self._ends[first], self._ends[last]) for first, last in shares]
             exchange_spans(self._group, self._line, spans)
@@ -206,7 +207,7 @@ class _Units:
     def _share(self, rank: int) -> tuple[int, int]:
         """Returns which of the units a rank reads."""
         count, size = len(self._units), self._group.world_size
-        return (0, count) if self._is_own else (count * rank // size, count * (rank + 1) // size)
+        return (0, count) if self.is_own else (count * rank // size, count * (rank + 1) // size)
 
 
 def _read(

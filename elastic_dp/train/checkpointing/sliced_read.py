@@ -1,7 +1,7 @@
 """Reads the line of bytes of a checkpoint of which each member needs only some slices.
 
-Each member reads a share, as always, and sends the others what they need of it: some blocks at a
-time. So nobody has more in memory than its own slices, and what is on its way.
+Each member reads a share, as always, some blocks at a time, and sends the others what they need of
+these. So nobody has more in memory than its own slices, and what is on its way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged
 
-ROUND_BYTES = 256 << 20  # that all members together read at a time
+READ_BLOCKS = 16  # of a member at a time
+SENT_BYTES = 4 << 20  # of what a member has read, to all others at a time
 
 
 class Slice(NamedTuple):
@@ -42,32 +43,35 @@ def read_slices(
     `read_collectively`. Raises GroupError, and CheckpointDamaged on all members if some block that
     one of them has read is damaged.
     """
-    layout, size = commit.manifest.layout, group.world_size
-    shares = [layout.blocks_of(layout.share(rank, size)) for rank in range(size)]
-    blocks = max(1, ROUND_BYTES // (size * layout.block_bytes))  # of each member in a round
-    found = [torch.empty(end - start, dtype=torch.uint8) for start, end in needed[group.rank]]
-    for first in range(0, max(map(len, shares)), blocks):
+    layout, rank, slices = commit.manifest.layout, group.rank, needed[group.rank]
+    shares = [
+        layout.blocks_of(layout.share(one, group.world_size)) for one in range(group.world_size)
+    ]
+    found = [torch.empty(end - start, dtype=torch.uint8) for start, end in slices]
+    for first in range(0, max(map(len, shares)), READ_BLOCKS):
         enters("restore")
-        now = [share[first : first + blocks] for share in shares]
+        now = [share[first : first + READ_BLOCKS] for share in shares]
         spans = [_span_of(layout.block_span(b) for b in some) for some in now]
-        mine = spans[group.rank]
+        mine = spans[rank]
         window = torch.empty(mine.end - mine.start, dtype=torch.uint8)
         wrong = ""
         try:
-            read_blocks(catalog, commit, now[group.rank], window, mine.start)
+            read_blocks(catalog, commit, now[rank], window, mine.start)
         except CheckpointDamaged as error:
             wrong = error.reason
         enters("receive")
         refuse_damage(group, commit, wrong)
-        sent = [
-            [window[a - mine.start : b - mine.start] for _, a, b in _cuts(slices, mine)]
-            for slices in needed
-        ]
-        targets = [
-            [found[n][a - needed[group.rank][n].start :][: b - a] for n, a, b in cuts]
-            for cuts in (_cuts(needed[group.rank], span) for span in spans)
-        ]
-        _all_to_all(group, sent, targets)
+        for at in range(0, max(end - start for start, end in spans), SENT_BYTES):
+            some = [Slice(start + at, min(start + at + SENT_BYTES, end)) for start, end in spans]
+            sent = [
+                [window[a - mine.start : b - mine.start] for _, a, b in _cuts(theirs, some[rank])]
+                for theirs in needed
+            ]
+            targets = [
+                [found[n][a - slices[n].start :][: b - a] for n, a, b in _cuts(slices, span)]
+                for span in some
+            ]
+            _all_to_all(group, sent, targets)
     return found
 
 

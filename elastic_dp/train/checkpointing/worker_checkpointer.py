@@ -38,7 +38,7 @@ from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
-from elastic_dp.train.checkpointing.collective_read import read_collectively
+from elastic_dp.train.checkpointing.collective_read import ReadCheckpoint, read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
     changed_total_steps,
@@ -300,43 +300,14 @@ class WorkerCheckpointer:
         `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
-
-        def damaged(error: CheckpointDamaged) -> None:
-            self._link.say(f"{self._worker}: {error}; taking the one before it")
-
         types, rank = types_of(state), membership.rank(self._worker)
         among = len(membership.members), membership.topology
-
-        def own_units(commit: CommitRecord) -> list[PlacedUnit] | None:
-            table = commit.manifest.units
-            if table is None or self._units is None:
-                return None
-            return self._units.to_hold(table, rank, *among)
-
-        def cuts_of(commit: CommitRecord) -> list[StateCut]:
-            if self._units is None:
-                return []
-            cuts = self._units.cuts(commit.manifest, *among)
-            # Their ranks are those of the membership, and the group has others.
-            names = [told.decode() for told in group.gather_bytes(self._worker.encode())]
-            in_group = [names.index(member.worker) for member in membership.members]
-            return [cut._replace(ranks=tuple(in_group[r] for r in cut.ranks)) for cut in cuts]
-
-        read = read_collectively(
-            self._catalog,
-            group,
-            enters=enters,
-            damaged=damaged,
-            own_units=own_units,
-            cuts_of=cuts_of,
-            types=types,
-        )
-        commit, states = read.commit, read.states
+        read = self._read(group, membership, enters, types)
+        commit = read.commit
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
         tree = decode(commit.manifest.tree, read.tensors, types=types)
-        own = self._units if own_units(commit) is not None else None
-        if own is None:
-            add_states(tree, states)
+        if not read.is_own:
+            add_states(tree, read.states)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         check_fits(tree, commit.metadata.naming, state)
         warnings = self._changes_since(commit, tree["step"], kind)
@@ -352,8 +323,8 @@ class WorkerCheckpointer:
         if self._units is not None:  # it goes piece by piece to where it is to be
             tree["step"]["optimizer"] = [{} for _ in of_optimizer]
         state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
-        if own is not None:
-            own.hold(states, places)
+        if self._units is not None and read.is_own:
+            self._units.hold(read.states, places)
         elif self._units is not None:
             self._units.absorb(of_optimizer, places, read.cut, rank, *among)
         self._due_from = commit.step + 1
@@ -378,6 +349,43 @@ class WorkerCheckpointer:
                 "loop's body"
             )
         return changes + changed_total_steps(made, self._naming["made"], commit.step)
+
+    def _read(
+        self,
+        group: ProcessGroup,
+        membership: Membership,
+        enters: Callable[[str], None],
+        types: Mapping[str, type],
+    ) -> ReadCheckpoint:
+        among = len(membership.members), membership.topology
+
+        def damaged(error: CheckpointDamaged) -> None:
+            self._link.say(f"{self._worker}: {error}; taking the one before it")
+
+        def own_units(commit: CommitRecord) -> list[PlacedUnit] | None:
+            table = commit.manifest.units
+            if table is None or self._units is None:
+                return None
+            return self._units.to_hold(table, membership.rank(self._worker), *among)
+
+        def cuts_of(commit: CommitRecord) -> list[StateCut]:
+            if self._units is None:
+                return []
+            cuts = self._units.cuts(commit.manifest, *among)
+            # Their ranks are those of the membership, and the group has others.
+            names = [told.decode() for told in group.gather_bytes(self._worker.encode())]
+            in_group = [names.index(member.worker) for member in membership.members]
+            return [cut._replace(ranks=tuple(in_group[r] for r in cut.ranks)) for cut in cuts]
+
+        return read_collectively(
+            self._catalog,
+            group,
+            enters=enters,
+            damaged=damaged,
+            own_units=own_units,
+            cuts_of=cuts_of,
+            types=types,
+        )
 
     def close(self) -> None:
         """Waits until the upload under way has ended."""

@@ -125,13 +125,14 @@ class GenerationGroups:
         state = self._state_formation
         try:
             self.main = self._formed(self._main_formation, range(self.world_size))
+            assert self._entered is not None
+            self.main.place(self._entered.membership.topology)
             state_group = None if state is None else self._formed(state, self._involved)
         except GroupError:
             if state is not None:
                 state.abort()
             raise
         if self._connects:
-            assert self._entered is not None
             names = [member.worker for member in self._entered.membership.members]
             connect_devices(self.main, self._meeting("devices"), names=names)
         for old in self._old:

@@ -1,8 +1,7 @@
 """The norm of a gradient of which each member has only its pieces, and clipping by it.
 
-Each primary computes the sums of squares of its units. They are added by an all-reduce in which
-each unit has one summand that is not zero, so the sums are exact, and everyone folds them along the
-tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
+Each primary computes the sums of squares of its units. All members gather them, and everyone folds
+them along the tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
 """
 
 from __future__ import annotations
@@ -34,13 +33,24 @@ class PieceNorm:
         self._group, self._pieces = group, pieces
         self._device = parameters[0].device if parameters else None
         layout = UnitLayout.of(parameters)
-        self._count = len(layout.units)
-        self._units: dict[int, range] = {}  # of the pieces of which this rank is the primary
+        self._mine: dict[int, range] = {}  # by piece of which this rank is the primary: its units
+        units_of: list[list[int]] = [[] for _ in range(group.world_size)]
         for number, (piece, holder) in enumerate(zip(pieces, holders, strict=True)):
-            if holder.primary == group.rank and piece.numel:
-                size = elements_per_unit(parameters[piece.parameter].dtype)
-                units = layout.of_parameter(piece.parameter)
-                self._units[number] = units[piece.first // size : -(-piece.last // size)]
+            if not piece.numel:
+                continue
+            size = elements_per_unit(parameters[piece.parameter].dtype)
+            units = layout.of_parameter(piece.parameter)
+            units = units[piece.first // size : -(-piece.last // size)]
+            units_of[holder.primary] += units
+            if holder.primary == group.rank:
+                self._mine[number] = units
+        # Of each rank as many numbers are gathered as the one with most units has.
+        self._most = max(map(len, units_of))
+        places = [0] * len(layout.units)  # of the units in what is gathered
+        for rank, found in enumerate(units_of):
+            for at, unit in enumerate(found, rank * self._most):
+                places[unit] = at
+        self._places = torch.tensor(places, dtype=torch.int64).to(self._device)
 
     @torch.no_grad()
     def launch(
@@ -52,29 +62,33 @@ class PieceNorm:
         `wide`: the gradient of some parameter is in fp64. `finite`: whether all elements of
         `gradients` are; None: not known, and they are on the host.
         """
-        of_units: list[torch.Tensor | None] = [None] * self._count
-        for number, units in self._units.items():
-            if number in gradients:
-                flat = gradients[number]
-                parts = flat.split(elements_per_unit(flat.dtype))
-                for unit, part in zip(units, parts, strict=True):
-                    of_units[unit] = part
-        squares = squares_of_units(of_units, self._device)
+        parts: list[torch.Tensor | None] = []
+        for number, units in self._mine.items():
+            flat = gradients.get(number)
+            if flat is None:
+                parts += [None] * len(units)
+            else:
+                parts += flat.split(elements_per_unit(flat.dtype))
+        squares = squares_of_units(parts, self._device)
         if finite is None:
             # A square may overflow although all elements are finite.
             finite = bool(torch.isfinite(squares).all()) or all(
                 bool(torch.isfinite(gradients[n]).all()) for n in gradients
             )
-        exchanges = self._group.world_size > 1 and squares.numel()
-        operation = self._group.transport.all_reduce(squares) if exchanges else None
-        return PendingNorm(self._group, squares, operation, finite, wide)
+        squares = torch.nn.functional.pad(squares, (0, self._most - len(squares)))
+        operation = None
+        if self._group.world_size > 1 and self._most:
+            mine, squares = squares, squares.new_empty(self._group.world_size * self._most)
+            operation = self._group.transport.all_gather(squares, mine)
+        return PendingNorm(self._group, squares, self._places, operation, finite, wide)
 
 
 class PendingNorm(NamedTuple):
     """A norm that the members are adding up."""
 
     group: ProcessGroup
-    squares: torch.Tensor  # of units
+    squares: torch.Tensor  # of all ranks
+    places: torch.Tensor  # of the units in them
     operation: Any  # None: there is nothing to wait for
     finite: bool  # whether each element that this rank holds is
     wide: bool
@@ -86,7 +100,7 @@ class PendingNorm(NamedTuple):
         """
         if self.operation is not None:
             self.group.transport.wait(self.operation)
-        norm = fold_squares(self.squares).sqrt()
+        norm = fold_squares(self.squares[self.places]).sqrt()
         return norm if self.wide else norm.float()
 
     def agreed(self, norm: torch.Tensor, *, confirms: bool = False) -> float | None:

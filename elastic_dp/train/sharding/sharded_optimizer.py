@@ -133,7 +133,7 @@ class ShardedOptimizer:
         take = received.__setitem__
         nbytes = exchange(group, moves, self.sizes, self.held, take, self._device)
         self.held |= received
-        if moves:
+        if any(set(ranks).difference(one.ranks) for ranks, one in zip(held, holders, strict=True)):
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._group, self._generation, self.holders = group, generation, holders
@@ -152,7 +152,7 @@ class ShardedOptimizer:
         for piece in self.held:
             mine[piece] = 1
         ranks: list[list[int]] = [[] for _ in self.pieces]
-        for rank, flags in enumerate(group.gather_bytes(bytes(mine))):
+        for rank, flags in enumerate(group.gather_equal(bytes(mine))):
             for piece, flag in enumerate(flags):
                 if flag:
                     ranks[piece].append(rank)

@@ -28,6 +28,7 @@ from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, w
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
+from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.loss_scale import LossScale
@@ -205,18 +206,20 @@ class TrainState:
         """Allocates memory for the optimizer's state on a worker that will join, so that the group
         need not wait.
 
-        It allocates two tensors per parameter, as Adam needs, and writes to them, since the first
-        write to a page costs more than receiving it. It allocates nothing for a sharded optimizer.
+        It allocates two tensors per parameter, as Adam needs, and a master where there are some,
+        and writes to them, since the first write to a page costs more than receiving it. It
+        allocates nothing for a sharded optimizer.
         """
         if self.sharding is not None:
             return
-        self._preallocated = [
-            [torch.zeros_like(local_of(p), requires_grad=False) for _ in range(2)]
-            if p.requires_grad and local_of(p).nbytes >= _LARGE_BYTES
-            else []
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-        ]
+
+        def spares(p: torch.Tensor) -> list[torch.Tensor]:
+            local, (count, dtype) = local_of(p), state_kind(self.optimizer, p)
+            large = p.requires_grad and local.nbytes >= _LARGE_BYTES
+            return [torch.zeros_like(local, dtype=dtype) for _ in range(count if large else 0)]
+
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._preallocated = [spares(p) for p in parameters]
 
     def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
         """Returns the tensors of a worker without state that receive in place, by slot.
