@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.piece_routes import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -29,6 +30,7 @@ def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
     gradients = GradientReducer(named(parameters), wire)
     needed = needed_of(parameters)
     gradients.open(group, shares, V, True, topology, needed)
+    assert len(gradients._layout.buckets) == 2
     values = torch.randn(2, V, 832, generator=draw)
     for step in range(2):
         gradients.begin(step)
@@ -61,7 +63,10 @@ def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
     ],
 )
 @pytest.mark.parametrize("wire", [None, "bf16", "int8"])
-def test_each_holder_gets_the_bits_of_the_whole_sum(wire, shares, topology):
+def test_each_holder_gets_the_bits_of_the_whole_sum(wire, shares, topology, monkeypatch):
+    """In two buckets."""
+    for name in ("FIRST_BUCKET_BYTES", "LAST_BUCKET_BYTES", "UNCUT_BYTES"):
+        monkeypatch.setattr(gradient_buckets, name, 1000)
     world_size, rng = len(shares), random.Random(0)
     cuts = {0: [(0, 256), (256, 512), (512, 700)], 1: [(0, 3)], 2: [(0, 129)]}
     holders = defaultdict(list)

@@ -167,12 +167,16 @@ def check(outcome, train, spec):
     assert outcome.digest == undisturbed.digest
 
 
-def kill_two_members(run):
+def kill_members(run, number):
     """Not the standby, which is whoever was ready last."""
     workers = run.controller.status()["workers"]
     members = [worker for worker, stage in workers.items() if stage == "member"]
-    for worker in members[:2]:
+    for worker in members[:number]:
         run.worker_group.processes[worker].kill()
+
+
+def kill_two_members(run):
+    kill_members(run, 2)
 
 
 @pytest.mark.parametrize(
