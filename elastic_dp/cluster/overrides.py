@@ -124,8 +124,8 @@ def _as(arm: Any, text: str) -> Any:
         except ValueError:
             return text
     origin = typing.get_origin(arm)
-    if origin is typing.Literal and text in typing.get_args(arm):
-        return text
+    if origin is typing.Literal:
+        return {str(value): value for value in typing.get_args(arm)}[text]
     kind = {Mapping: dict, Sequence: list}.get(origin)
     if kind is list and not text.startswith("["):
         return [part.strip() for part in text.split(",")]
@@ -143,7 +143,7 @@ def _kind(value: Any) -> Any:
 def _words(arm: Any) -> str:
     known = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
     if typing.get_origin(arm) is typing.Literal:
-        return " or ".join(typing.get_args(arm))
+        return " or ".join(map(str, typing.get_args(arm)))
     if typing.get_origin(arm) is Mapping:
         return "a JSON object"
     return known.get(arm, "what the script alone can give")

@@ -75,7 +75,7 @@ class ElasticTrainer:
     - `exact`: the result is the same to the last bit for any number of workers on one kind of
       machine.
     - `sharding`: "optimizer" divides the optimizer's state among the workers, each part on two of
-      them (ZeRO-1 with a backup). It needs `exact` and CPUs. The weights are the same as without.
+      them (ZeRO-1 with a backup). It needs `exact`. The weights are the same as without.
     - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
       bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
       the same. It is fixed at the run's first start.
@@ -133,13 +133,15 @@ class ElasticTrainer:
                 f"loggers is {loggers!r}, must be a list of functions of one dict, or of loggers "
                 "of elastic_dp.integrations"
             )
-        if not isinstance(storage_path, str | os.PathLike | None):
+        if not isinstance(storage_path, str | os.PathLike | None) or storage_path == "":
             raise SpecError(f"storage_path is {storage_path!r}, must be a path or URL")
         self.train = train
+        named = getattr(train, "__name__", "run")
         job: dict[str, Any] = {
-            "name": name or f"{getattr(train, '__name__', 'run')}-{time.strftime('%Y%m%d-%H%M%S')}",
-            "storage_path": os.fspath(storage_path or "")
-            or os.path.expanduser("~/elastic_dp_runs"),
+            "name": f"{named}-{time.strftime('%Y%m%d-%H%M%S')}" if name is None else name,
+            "storage_path": os.path.expanduser("~/elastic_dp_runs")
+            if storage_path is None
+            else os.fspath(storage_path),
             "data": data,
             "config": dict(config or {}),
             "scaling": scaling or ScalingConfig(),

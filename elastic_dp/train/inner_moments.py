@@ -36,14 +36,14 @@ class InnerMoments(nn.Module):
 
     Each step begins with the mean of the moments that the virtual workers had at the end of the
     last one. For torch's Adam, AdamW, NAdam and RAdam. `weights` are the parameters of the model
-    that require a gradient now.
+    that require a gradient now and have elements.
     """
 
     weights: Sequence[nn.Parameter]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.weights = tuple(p for p in model.parameters() if p.requires_grad)
+        self.weights = tuple(p for p in model.parameters() if p.requires_grad and p.numel())
         self._momentum_lr = 1.0
         self.momenta = nn.ParameterList(torch.zeros_like(p) for p in self.weights)
         for number, p in enumerate(self.weights):

@@ -45,6 +45,10 @@ class MasterWeights(torch.optim.Optimizer):
         self.optimizer_class = optimizer_class
         super().__init__(made.param_groups, made.defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles. Torch's own method leaves out attributes of subclasses."""
+        return super().__getstate__() | {"optimizer_class": self.optimizer_class}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the masters, and rounds them."""

@@ -125,13 +125,18 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         make(**options)
 
 
+async def waits(ctx):
+    good(ctx)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"name": name}, "name is ") for name in ("..", ".", " ", "a/b", "a\nb", 5)),
+        *(({"name": name}, "name is ") for name in ("..", ".", "", " ", "a/b", "a\nb", 5)),
         ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
         ({"labels": {"team": 1}}, "labels is {'team': 1}, must be a dict of strings"),
         ({"storage_path": 5}, "storage_path is 5"),
+        ({"storage_path": ""}, "storage_path is '', must be a path or URL"),
         ({"config": [1]}, "config is a list"),
         ({"scaling": {"max_workers": 2}}, "scaling is a dict, must be a ScalingConfig"),
         ({"failure": 3}, "failure is a int"),
@@ -182,6 +187,8 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
         ({"runtime_env": "x"}, "runtime_env is a str"),
         ({"train": lambda: None}, "train takes (), must be a function of one argument (ctx)"),
         ({"train": lambda ctx, other: None}, "train takes (ctx, other)"),
+        ({"train": waits}, "train has async or yield, so that a call of it runs nothing"),
+        ({"train": lambda ctx: (yield)}, "train has async or yield"),
     ],
 )
 def test_trainer_argument_of_another_kind_is_refused(tmp_path, options, words):

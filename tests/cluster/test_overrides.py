@@ -52,9 +52,10 @@ def test_fields_are_set_by_name_and_type() -> None:
     assert spec.config["eval"].micro_batch_size == 16
 
 
-def test_sharding_is_set_by_its_name() -> None:
+def test_one_of_several_values_is_set_by_its_name() -> None:
     assert made("sharding=optimizer").spec.sharding == "optimizer"
     assert made("sharding=none").spec.sharding is None
+    assert made("staleness=1").spec.staleness == 1
 
 
 def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:
@@ -80,6 +81,7 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("scaling.virtual_workers=x", "must be a whole number or a JSON object or none"),
         ("exact=1", "exact is '1', must be true or false"),
         ("sharding=all", "sharding is 'all', must be optimizer or none"),
+        ("staleness=2", "staleness is '2', must be 0 or 1"),
         ("config.width=wide", "config.width is 'wide', must be a whole number"),
         ("data.tail=cut", "data.tail is 'cut', must be drop or short"),
         (

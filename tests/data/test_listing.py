@@ -442,6 +442,7 @@ def test_no_shard_directly_in_the_folder_but_below_it(tmp_path):
     assert "the shards lie in its subfolders, such as x/y/a.snappy.parquet" in words
     (way_out,) = [part for part in words.split("'") if "**" in part]
     assert way_out == f"{tmp_path}/set/**/*.parquet" and ids(config(way_out)) == [0, 1]
+    assert words.endswith(f"and '{tmp_path}/set/x/y' those of one folder, as of a split")
 
 
 def test_no_shard_but_partitions_of_hive_names_the_columns_that_are_read(tmp_path):

@@ -145,6 +145,15 @@ def test_second_moments_of_a_vector_are_kept_as_they_are() -> None:
         assert again.state[p]["step"] == 1.0
 
 
+def test_parameters_without_elements_have_no_moments() -> None:
+    """As of a layer whose size is 0 in some configurations. Means over nothing would be NaN."""
+    model = nn.ParameterDict(
+        {"none": torch.zeros(0, 3), "row": torch.ones(3), "one": torch.ones([])}
+    )
+    moments = edp.InnerMoments(model)
+    assert set(moments.weights) == {model["row"], model["one"]}
+
+
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.RMSprop, torch.optim.Adamax, partial(torch.optim.Adam, amsgrad=True)]
 )

@@ -3,6 +3,7 @@ not, with kills, joins and restores."""
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -123,6 +124,21 @@ def test_masters_are_fp32_when_their_state_is_loaded_again():
     assert {value.dtype for state in states for value in state.values()} == {torch.float32}
     trained(range(3, 6), model, optimizer)
     trained(range(3, 6), other, loaded)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
+def test_copy_with_its_model_updates_as_the_original(copied):
+    model = classifier().to(torch.bfloat16)
+    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    other, again = copied((model, optimizer))
+    for parameters, one in ((model.parameters(), optimizer), (other.parameters(), again)):
+        parameters = list(parameters)
+        for p, gradient in zip(parameters, gradients(parameters, 1), strict=True):
+            p.grad = gradient
+        one.step()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 

@@ -117,15 +117,17 @@ def _subfolders(base: str, folder: str, below: Entry) -> str:
     ending = name.rpartition("/")[2]
     ending = ending[ending.find(".") :] if "." in ending else ""
     keys = [part.partition("=")[0] for part in name.split("/")[:-1] if _PARTITION.fullmatch(part)]
-    columns = ""
+    more = (
+        f", all of them, and '{base}{name.rpartition('/')[0]}' those of one folder, as of a split"
+    )
     if keys:
-        columns = (
+        more = (
             f", with the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))} from the names "
             "of the folders"
         )
     return (
         f"the shards lie in its subfolders, such as {name}. '{base}**/*{_last(ending)}' reads "
-        f"them{columns}"
+        f"them{more}"
     )
 
 

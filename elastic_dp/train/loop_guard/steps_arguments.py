@@ -85,6 +85,10 @@ def check_function(name: str, given: Any, arguments: int, told: str) -> None:
             signature.bind(*[None] * arguments)
         except TypeError as error:
             raise SpecError(f"{name} takes {signature}, {must}: {error}") from None
+    if inspect.iscoroutinefunction(given) or inspect.isgeneratorfunction(given):
+        raise SpecError(
+            f"{name} has async or yield, so that a call of it runs nothing; {must} that returns"
+        )
 
 
 def _check_model(model: nn.Module) -> None:
