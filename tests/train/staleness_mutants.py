@@ -131,7 +131,7 @@ STALENESS_MUTANTS = [
     ModuleMutant(
         "the sum waits for the leaves of the step",
         "StepRunner._attempt",
-        "self.delayed.sums.advance",
+        "self.sums.advance",
         "lambda: None",
         module=RUNNER,
         caught_by=f"{TESTS}::test_leaves_run_while_the_sum_of_the_step_before_is_in_flight",
