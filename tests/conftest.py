@@ -19,7 +19,7 @@ from tests.storage.servers import azurite, azurite_server, gcs_binary, gcs_serve
 # change fails for what it changes. `--hypothesis-profile=random` draws others.
 PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("random", **PATIENT)
-hypothesis.settings.register_profile("patient", **PATIENT, derandomize=True)
+hypothesis.settings.register_profile("patient", **PATIENT, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

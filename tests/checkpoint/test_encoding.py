@@ -163,7 +163,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(trees)
 def test_any_tree_comes_back(tree):
     assert same(there_and_back(tree), tree)

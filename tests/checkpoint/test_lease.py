@@ -132,7 +132,7 @@ def test_every_interleaving_of_two_claimants(pause_s, begun):
 turns = st.lists(st.one_of(st.integers(0, 2), st.floats(0.1, 90.0)), max_size=200)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(turns, st.integers(1, 3))
 def test_long_histories_of_three(history, kept):
     world = World(kept=kept)
@@ -146,7 +146,7 @@ def test_long_histories_of_three(history, kept):
     insist(world, claimants[0])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(turns, st.floats(-5000, 5000))
 def test_a_clock_that_is_wrong_costs_a_lease_and_no_fence(history, wall_error):
     world = World()

@@ -16,7 +16,7 @@ from elastic_dp.data.discovery.index import read_index
 from tests.data.test_index import config, opened
 
 any_content = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -43,7 +43,7 @@ def choices(draw):
     return columns, groups, np.array(rows, dtype=np.int64)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(choices(), st.data())
 def test_rows_are_where_they_belong(drawn, data):
     columns, groups, rows = drawn
@@ -57,7 +57,7 @@ def test_rows_are_where_they_belong(drawn, data):
     assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(choices(), st.data())
 def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data):
     columns, groups, rows = drawn

@@ -218,7 +218,7 @@ def test_row_of_leading_zeros_counts_from_the_start_of_the_file(
     assert f"'{code}' (row 50 of 0.csv)" in caplog.text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.tuples(st.text("0017xX -+.a", max_size=5), st.booleans()), min_size=1),

@@ -70,7 +70,7 @@ actions = st.lists(
 
 
 @given(actions, st.sampled_from(["none", "rows", "full"]), st.integers(0, 2), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness, mapped):
     """Assignments come and go, steps are repeated and jumped over, memory is enough for one
     micro-batch or for all."""

@@ -56,7 +56,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(content=texts, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9))
 @example(content='"""', sizes=[1])
 @example(content='x"y\n"a\nb"\n', sizes=[2])
@@ -82,7 +82,7 @@ def test_row_ends_of_any_text_and_cut_lie_outside_of_quotes(content, sizes):
     assert ends.is_quoted == ends_quoted(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(chunks=st.lists(texts, min_size=1, max_size=4), at_once=st.integers(1, 6))
 @example(chunks=["x\ry\r", "z"], at_once=2)
 @example(chunks=['a"\n"\r', '\n"b\n'], at_once=3)

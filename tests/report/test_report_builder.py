@@ -235,7 +235,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damaged_line_is_ignored_and_the_report_is_still_json(data):
     lines = night()

@@ -33,7 +33,7 @@ def rows_of(order, step, virtual_worker):
     return list(zip(groups.tolist(), rows.tolist(), strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     groups=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     schedule=schedules,
@@ -66,7 +66,7 @@ def test_each_row_is_taken_once_an_epoch_whatever_the_schedule(
             of_epoch, epoch = [], epoch + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(schedule=schedules, step=st.integers(1, STEPS), tail=st.sampled_from(["drop", "short"]))
 def test_steps_alike_are_all_of_one_epoch_and_one_size(schedule, step, tail):
     least = min(schedule.values())

@@ -46,7 +46,7 @@ def consumed(mixed: Mixture, steps: range) -> list[tuple[int, int]]:
 ragged = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sources=st.lists(st.tuples(st.floats(0.05, 5), ragged), min_size=1, max_size=4),
     group_bytes=st.sampled_from([1, OPEN_BYTES // 9, OPEN_BYTES]),
@@ -200,11 +200,10 @@ def test_weights_are_exact_in_each_period_and_close_in_each_step():
     assert mixed._stages[0].quotas == (32768, 19661, 13107)
     bounds = [50, 59]
     per_period = SLOTS // 512
-    for v in (0, 7):
-        for first in (1, 1 + per_period):  # two periods, each from its start
-            groups = [mixed.locate(step, v)[0] for step in range(first, first + per_period)]
-            source = np.searchsorted(bounds, np.concatenate(groups), side="right")
-            assert np.bincount(source).tolist() == list(mixed._stages[0].quotas)
+    for v, first in (0, 1), (7, 1 + per_period):  # two periods, each from its start
+        groups = [mixed.locate(step, v)[0] for step in range(first, first + per_period)]
+        source = np.searchsorted(bounds, np.concatenate(groups), side="right")
+        assert np.bincount(source).tolist() == list(mixed._stages[0].quotas)
     for step in (1, 64, 128, 129, 1000):
         groups = np.concatenate([mixed.locate(step, v)[0] for v in range(16)])
         count = np.bincount(np.searchsorted(bounds, groups, side="right"))
@@ -301,16 +300,16 @@ def test_rows_of_a_source_are_its_epochs_end_to_end_through_changes_of_weights(
     virtual_workers, slots
 ):
     mixed = curriculum(slots, virtual_workers=virtual_workers)
-    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3]), (23, [4, 5])]):
-        per_worker = [
-            [
-                pair
-                for step in range(1, 1 + 600 // virtual_workers)
-                for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
-                if pair[0] in groups
-            ]
-            for v in range(virtual_workers)
+    located = [
+        [
+            pair
+            for step in range(1, 1 + 600 // virtual_workers)
+            for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
         ]
+        for v in range(virtual_workers)
+    ]
+    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3]), (23, [4, 5])]):
+        per_worker = [[pair for pair in own if pair[0] in groups] for own in located]
         whole = min(map(len, per_worker))
         in_order = [own[j] for j in range(whole) for own in per_worker]
         for epoch in range(len(in_order) // rows):

@@ -34,7 +34,7 @@ def epoch(order: Order, number: int) -> list[list[tuple[int, int]]]:
     return batches
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     groups=ragged,
     group_bytes=st.sampled_from([FEW, SOME, OPEN_BYTES // 20, MANY]),

@@ -31,7 +31,7 @@ def tokens_of(order: PackedOrder, steps: range) -> list[list[tuple[int, int]]]:
     return rows
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     group_tokens=sizes,
     length=st.integers(1, 70),

@@ -9,7 +9,9 @@ import pytest
 from elastic_dp.sampling import Order
 
 
-@pytest.mark.parametrize("row_groups", [1_000_000, 16_000_000])
+@pytest.mark.parametrize(
+    "row_groups", [1_000_000, pytest.param(16_000_000, marks=pytest.mark.slow)]
+)
 def test_planning_is_bounded(row_groups):
     tracemalloc.start()
     order = Order(
