@@ -27,7 +27,7 @@ its credentials in itself.
 from fsspec.utils import glob_translate
 
 from elastic_dp.storage.backend import Entry, FolderListing
-from elastic_dp.storage.disk_cache import CachedRange, DiskCache
+from elastic_dp.storage.disk_cache import DiskCache
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.file_systems import is_local, list_folder, look_up, open_file_system
 from elastic_dp.storage.fsspec_backend import entry_of
@@ -36,7 +36,6 @@ from elastic_dp.storage.store import Store, StoreCounts
 from elastic_dp.urls import StorageURL, redact_url
 
 __all__ = [
-    "CachedRange",
     "DiskCache",
     "Entry",
     "FolderListing",

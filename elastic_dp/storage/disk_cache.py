@@ -49,12 +49,6 @@ def on_cached_read(tell: Callable[[int, int], None]) -> None:
     _on_read.append(tell)
 
 
-class CachedRange(mmap.mmap):
-    """A complete range, mapped."""
-
-    path: str
-
-
 class DiskCache:
     """The cached ranges of one data set. Threads may share it.
 
@@ -138,8 +132,7 @@ class DiskCache:
             with open(path, "rb") as file:
                 if os.fstat(file.fileno()).st_size != nbytes:  # whoever did it: it is not complete
                     return None
-                content = CachedRange(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-                content.path = os.fspath(path)
+                content = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return None
         except OSError as error:

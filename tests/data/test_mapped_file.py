@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic_dp.data.columns.mapped_file import MappedFile, as_mapped, mapped_file
-from elastic_dp.storage import DiskCache, ObjectRewritten
+from elastic_dp.data.columns.mapped_file import MappedFile, mapped_file
+from elastic_dp.storage import ObjectRewritten
 
 CONTENT = np.arange(100_000, dtype=np.int64)
 
@@ -95,19 +95,3 @@ def test_mapping_stays_when_the_file_is_gone(path, change):
     change(path)
     assert not mapped_file(rows).read(rows, out)
     assert not out.any() and np.array_equal(rows.reshape(-1), CONTENT[8:])
-
-
-def test_a_range_in_the_disk_cache(tmp_path):
-    cache = DiskCache(str(tmp_path), 1 << 30, "data set", print)
-    content = CONTENT.tobytes()
-    fetched, cached = (as_mapped(cache.read("x", len(content), lambda: content)) for _ in range(2))
-    assert fetched is content
-    rows, out = np.frombuffer(cached, np.int64)[3:], np.zeros(len(CONTENT) - 3, np.int64)
-    assert mapped_file(rows).read(rows, out) and np.array_equal(out, CONTENT[3:])
-
-    again = cache.read("x", len(content), lambda: content)
-    (file,) = (path for path in tmp_path.rglob("*") if path.stat().st_size == len(content))
-    file.unlink()
-    assert not mapped_file(rows).read(rows, out) and np.array_equal(rows, CONTENT[3:])
-    assert as_mapped(again) is again and again == content
-    cache.close()

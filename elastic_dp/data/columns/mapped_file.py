@@ -1,8 +1,7 @@
 """Files in mapped memory, whose bytes can also be read straight to where they are wanted.
 
-For pages of the page cache a read costs less than mapping and copying them, since the kernel maps
-16 pages for each fault. It also notices a file that was truncated, where touching the mapping would
-end the process.
+A read notices a file that was truncated, where touching the mapping would end the process. It costs
+no more than the copy does: the kernel takes a fault for each 16 pages of a mapping.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage import CachedRange, ObjectRewritten
+from elastic_dp.storage import ObjectRewritten
 
 Array = npt.NDArray[Any]
 _Stamp = tuple[int, int, int]
 
 
 class MappedFile:
-    """A file, mapped as `content`, or by this class itself."""
+    """A file, mapped. It keeps no descriptor: there may be thousands of mappings."""
 
-    def __init__(self, path: str, content: CachedRange | None = None) -> None:
+    def __init__(self, path: str) -> None:
         self.path, self.stamp = path, stamp_of(path)
-        if content is None:
-            with pa.memory_map(path) as file:  # the mapping keeps no descriptor
-                self._mapping: pa.Buffer = file.read_buffer()
-        else:
-            self._mapping = pa.py_buffer(content)
+        with pa.memory_map(path) as file:
+            self._mapping: pa.Buffer = file.read_buffer()
         _mapped[self._mapping.address] = self
 
     @property
@@ -64,17 +60,6 @@ class MappedFile:
             if left or stamp_of(file.fileno()) != self.stamp:
                 raise ObjectRewritten(self.path)
         return True
-
-
-def as_mapped(content: Any) -> Any:
-    """The same bytes, of which `mapped_file` knows the file if they are in the disk cache."""
-    inner = content.obj if isinstance(content, memoryview) else None
-    if not isinstance(inner, CachedRange):
-        return content
-    try:
-        return MappedFile(inner.path, inner).content
-    except OSError:  # it was deleted
-        return content
 
 
 _mapped: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()  # by address

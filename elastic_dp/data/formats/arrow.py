@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
-from elastic_dp.data.columns.mapped_file import MappedFile, as_mapped, stamp_of
+from elastic_dp.data.columns.mapped_file import MappedFile, stamp_of
 from elastic_dp.data.columns.null_views import clear_null_views, has_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
@@ -137,7 +137,7 @@ class Arrow:
         head = self._head_of(content) if len(content) <= _KNOWN_BYTES else _Head.of(content)
         path = shard.local
         if path is None:
-            content = as_mapped(shard.read(location.start, location.end))
+            content = shard.read(location.start, location.end)
             return _decode(head, content, schema.names, is_mapped=False)
         mapped = self._map(shard, path)
         content = mapped.content.slice(location.start, location.end - location.start)
