@@ -62,6 +62,16 @@ def test_the_dev_extra_has_what_the_tests_import():
     assert not missing
 
 
+SLOW = "accelerate|datasets|lightning|pyiceberg|pytorch_optimizer|torchao|torchmetrics|transformers"
+
+
+def test_files_of_tests_import_no_library_that_takes_seconds():
+    """Each process of the tests imports all of them: see tests/imported_when_used.py."""
+    imports = re.compile(rf"^(?:import|from) (?:{SLOW})\b", re.M)
+    files = (ROOT / "tests").rglob("test_*.py")
+    assert not [file.name for file in files if imports.search(file.read_text())]
+
+
 def test_torch_is_named_exactly_where_it_is_installed():
     """A looser name pulls several GB of CUDA."""
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
