@@ -129,13 +129,7 @@ def test_state_is_restored_to_another_device_with_and_without_sharding(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        *("environment", "abort", "communicators", "snapshot", "overhead"),
-        *("gangs", "gangs-over-nccl"),
-    ],
-)
+@pytest.mark.parametrize("check", ["environment", "abort", "communicators", "snapshot", "overhead"])
 def test_gpu_check_on_a_fake_gpu_passes(check, tmp_path):
     """What these checks do on a GPU and not on the processor."""
     result = tmp_path / "result.json"
@@ -145,7 +139,7 @@ def test_gpu_check_on_a_fake_gpu_passes(check, tmp_path):
         [*command, "--device", "cuda", "--output", str(result)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path},
-        timeout=600.0,
+        timeout=300.0,
         check=True,
     )
     found = json.loads(result.read_text())

@@ -27,10 +27,9 @@ MINIMAL = os.path.join(ROOT, "tests", "ray", "minimal")
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
-def connect(address: str, *, minimal: bool = True, site: str | None = None) -> None:
-    """`site`: a folder with a sitecustomize.py for the workers, in the place of the minimal one."""
-    path = (MINIMAL, ROOT) if minimal else (ROOT,) if site is None else (site, ROOT)
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(path)}}
+def connect(address: str, *, minimal: bool = True) -> None:
+    path = f"{MINIMAL}{os.pathsep}{ROOT}" if minimal else ROOT
+    environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(address=address, log_to_driver=False, runtime_env=environment)
 
 
@@ -63,20 +62,17 @@ def kill_all_that_are_left() -> None:
 
 
 @contextlib.contextmanager
-def nodes(
-    places: int, *, minimal: bool = True, gpus: int | None = None, site: str | None = None
-) -> Iterator[Any]:
+def nodes(places: int, *, minimal: bool = True) -> Iterator[Any]:
     """A head with so many places, to which nodes may be added. `minimal`: its workers have no
-    compiler of torch, which torch.distributed needs. `gpus`: that Ray counts. `site`: see
-    `connect`."""
+    compiler of torch, which torch.distributed needs."""
     from ray.cluster_utils import Cluster
 
     without = dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
-    head = {"num_cpus": places, "num_gpus": gpus, "no_monitor": True, **without}
+    head = {"num_cpus": places, "no_monitor": True, **without}
     with _as_without_extras():
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            connect(cluster.address, minimal=minimal, site=site)
+            connect(cluster.address, minimal=minimal)
             yield cluster
         finally:
             ray.shutdown()
