@@ -52,7 +52,7 @@ def test_fields_are_set_by_name_and_type() -> None:
     assert spec.config["eval"].micro_batch_size == 16
 
 
-def test_one_of_several_values_is_set_by_its_name() -> None:
+def test_field_of_a_few_values_is_set_by_the_name_of_one() -> None:
     assert made("sharding=optimizer").spec.sharding == "optimizer"
     assert made("sharding=none").spec.sharding is None
     assert made("staleness=1").spec.staleness == 1
