@@ -146,7 +146,7 @@ def test_second_moments_of_a_vector_are_kept_as_they_are() -> None:
 
 
 def test_parameters_without_elements_have_no_moments() -> None:
-    """As of a layer whose size is 0 in some configurations. Means over nothing would be NaN."""
+    """Some configurations have a layer of size 0. Means over nothing would be NaN."""
     model = nn.ParameterDict(
         {"none": torch.zeros(0, 3), "row": torch.ones(3), "one": torch.ones([])}
     )

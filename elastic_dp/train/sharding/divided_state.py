@@ -29,7 +29,7 @@ class DividedState(defaultdict[Any, Any]):
 
 
 def refuse_state_dict(_: torch.optim.Optimizer) -> NoReturn:
-    """Is what `optimizer.state_dict()` does."""
+    """Refuses `optimizer.state_dict()`, as its pre-hook."""
     raise _not_here("optimizer.state_dict() was called")
 
 
