@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from elastic_dp.config import CheckpointConfig, JobSpec
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import formed_of, group, local, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
@@ -122,21 +121,6 @@ def test_lost_worker_beside_a_change_only_the_leaves_that_are_needed_run_again(
     assert outcome.workers_lost == 1
     assert sum(passes(tmp_path, step).values()) == 12 + again
     assert outcome.digest == local(spec, counted(tmp_path)).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedules", "train"), CASES, ids=NAMES)
-@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit"])
-@pytest.mark.parametrize("step", [5, 9])
-def test_change_on_a_simulated_device_has_the_same_bits_after_a_kill(
-    step, point, schedules, train, tmp_path
-):
-    spec = spec_with(schedules, min_workers=2)
-    dead = WorkerFault(point, step=step, rank=2, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, train, faults=(dead,), device=SimulatedDevice())
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, train).digest
 
 
 @pytest.mark.slow
