@@ -1,6 +1,7 @@
 """Requests, footers and open files: what is read once, and what is kept."""
 
 import os
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +44,35 @@ def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     groups.read(0)
     assert store.counts.requests - before.requests == 2
     assert store.counts.bytes_read - before.bytes_read < 0.7 * asked[1]
+
+
+def test_reader_of_a_shard_is_kept_without_the_bytes_that_it_read(tmp_path, monkeypatch):
+    class Content(bytearray):
+        """Can be referred to weakly."""
+
+    readers, fetched, read = [], [], ShardAt.read
+
+    def reading(shard, start, end):
+        content = Content(read(shard, start, end))
+        fetched.append(weakref.ref(content))
+        return content
+
+    def opening(*args, **options):
+        readers.append(args)
+        return make(*args, **options)
+
+    make = pq.ParquetFile
+    table = pa.table({"x": np.random.default_rng(0).random(1 << 12)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1 << 10, compression="none")
+    wanted = config(in_memory(tmp_path))
+    groups = ShardRowGroups(wanted, read_index(wanted), [Store(wanted.url)])
+    monkeypatch.setattr(ShardAt, "read", reading)
+    monkeypatch.setattr(pq, "ParquetFile", opening)
+    for number in (0, 3, 1):
+        rows = groups.read(number)[0]["x"]
+        assert np.array_equal(rows, table["x"][number << 10 : (number + 1) << 10].to_numpy())
+    assert len(readers) == 1 and len(fetched) == 3
+    assert not [content for content in fetched if content() is not None]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])

@@ -27,8 +27,9 @@ import pyarrow.compute as pc
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
+from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
-from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
+from elastic_dp.data.pipeline.batch_assembler import Ints, copy_run, distinct
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
@@ -162,7 +163,8 @@ class PackedStream(MicroBatchStream):
             taken = list(here)
             try:
                 failed |= {g: bad for g, bad in here.items() if isinstance(bad, BadShard)}
-                assembler.copy(self._parts(wanted, here))
+                with copying():
+                    assembler.copy(self._parts(wanted, here))
             finally:
                 here.clear()  # drops the references before the reader counts the memory as free
                 self.reader.release(key, taken)
@@ -393,8 +395,11 @@ def _moves(pieces: _Pieces) -> list[_Move]:
 
 def _copy(values: Any, moves: Sequence[_Move], out: Any) -> None:
     """`values` and `out`: flat."""
-    if moves[0][1] - moves[0][0] < _LONG:
-        values, out = memoryview(values.data), memoryview(out.data)
+    if moves[0][1] - moves[0][0] >= _LONG:
+        for source, source_stop, place, stop in moves:
+            copy_run(values[source:source_stop], out[place:stop])
+        return
+    values, out = memoryview(values.data), memoryview(out.data)
     for source, source_stop, place, stop in moves:
         out[place:stop] = values[source:source_stop]
 

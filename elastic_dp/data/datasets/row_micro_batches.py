@@ -10,6 +10,7 @@ import numpy as np
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
+from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints
 from elastic_dp.data.pipeline.collation import nbytes_of
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
@@ -123,7 +124,8 @@ class RowStream(MicroBatchStream):
         failed = {}
         for row_group, content in here.items():
             if not isinstance(content, BadShard):
-                assembler.copy(row_group, content, own)
+                with copying():
+                    assembler.copy(row_group, content, own)
                 continue
             assembler.leave_out(row_group)
             if self._config.on_bad_shard == "fail":

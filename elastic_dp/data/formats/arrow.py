@@ -3,8 +3,10 @@
 Both formats are a sequence of messages. A file has a footer that says where they are; a stream is
 walked from message to message. The messages before the first record batch (schema, dictionaries)
 are the head, and `read` decodes a stream that consists of the head and one record batch. A local
-file is memory mapped, and uncompressed numbers are views of the mapping. A mapped file that is
-truncated in place ends the process; one that is replaced is noticed.
+file is memory mapped, and uncompressed numbers are views of the mapping, but consecutive rows are
+read from the file, not copied (mapped_file.py). A file that is replaced or written to is noticed.
+One that is truncated ends the process if that is while a record batch is decoded, or while single
+rows are copied.
 
 The footer of a file has the schema, and says where the dictionaries are. Arrow's own libraries also
 write both before the first record batch. Polars writes no schema message there, and puts its
@@ -13,7 +15,6 @@ dictionaries at the end; then the head is made from the footer.
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from collections import Counter, OrderedDict
@@ -26,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.mapped_file import MappedFile, stamp_of
 from elastic_dp.data.columns.null_views import clear_null_views, has_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
@@ -73,7 +75,7 @@ class Arrow:
         self._headers = RowGroupHeaders()
         self._head_of = lru_cache(_HEADS_KNOWN)(_Head.of)
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
+        self._mapped: OrderedDict[ShardKey, MappedFile] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
@@ -140,7 +142,7 @@ class Arrow:
         mapped = self._map(shard, path)
         content = mapped.content.slice(location.start, location.end - location.start)
         table = _decode(head, content, schema.names, is_mapped=True)
-        if _stamp(path) != mapped.stamp:
+        if stamp_of(path) != mapped.stamp:
             raise ObjectRewritten(shard.name)
         return table
 
@@ -149,14 +151,12 @@ class Arrow:
         with self._lock:
             self._mapped.clear()
 
-    def _map(self, shard: ShardAt, path: str) -> _Mapped:
-        stamp = _stamp(path)
+    def _map(self, shard: ShardAt, path: str) -> MappedFile:
         with self._lock:
             mapped = self._mapped.get(shard.key)
-        if mapped is None or mapped.stamp != stamp:
+        if mapped is None or mapped.stamp != stamp_of(path):
+            mapped = MappedFile(path)
             shard.read(0, 1)  # raises if the file has another version than in the index
-            with pa.memory_map(path) as file:
-                mapped = _Mapped(file.read_buffer(), stamp)
         with self._lock:
             self._mapped[shard.key] = mapped
             self._mapped.move_to_end(shard.key)
@@ -179,12 +179,6 @@ class _Head:
     def of(cls, content: bytes) -> _Head:
         schema = pa.ipc.open_stream(stream_of_head(content)).schema
         return cls(content, schema, schema.names, _has_dictionaries(schema), has_views(schema))
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    content: pa.Buffer
-    stamp: tuple[int, ...]  # of the file, taken before it was mapped
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
@@ -304,8 +298,3 @@ def _node_bytes(kind: pa.DataType, length: int) -> int:
     if is_fixed_size(kind):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -21,7 +21,7 @@ def decoding(shard: ShardAt, location: RowGroupLocation) -> Iterator[None]:
     try:
         yield
     except ObjectRewritten as error:
-        raise _rewritten(shard) from error
+        raise _rewritten(shard.name) from error
     except ElasticError:
         raise
     except OSError as error:
@@ -35,12 +35,22 @@ def decoding(shard: ShardAt, location: RowGroupLocation) -> Iterator[None]:
 
 
 @contextmanager
+def copying() -> Iterator[None]:
+    """Within it rows are copied, after they were decoded. A file that was changed meanwhile is a
+    DataError."""
+    try:
+        yield
+    except ObjectRewritten as error:
+        raise _rewritten(str(error)) from error
+
+
+@contextmanager
 def reading_footer(shard: ShardAt) -> Iterator[None]:
     """Within it the footer is read again, after the index was made of it."""
     try:
         yield
     except ObjectRewritten as error:
-        raise _rewritten(shard) from error
+        raise _rewritten(shard.name) from error
     except ElasticError:
         raise
     except Exception as error:  # a decoder may raise anything for damaged content
@@ -54,9 +64,9 @@ def refuse_other_count(found: int, known: int) -> None:
         raise ValueError(f"it has {found} rows, and had {known}")
 
 
-def _rewritten(shard: ShardAt) -> DataError:
+def _rewritten(name: str) -> DataError:
     return DataError(
-        f"{shard.name} was rewritten while the run used it, or is not what the index was "
+        f"{name} was rewritten while the run used it, or is not what the index was "
         "made of; a data set "
         "must not change under a run"
     )

@@ -2,8 +2,8 @@
 the wanted columns.
 
 The footer comes from the index, if that has kept it, and is otherwise read once per process. It is
-cached, and must be the footer that the index was made of. For a local file, open handles are cached
-as well, one for each thread that reads the file at the same time. Nothing is memory mapped, since
+cached, and must be the footer that the index was made of. Arrow's readers are cached as well, one
+for each thread that reads the shard at the same time. Nothing is memory mapped, since
 truncating a mapped file ends the process.
 """
 
@@ -24,6 +24,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.mapped_file import stamp_of
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.encryption import (
@@ -116,17 +117,19 @@ class Parquet:
         if shard.local is not None:
             return self._read_local(shard, shard.local, location, leaves)
         held = _FetchedRanges(shard)
-        footer = self._footer(shard, location, held, None).metadata
-        group = footer.row_group(location.group)
+        kept = self._footer(shard, location, held, None)
+        file, held = self._idle(kept) or (_open(pa.PythonFile(held, mode="r"), kept), held)
+        group = kept.metadata.row_group(location.group)
 
         def fetch(columns: list[str]) -> None:
-            held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
+            numbers = chunk_numbers(kept.metadata, columns)
+            held.fetch([_chunk_range(group.column(c)) for c in numbers])
 
         fetch(leaves)
-        file = pq.ParquetFile(
-            pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
-        )
-        return checked(_read_group(file, location.group, leaves, fetch))
+        table = checked(_read_group(file, location.group, leaves, fetch))
+        held.clear()
+        self._put_back(shard.key, kept, (file, held))
+        return table
 
     def may_match(
         self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
@@ -171,19 +174,17 @@ class Parquet:
     def _read_local(
         self, shard: ShardAt, path: str, location: RowGroupLocation, leaves: list[str]
     ) -> pa.Table:
-        stamp = _stamp(path)
-        kept = self._footer(shard, location, _FetchedRanges(shard), stamp)
-        with self._lock:
-            file = kept.idle.pop() if kept.idle else None
-        file = file or pq.ParquetFile(
-            path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
-        )
+        stamp = stamp_of(path)
+        held = _FetchedRanges(shard)
+        kept = self._footer(shard, location, held, stamp)
+        file, held = self._idle(kept) or (_open(path, kept), held)
         try:
             return checked(_read_group(file, location.group, leaves))
         finally:
-            if _stamp(path) != stamp:
+            if stamp_of(path) != stamp:
                 raise ObjectRewritten(shard.name)
-            self._put_back(shard.key, kept, file)
+            held.clear()
+            self._put_back(shard.key, kept, (file, held))
 
     def _footer(
         self,
@@ -236,9 +237,13 @@ class Parquet:
                 self._forget(next(iter(self._footers)))
         return footer
 
-    def _put_back(self, key: ShardKey, kept: _Footer, file: pq.ParquetFile) -> None:
+    def _idle(self, kept: _Footer) -> _OpenShard | None:
         with self._lock:
-            kept.idle.append(file)
+            return kept.idle.pop() if kept.idle else None
+
+    def _put_back(self, key: ShardKey, kept: _Footer, opened: _OpenShard) -> None:
+        with self._lock:
+            kept.idle.append(opened)
             if key in self._footers:
                 self._footers.move_to_end(key)
             for number, footer in enumerate(reversed(self._footers.values())):
@@ -257,7 +262,7 @@ class _Footer:
     metadata: pq.FileMetaData
     nbytes: int
     stamp: tuple[int, ...] | None  # of the file, before the footer was read
-    idle: list[pq.ParquetFile] = field(default_factory=list)
+    idle: list[_OpenShard] = field(default_factory=list)
 
 
 def _has_floats(kind: pa.DataType) -> bool:
@@ -266,7 +271,8 @@ def _has_floats(kind: pa.DataType) -> bool:
 
 
 class _FetchedRanges:
-    """Byte ranges of a shard, fetched into memory; a file object for Arrow."""
+    """Byte ranges of a shard, fetched into memory; a file object for Arrow. `clear` forgets
+    them."""
 
     closed = False
 
@@ -287,6 +293,9 @@ class _FetchedRanges:
                 joined.append((start, end))
         for start, end in joined:
             self._ranges.append((start, end, memoryview(self._shard.read(start, end))))
+
+    def clear(self) -> None:
+        self._ranges.clear()
 
     def slice(self, start: int, end: int) -> memoryview:
         found = self._find(start, end)
@@ -324,6 +333,17 @@ class _FetchedRanges:
 
     def close(self) -> None:
         self.closed = True
+
+
+# A reader of a shard, and the ranges that it reads, unless the shard is a local file
+_OpenShard = tuple[pq.ParquetFile, _FetchedRanges]
+
+
+def _open(source: Any, footer: _Footer) -> pq.ParquetFile:
+    """A reader. With `pre_buffer` it would have threads of its own, and keep what it has read."""
+    return pq.ParquetFile(
+        source, metadata=footer.metadata, page_checksum_verification=True, pre_buffer=False
+    )
 
 
 def _read_group(
@@ -470,8 +490,3 @@ def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
     return start, start + chunk.total_compressed_size
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_size, found.st_ino
