@@ -84,11 +84,11 @@ class ChunkPacker:
 
     def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
         """Whether a chunk of `rows` rows ends between these two micro-batches."""
-        if following.step < self._together(last.step):
+        if rows + following.rows <= self._rows_at_once and (
+            rows * 2 < self._rows_at_once or not self._parts(last.work, following.work)
+        ):
             return False
-        if rows + following.rows > self._rows_at_once:
-            return True
-        return rows * 2 >= self._rows_at_once and self._parts(last.work, following.work)
+        return following.step >= self._together(last.step)
 
     def _chunk(self, slot: tuple[int, int], micro_batches: list[MicroBatch]) -> Chunk:
         chunk = Chunk((*slot, next(self._numbers)), micro_batches)
@@ -245,14 +245,15 @@ class MicroBatchPlan:
 
     def take(self, step: int, virtual_worker: int) -> MicroBatch | None:
         """Removes a micro-batch for which the caller waits; None if it is not planned."""
-        micro_batch = self.find(step, virtual_worker)
-        if micro_batch is not None:
-            chunk = micro_batch.chunk
-            assert chunk is not None
-            chunk.awaited = True
-            if not chunk.begun:
-                self.push(chunk)
-            self._discard(micro_batch)
+        by_worker = self._steps.get(step)
+        if by_worker is None or (micro_batch := by_worker.get(virtual_worker)) is None:
+            return None
+        chunk = micro_batch.chunk
+        assert chunk is not None
+        chunk.awaited = True
+        if not chunk.begun:
+            self.push(chunk)
+        self._discard(micro_batch)
         return micro_batch
 
     def pass_to(self, step: int) -> list[Key]:
@@ -264,7 +265,8 @@ class MicroBatchPlan:
             steps = [at for at in passed if at in self._steps]
         stale = self.discard([m for at in steps for m in self._steps[at].values()])
         self.step = step
-        self.cursors = {v: max(step, cursor) for v, cursor in self.cursors.items()}
+        if min(self.cursors.values(), default=step) < step:
+            self.cursors = {v: max(step, cursor) for v, cursor in self.cursors.items()}
         return stale
 
     # ------------------------------------------------------------------------- whether to plan more

@@ -223,11 +223,12 @@ class RowGroupReader:
                 self._resident.landed(group, content, nbytes)
                 self.groups_read += 1
                 self._arrived.notify_all()
-                self._work.notify()
                 self._change_limit()
                 content = None  # no reference must remain when the memory is reused
                 ask = self.groups_read % READS_PER_PLAN == 1 and self._may_ask()
                 self._asking |= ask
+                if ask:
+                    self._work.notify()  # another thread goes on; otherwise this one does
             if ask:
                 self._ask_for_more()
 
