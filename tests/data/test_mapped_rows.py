@@ -99,7 +99,7 @@ def test_packed_documents_of_a_file_are_read(tmp_path, read, monkeypatch):
 
 
 def test_a_file_that_is_cut_off_while_the_run_uses_it(tmp_path, read, monkeypatch):
-    """The rows were decoded, and are not copied yet."""
+    """The file is cut off when its rows are decoded and not copied yet."""
     path, take = tmp_path / "a.arrow", RowGroupReader.take
     table = pa.table({"x": READ["int"]})
     with pa.ipc.new_file(path, table.schema) as file:

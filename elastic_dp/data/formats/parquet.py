@@ -340,7 +340,7 @@ _OpenShard = tuple[pq.ParquetFile, _FetchedRanges]
 
 
 def _open(source: Any, footer: _Footer) -> pq.ParquetFile:
-    """With `pre_buffer` it would read through threads of its own, and keep what it has read."""
+    """A reader. With `pre_buffer` it would have threads of its own, and keep what it has read."""
     return pq.ParquetFile(
         source, metadata=footer.metadata, page_checksum_verification=True, pre_buffer=False
     )
