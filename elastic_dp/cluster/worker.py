@@ -196,7 +196,7 @@ class Worker:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        gang, size = self._gang(), self._spec.scaling.processes_per_worker
+        gang = self._gang()
         try:
             data = open_data(
                 self._spec.data,
@@ -211,7 +211,7 @@ class Worker:
         self._session = WorkerSession(
             spec=self._spec,
             worker=self.identity,
-            data=data if gang is None else ProcessBatches(data, 0, size),
+            data=data if gang is None else ProcessBatches(data, gang),
             device=device,
             connects_devices=has_own_communicator(
                 self._spec.scaling.resources_per_worker.get("GPU", 0)
@@ -235,7 +235,7 @@ class Worker:
                 self._control,
                 self.identity,
                 self._job.secret,
-                self._spec.scaling.processes_per_worker,
+                self._spec.scaling,
                 is_source=self._is_source,
                 stores=self._job.url is not None,
             )

@@ -82,8 +82,8 @@ class JobSpec:
     @property
     def micro_batches_by_step(self) -> dict[int, int]:
         """The number of micro-batches, keyed as `ScalingConfig.virtual_workers_by_step`: each
-        process has its own, and each inner step."""
-        each = self.scaling.processes_per_worker * (self.inner_steps or 1)
+        process has its own, unless they share rows, and each inner step."""
+        each = self.scaling.data_parallel_processes * (self.inner_steps or 1)
         numbers = self.scaling.virtual_workers_by_step
         return {step: each * number for step, number in numbers.items()}
 

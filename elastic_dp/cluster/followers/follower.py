@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from elastic_dp.config import JobSpec
+from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.local_mesh import LOOPBACK, open_local_mesh
@@ -46,7 +46,7 @@ def lead(
     control: LeaderControl,
     identity: WorkerId,
     secret: bytes,
-    size: int,
+    scaling: ScalingConfig,
     *,
     is_source: bool,
     stores: bool,
@@ -56,7 +56,9 @@ def lead(
     port = open_rendezvous_store(LOOPBACK, secret).port
     told = {"port": port, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
-    return Gang(0, size, open_local_mesh(_meeting(identity, port, secret), 0, size), control)
+    size, shared = scaling.processes_per_worker, scaling.tensor_parallel_size
+    mesh = open_local_mesh(_meeting(identity, port, secret), 0, size)
+    return Gang(0, size, mesh, control, tensor_parallel_size=shared)
 
 
 def follow(
@@ -82,7 +84,8 @@ def follow(
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
     mesh = open_local_mesh(_meeting(identity, told["port"], secret), number, size)
-    gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
+    shared = spec.scaling.tensor_parallel_size
+    gang = Gang(number, size, mesh, control, told["stores"], shared)
     try:
         data = open_data(
             spec.data,
@@ -95,7 +98,7 @@ def follow(
     session = WorkerSession(
         spec=spec,
         worker=identity,
-        data=ProcessBatches(data, number, size),
+        data=ProcessBatches(data, gang),
         device=torch.device("cpu"),
         connects_devices=False,
         link=link,

@@ -86,6 +86,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "staleness": spec.staleness,
         "inner_steps": spec.inner_steps,
         "processes_per_worker": spec.scaling.processes_per_worker,
+        "tensor_parallel_size": spec.scaling.tensor_parallel_size,
     }
 
 
