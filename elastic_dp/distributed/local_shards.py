@@ -58,12 +58,12 @@ def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tens
     return whole.narrow(placement.dim, 0, 0)
 
 
-def placed_like(gradient: Any, parameter: torch.Tensor) -> Any:
+def placed_like(gradient: Any, parameter: Any) -> Any:
     """Returns a gradient that is sharded as its parameter is. torch leaves that of a replicated
     parameter with parts of a sequence as terms of a sum, which all processes add up here."""
-    if not is_sharded(gradient) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+    if not is_sharded(gradient) or gradient.placements == parameter.placements:
         return gradient
-    return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _is_divided(p: Any, gang: Gang) -> bool:
 
     (placement,) = p.placements if len(p.placements) == 1 else (None,)
     divided = placement is not None and (type(placement) is Shard or placement.is_replicate())
-    return divided and p.device_mesh == gang.mesh
+    return bool(divided and p.device_mesh == gang.mesh)
 
 
 def _refuse_shards(model: nn.Module) -> None:
