@@ -199,7 +199,7 @@ class Worker:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        gang, size = self._gang(device), self._spec.scaling.processes_per_worker
+        gang = self._gang(device)
         try:
             data = open_data(
                 self._spec.data,
@@ -214,7 +214,7 @@ class Worker:
         self._session = WorkerSession(
             spec=self._spec,
             worker=self.identity,
-            data=data if gang is None else ProcessBatches(data, 0, size),
+            data=data if gang is None else ProcessBatches(data, gang),
             device=device,
             connects_devices=connects_devices(self._spec, self._job.shares_gpu),
             link=self._link,
@@ -236,7 +236,7 @@ class Worker:
                 self._control,
                 self.identity,
                 self._job.secret,
-                self._spec.scaling.processes_per_worker,
+                self._spec.scaling,
                 device,
                 is_source=self._is_source,
                 stores=self._job.url is not None,

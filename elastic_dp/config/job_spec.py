@@ -83,9 +83,10 @@ class JobSpec:
     @property
     def micro_batches_by_step(self) -> dict[int, int]:
         """The numbers of micro-batches, by the step after which they hold, in order: each process
-        has its own, and each inner step."""
+        has its own, unless they share rows, and each inner step."""
         virtual, inner = self.scaling.virtual_workers_by_step, self.inner_steps_by_step
-        processes, steps = self.scaling.processes_per_worker, sorted(virtual.keys() | inner.keys())
+        processes = self.scaling.data_parallel_processes
+        steps = sorted(virtual.keys() | inner.keys())
         return {step: processes * _holding(virtual, step) * _holding(inner, step) for step in steps}
 
     @property

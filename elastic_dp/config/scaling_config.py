@@ -45,6 +45,8 @@ class ScalingConfig:
       sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
       times V micro-batches. It is fixed at the run's first start. On GPUs each process has one, so
       "GPU" is the same number.
+    - `tensor_parallel_size`: so many processes of a worker have the same rows, for torch's
+      `parallelize_module`: 1, or `processes_per_worker`. It is fixed at the run's first start.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
       the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
@@ -76,6 +78,7 @@ class ScalingConfig:
     warm_processes: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
+    tensor_parallel_size: int = 1
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
@@ -99,6 +102,7 @@ class ScalingConfig:
         whole_number("ScalingConfig.warm_processes", self.warm_processes, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
+        self._check_tensor_parallel()
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
@@ -154,6 +158,23 @@ class ScalingConfig:
                 "to train on CPUs"
             )
 
+    def _check_tensor_parallel(self) -> None:
+        size, processes = self.tensor_parallel_size, self.processes_per_worker
+        whole_number("ScalingConfig.tensor_parallel_size", size, 1)
+        if size == 1:
+            return
+        if size != processes:
+            raise SpecError(
+                f"ScalingConfig.tensor_parallel_size is {size} and processes_per_worker is "
+                f"{processes}: all processes of a worker have the same rows, or none (1). "
+                "Tensor parallelism together with fully_shard does not work yet"
+            )
+        if self.resources_per_worker.get("GPU"):
+            raise SpecError(
+                f"ScalingConfig.tensor_parallel_size is {size}, which does not work on GPUs yet: "
+                'leave "GPU" out of resources_per_worker'
+            )
+
     def _check_label_selector(self) -> None:
         selector = self.label_selector
         if not isinstance(selector, Mapping) or not all(
@@ -200,6 +221,11 @@ class ScalingConfig:
     def grows(self) -> bool:
         """Whether the number of virtual workers changes with the step."""
         return len(self.virtual_workers_by_step) > 1
+
+    @property
+    def data_parallel_processes(self) -> int:
+        """How many processes, or groups of processes, of a worker have rows of their own."""
+        return self.processes_per_worker // self.tensor_parallel_size
 
     @property
     def num_threads(self) -> int:

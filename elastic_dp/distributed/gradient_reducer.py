@@ -21,7 +21,7 @@ The invariants are:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.leaf_square import LeafSquare
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
-from elastic_dp.distributed.local_shards import is_sharded, local_of, sharded_like
+from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like, sharded_like
 from elastic_dp.distributed.memory_shortage import allocate_buffers, are_large
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -396,16 +396,14 @@ class GradientReducer:
 
         The gradients are valid until the next `begin` or `open`.
         """
+        for flag, (p, view) in zip(used, self.totals(), strict=True):
+            gradient = sharded_like(view, p) if self._sharded else view
+            p.grad = gradient if flag else None
+
+    def totals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yields the parameters in layout order, each with its finished sum."""
         for exchange in self._exchanges:
-            bucket = exchange.bucket
-            for i, p, view in zip(
-                range(bucket.first, bucket.last),
-                bucket.parameters,
-                exchange.total_views,
-                strict=True,
-            ):
-                gradient = sharded_like(view, p) if self._sharded else view
-                p.grad = gradient if used[i] else None
+            yield from zip(exchange.bucket.parameters, exchange.total_views, strict=True)
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -438,6 +436,7 @@ class GradientReducer:
                 return
             gradient = parameter.grad
             if self._sharded:
+                parameter.grad = gradient = placed_like(gradient, parameter)
                 gradient = local_of(gradient)
             if gradient is not None and gradient.is_sparse:
                 name = self._names[parameter]

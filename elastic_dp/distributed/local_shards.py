@@ -19,6 +19,11 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def is_replicated(tensor: Any) -> bool:
+    """Returns whether each process of a worker has the whole of this tensor."""
+    return not is_sharded(tensor) or all(p.is_replicate() for p in tensor.placements)
+
+
 def local_of(tensor: Any) -> Any:
     """Returns the local part of a `DTensor`, and everything else as it is."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -72,8 +77,16 @@ def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tens
         return whole
     parts = torch.chunk(whole, size, placement.dim)
     if process < len(parts):
-        return parts[process]
+        return parts[process].contiguous()  # as the local part of a tensor is
     return whole.narrow(placement.dim, 0, 0)
+
+
+def placed_like(gradient: Any, parameter: Any) -> Any:
+    """Returns a gradient that is sharded as its parameter is. torch leaves that of a replicated
+    parameter with parts of a sequence as terms of a sum, which all processes add up here."""
+    if not is_sharded(gradient) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,8 @@ class TrainContext:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes of this worker, as a one-dimensional mesh for torch's `fully_shard`.
+        """The processes of this worker, as a one-dimensional mesh for torch's `fully_shard` or
+        `parallelize_module`.
 
         Raises SpecError if `ScalingConfig.processes_per_worker` is 1.
         """

@@ -15,6 +15,9 @@ CHANNEL_TESTS = "tests/train/gang/test_process_channel.py"
 RUN_TESTS = "tests/train/test_gangs.py"
 REFUSED = f"{RUN_TESTS}::test_job_that_cannot_run_ends_with_its_error"
 SAME_ROWS = f"{RUN_TESTS}::test_gang_trains_as_one_process_does_on_the_same_rows"
+TP_TESTS = "tests/train/test_tensor_parallel.py"
+REFUSED_TP = f"{TP_TESTS}::test_job_that_cannot_run_with_the_same_rows_ends_with_its_error"
+AS_ONE = f"{TP_TESTS}::test_gang_with_the_same_rows_trains_as_one_process_does"
 
 GANG_MUTANTS = [
     ModuleMutant(
@@ -59,7 +62,7 @@ GANG_MUTANTS = [
     ),
     ModuleMutant(
         "a parameter that nobody averages is taken for one of fully_shard",
-        "check_gang",
+        "_check_fully_sharded",
         "p not in gathered",
         "False",
         module="elastic_dp.train.gang.gang_checks",
@@ -68,19 +71,77 @@ GANG_MUTANTS = [
     ),
     ModuleMutant(
         "the processes of a worker have the same rows",
-        "ProcessBatches._key",
-        "virtual_worker * self._size + self._number",
-        "virtual_worker * self._size",
+        "ProcessBatches.batch",
+        "self._key(virtual_worker)",
+        "virtual_worker",
         module="elastic_dp.train.step.process_batches",
         caught_by=SAME_ROWS,
     ),
     ModuleMutant(
         "the processes of a worker draw the same random numbers",
-        "Gang.key",
-        "virtual_worker * self.size + self.number",
-        "virtual_worker * self.size",
-        module="elastic_dp.train.gang.gang",
+        "MicroBatchRunner.__init__",
+        "gang.key if gang is not None else int",
+        "int",
+        module="elastic_dp.train.step.micro_batch",
         caught_by=SAME_ROWS,
+    ),
+    ModuleMutant(
+        "a parameter that all processes have counts in the norm for each of them",
+        "CommittedGradients.__init__",
+        "not is_replicated(p)",
+        "True",
+        module="elastic_dp.train.step.committed_gradients",
+        caught_by=AS_ONE,
+    ),
+    ModuleMutant(
+        "losses of processes with the same rows count for each of them",
+        "StepRunner._attempt",
+        "1 if self.gang is None else self.gang.data_parallel_size",
+        "1 if self.gang is None else self.gang.size",
+        module="elastic_dp.train.step.step_runner",
+        caught_by=AS_ONE,
+    ),
+    ModuleMutant(
+        "losses of processes with the same rows are not compared",
+        "_check_losses",
+        "(one.loss, one.weight) != (other.loss, other.weight)",
+        "False",
+        module="elastic_dp.train.step.gang_step",
+        caught_by=f"{REFUSED_TP}[with_other_losses-the loss of step 1 on virtual worker 0 is]",
+        is_slow=True,
+    ),
+    ModuleMutant(
+        "gradients of a parameter that all processes have are not compared",
+        "check_replicated",
+        "name is not None",
+        "False",
+        module="elastic_dp.train.step.gang_step",
+        caught_by=(
+            f"{REFUSED_TP}[with_heads_that_are_normalized_apart-"
+            "different gradients for model.layer.head_norm.]"
+        ),
+        is_slow=True,
+    ),
+    ModuleMutant(
+        "values of a parameter that all processes have are not compared",
+        "_check_tensor_parallel",
+        "differing is not None",
+        "False",
+        module="elastic_dp.train.gang.gang_checks",
+        caught_by=f"{REFUSED_TP}[with_other_values-model.norm.bias is not sharded over ctx.mesh]",
+        is_slow=True,
+    ),
+    ModuleMutant(
+        "gradients that came as terms of a sum are not added up",
+        "placed_like",
+        "gradient.placements == parameter.placements",
+        "True",
+        module="elastic_dp.distributed.local_shards",
+        caught_by=(
+            f"{TP_TESTS}::"
+            "test_sequence_parallelism_and_a_loss_of_sharded_logits_train_as_one_process_does"
+        ),
+        is_slow=True,
     ),
 ]
 

@@ -184,15 +184,16 @@ def test_run_that_was_stopped_goes_on_with_another_number_of_gangs(
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path))
     assert (outcome.step, outcome.digest) == (STEPS, undisturbed.digest), losses_of(run)
-    assert digest_of_export(str(tmp_path)) == undisturbed.digest
+    assert digest_of_export(str(tmp_path), classifier()) == undisturbed.digest
 
 
-def digest_of_export(url: str) -> str:
-    """Returns the digest of the weights in a file that is exported from the newest checkpoint."""
+def digest_of_export(url: str, model: nn.Module) -> str:
+    """Returns the digest of the weights in a file that is exported from the newest checkpoint of
+    this model."""
     catalog, file = Catalog(Store(url)), f"{url}/exported.safetensors"
     export(catalog, catalog.read(catalog.names()[-1]), file)
     exported, digest = safetensors.torch.load_file(file), hashlib.sha256()
-    for name, p in classifier().named_parameters():
+    for name, p in model.named_parameters():
         digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
         digest.update(exported[name].numpy().tobytes())
     return digest.hexdigest()
@@ -232,7 +233,7 @@ def in_parts(ctx: Any) -> None:
         pass
 
 
-def tensor_parallel(ctx: Any) -> None:
+def tensor_parallel_with_other_rows(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False))
     parallel.parallelize_module(
         model, ctx.mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
@@ -318,7 +319,7 @@ def raises_on_one(ctx: Any) -> None:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (not_sharded, "not sharded over ctx.mesh"),
-                (tensor_parallel, "tensor parallelism"),
+                (tensor_parallel_with_other_rows, "set ScalingConfig.tensor_parallel_size"),
                 (partly_replicated, "1.bias is a DTensor over ctx.mesh, but not one of"),
                 (other_layers_for_other_rows, "runs other layers for other rows"),
                 (evaluates_on_one, "all processes of a worker must run the same program"),

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 
 from elastic_dp.cluster.worker_device import pick_device
-from elastic_dp.config import JobSpec
+from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
@@ -51,7 +51,7 @@ def lead(
     control: LeaderControl,
     identity: WorkerId,
     secret: bytes,
-    size: int,
+    scaling: ScalingConfig,
     device: torch.device,
     *,
     is_source: bool,
@@ -63,8 +63,10 @@ def lead(
     port = open_rendezvous_store(LOOPBACK, secret).port
     told = {"port": port, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
+    size, shared = scaling.processes_per_worker, scaling.tensor_parallel_size
     meet = _meeting(identity, port, secret)
-    return Gang(0, size, open_local_mesh(meet, 0, size, device, shares_gpu=shares_gpu), control)
+    mesh = open_local_mesh(meet, 0, size, device, shares_gpu=shares_gpu)
+    return Gang(0, size, mesh, control, tensor_parallel_size=shared)
 
 
 def follow(
@@ -95,7 +97,8 @@ def follow(
     told = json.loads(control.exchange(b"")[0])
     meet = _meeting(identity, told["port"], secret)
     mesh = open_local_mesh(meet, number, size, device, shares_gpu=shares_gpu)
-    gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
+    shared = spec.scaling.tensor_parallel_size
+    gang = Gang(number, size, mesh, control, told["stores"], shared)
     try:
         data = open_data(
             spec.data,
@@ -109,7 +112,7 @@ def follow(
     session = WorkerSession(
         spec=spec,
         worker=identity,
-        data=ProcessBatches(data, number, size),
+        data=ProcessBatches(data, gang),
         device=device,
         connects_devices=connects_devices(spec, shares_gpu),
         link=link,

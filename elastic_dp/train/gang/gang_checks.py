@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from elastic_dp.distributed.local_shards import is_sharded, local_of
+from elastic_dp.distributed.local_shards import is_replicated, is_sharded, local_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.gang.gang import Gang
 
@@ -21,6 +22,23 @@ def check_gang(gang: Gang | None, given: Any) -> None:
     if gang is None:
         _refuse_shards(model)
         return
+    if gang.shares_rows:
+        _check_tensor_parallel(gang, model)
+    else:
+        _check_fully_sharded(gang, model)
+    if given.precision == "fp16":
+        raise SpecError(
+            'precision="fp16" scales the loss, which does not work with processes_per_worker; '
+            'use "bf16"'
+        )
+    if given.noise_scale_every is not None:
+        raise SpecError(
+            "noise_scale_every needs the whole gradient, of which each process has a part with "
+            "processes_per_worker: leave out one of the two"
+        )
+
+
+def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if getattr(p, "device_mesh", None) != gang.mesh:
             raise ModelError(
@@ -35,11 +53,12 @@ def check_gang(gang: Gang | None, given: Any) -> None:
             )
     from torch.distributed.fsdp import FSDPModule  # takes a second, and few jobs need it
 
-    if not isinstance(given.model, FSDPModule):
+    if not isinstance(model, FSDPModule):
         raise ModelError(
             "the model is not one that fully_shard has returned. Each process of a worker has rows "
-            "of its own, so the gradients must be averaged among them, as fully_shard does; tensor "
-            "parallelism, in which all have the same rows, does not work yet"
+            "of its own, so the gradients must be averaged among them, as fully_shard does; for "
+            "tensor parallelism, in which all have the same rows, set "
+            "ScalingConfig.tensor_parallel_size"
         )
     gathered = _gathered_by_fully_shard(model)
     for name, p in model.named_parameters():
@@ -49,16 +68,49 @@ def check_gang(gang: Gang | None, given: Any) -> None:
                 "ignored_params or tensor parallelism: its gradient would not be averaged among "
                 "the processes of a worker, which have different rows. Let fully_shard have it"
             )
-    if given.precision == "fp16":
-        raise SpecError(
-            'precision="fp16" scales the loss, which does not work with processes_per_worker; '
-            'use "bf16"'
+
+
+def _check_tensor_parallel(gang: Gang, model: nn.Module) -> None:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import
+    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
+        raise ModelError(
+            "the model is one of fully_shard, which averages gradients among processes with "
+            "different rows, and with tensor_parallel_size all have the same rows: leave out one "
+            "of the two"
         )
-    if given.noise_scale_every is not None:
-        raise SpecError(
-            "noise_scale_every needs the whole gradient, of which each process has a part with "
-            "processes_per_worker: leave out one of the two"
+    for name, p in model.named_parameters():
+        if is_sharded(p) and not _is_divided(p, gang):
+            raise ModelError(
+                f"model.{name} is a DTensor, but neither sharded nor replicated over ctx.mesh: "
+                "call parallelize_module(model, ctx.mesh, plan)"
+            )
+    if all(map(is_replicated, model.parameters())):
+        raise ModelError(
+            "no parameter of the model is sharded over ctx.mesh, so all processes of a worker "
+            "would compute the same: call parallelize_module(model, ctx.mesh, plan) before the "
+            "optimizer is made"
         )
+    buffers = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        if is_sharded(buffer):
+            raise ModelError(
+                f"the buffer model.{name} is a DTensor, which does not work: register a plain one"
+            )
+    whole = {name: p for name, p in model.named_parameters() if is_replicated(p)}
+    differing = gang.differing(whole | buffers)
+    if differing is not None:
+        raise ModelError(
+            f"model.{differing} is not sharded over ctx.mesh, and the processes of a worker begin "
+            "with different values: make the model with the same random numbers in all of them"
+        )
+
+
+def _is_divided(p: Any, gang: Gang) -> bool:
+    from torch.distributed.tensor import Shard  # takes a second, and few jobs have one
+
+    (placement,) = p.placements if len(p.placements) == 1 else (None,)
+    divided = placement is not None and (type(placement) is Shard or placement.is_replicate())
+    return bool(divided and p.device_mesh == gang.mesh)
 
 
 def _refuse_shards(model: nn.Module) -> None:

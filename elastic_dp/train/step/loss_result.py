@@ -10,6 +10,7 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import outside_graphs
+from elastic_dp.distributed.local_shards import whole_of
 from elastic_dp.errors import LossError
 
 # Weights multiply gradients, mostly in float32. Only their ratios matter, so they need not come
@@ -42,7 +43,7 @@ def parse_loss(
             "the micro-batch, e.g. "
             "loss.mean()"
         )
-    number = _number(weight)
+    number = _number(whole_of(weight))
     if number is None or not 0 <= number <= LARGEST_WEIGHT:
         what = _described(weight) if number is None else number
         raise LossError(
@@ -55,7 +56,7 @@ def parse_loss(
         raise LossError(
             f"the metrics are {_described(metrics)}, must be a mapping of names to numbers"
         )
-    return loss.reshape(()), number, _numbers(metrics, unread)
+    return whole_of(loss).reshape(()), number, _numbers(metrics, unread)
 
 
 def total_weight(step: int, results: Iterable[Any]) -> float:
@@ -86,7 +87,8 @@ def _numbers(
     metrics: Mapping[Any, Any], unread: dict[str | None, torch.Tensor] | None
 ) -> dict[str, float]:
     numbers = {}
-    for key, value in metrics.items():
+    for key, given in metrics.items():
+        value = whole_of(given)  # `float` of a DTensor may be that of a part
         if unread is not None and _is_on_device(value):
             numbers[str(key)], unread[str(key)] = math.nan, outside_graphs(value.detach())
             continue

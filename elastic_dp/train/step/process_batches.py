@@ -1,7 +1,7 @@
 """The micro-batches of one process of a worker.
 
 The data set is opened for N times as many virtual workers as the job has, if a worker has N
-processes: process i runs micro-batch v * N + i for virtual worker v.
+processes with rows of their own: process i runs micro-batch v * N + i for virtual worker v.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.step.batch_source import BatchSource
 
 
 class ProcessBatches:
-    """Implements `BatchSource` for process `number` of `size`."""
+    """Implements `BatchSource` for one process."""
 
-    def __init__(self, data: BatchSource, number: int, size: int) -> None:
-        self._data, self._number, self._size = data, number, size
+    def __init__(self, data: BatchSource, gang: Gang) -> None:
+        self._data, self._key = data, gang.key
         self.fingerprint, self.steps_per_epoch = data.fingerprint, data.steps_per_epoch
-
-    def _key(self, virtual_worker: int) -> int:
-        return virtual_worker * self._size + self._number
 
     def steps_of(self, epochs: int) -> int:
         return self._data.steps_of(epochs)

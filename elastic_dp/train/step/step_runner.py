@@ -50,7 +50,7 @@ from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.delayed_gradient import DelayedGradient
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
-from elastic_dp.train.step.gang_step import record_of_gang, refuse_change
+from elastic_dp.train.step.gang_step import check_replicated, record_of_gang, refuse_change
 from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
@@ -286,7 +286,7 @@ class StepRunner:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self.micro_batches.counting(step, header.results, self.data.describe)
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
-        expected *= 1 if self.gang is None else self.gang.size  # `fully_shard` takes the mean
+        expected *= 1 if self.gang is None else self.gang.data_parallel_size  # `fully_shard`'s mean
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         factor = own if self.delayed is None else self.delayed.previous.factor
         buffers = self._exchange_buffers(step, header.changed)
@@ -315,6 +315,7 @@ class StepRunner:
                 f"the gradient of step {at} is not finite although every loss is; the rows were: "
                 + "; ".join(self.data.describe(at, v) for v in sorted(results)[:4])
             )
+        check_replicated(self.gang, step, self.state.parameters, self.sums)
         group.check()
         self.speed.end_step()
         self.pass_point("before_commit", step)
@@ -401,7 +402,7 @@ class StepRunner:
             connected=on_device.connected if on_device is not None and connects else None,
             why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
-        self._header.launch(record_of_gang(self.gang, header, self.gradients.order))
+        self._header.launch(record_of_gang(self.gang, step, header, self.gradients.order))
         self.pass_point("header", step)
         return len(header.used), len(header.changed)
 
