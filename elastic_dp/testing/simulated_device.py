@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -104,13 +105,13 @@ class _ReadGuard(TorchFunctionMode):
     """Refuses the ways to the host that are no operation where a tensor is there already."""
 
     READS = frozenset({"cpu", "numpy", "tolist", "to"})
-    ALLOWED = frozenset({"_clip_grads_with_norm_"})  # torch's: to the device of the gradients
+    ALLOWED = clip_grad.__file__  # torch's clipping: from one device of gradients to another
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in self.READS and sys._getframe(1).f_code.co_name not in self.ALLOWED:
+        if name in self.READS and sys._getframe(1).f_code.co_filename != self.ALLOWED:
             raise ReadBeforeEvent(f"Tensor.{name} before the event has passed")
         return func(*args, **(kwargs or {}))
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import formed_of, group, local, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
-from tests.train.jobs import batch_norm, classifier, cross_entropy
+from tests.train.jobs import batch_norm, classifier, cross_entropy, loop
 from tests.train.test_finished_work import counted, dies_last, passes
 from tests.train.test_growing_batch import job
 from tests.train.test_inner_steps import (
@@ -121,6 +123,36 @@ def test_lost_worker_beside_a_change_only_the_leaves_that_are_needed_run_again(
     assert outcome.workers_lost == 1
     assert sum(passes(tmp_path, step).values()) == 12 + again
     assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
+def trains_by_sgd(ctx: Any) -> None:
+    """What the simulated device can compute as a GPU does: it queues random numbers and counts of
+    steps, too, and computes running statistics twice."""
+
+    def inner(model: nn.Module, step: int) -> torch.optim.SGD:
+        return torch.optim.SGD(model.parameters(), lr=0.05 / step, momentum=0.9)
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    if ctx.config["inner"]:
+        loop(ctx, model, outer(model), inner_optimizer=inner, inner_clip_norm=1.0)
+    else:
+        loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clip_norm=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [LATE, INSIDE, BOTH], ids=NAMES)
+@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit"])
+@pytest.mark.parametrize("step", [5, 9])
+def test_change_on_a_simulated_device_has_the_same_bits_after_a_kill(
+    step, point, schedules, tmp_path
+):
+    spec = spec_with(schedules, min_workers=2)
+    spec.config["inner"] = "inner_steps" in schedules
+    dead = WorkerFault(point, step=step, rank=2, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, trains_by_sgd, faults=(dead,), device=SimulatedDevice())
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, trains_by_sgd).digest
 
 
 @pytest.mark.slow
