@@ -49,12 +49,18 @@ def whole_of(tensor: Any) -> Any:
         return mine
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for process in range(dist.get_world_size(group)):
-        part, arrived = part_of(whole, tensor, process), mine
+        part, arrived = _view_of(whole, tensor, process), mine
         if process > 0 and part.numel():
             arrived = torch.empty_like(part, memory_format=torch.contiguous_format)
             dist.recv(arrived, process, group)
         part.copy_(arrived)
     return whole
+
+
+def gathered(tensor: Any) -> Any:
+    """Returns the whole of a `DTensor` in each of the processes that hold it, which all call this,
+    and everything else as it is."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -68,17 +74,16 @@ def reshard(model: torch.nn.Module) -> None:
 
 def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tensor:
     """Returns the part of `whole` that a process would hold, if it were sharded as `like` is, over
-    a mesh of one dimension."""
-    if not is_sharded(like):
-        return whole
-    given: Any = like
-    (placement,), size = given.placements, given.device_mesh.size()
+    a mesh of one dimension. It is contiguous, as the local part of a tensor is."""
+    return _view_of(whole, like, process).contiguous() if is_sharded(like) else whole
+
+
+def _view_of(whole: torch.Tensor, like: Any, process: int) -> torch.Tensor:
+    (placement,), size = like.placements, like.device_mesh.size()
     if not placement.is_shard():
         return whole
     parts = torch.chunk(whole, size, placement.dim)
-    if process < len(parts):
-        return parts[process].contiguous()  # as the local part of a tensor is
-    return whole.narrow(placement.dim, 0, 0)
+    return parts[process] if process < len(parts) else whole.narrow(placement.dim, 0, 0)
 
 
 def placed_like(gradient: Any, parameter: Any) -> Any:

@@ -169,8 +169,8 @@ DEVICE_MUTANTS = [
     ModuleMutant(
         "the error of a launch keeps its communicator",
         "GradientReducer.close",
-        "self._error = None",
-        "pass",
+        "self._plan = self._error = None",
+        "self._plan = None",
         module="elastic_dp.distributed.gradient_reducer",
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_gradients_of_a_generation_that_was_left_keep_no_error_of_its_communicator",
@@ -578,7 +578,7 @@ DEVICE_MUTANTS = [
     ),
     ModuleMutant(
         "parts on the host are taken for those of a device",
-        "check_gang",
+        "_check_fully_sharded",
         "local_of(p).device.type != gang.mesh.device_type",
         "False",
         module="elastic_dp.train.gang.gang_checks",

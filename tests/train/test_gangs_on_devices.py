@@ -151,7 +151,7 @@ def test_worker_is_connected_when_the_devices_of_all_its_processes_are(
     exchange: Any = Told(Order().digest() + second.to_bytes())
     order: Any = Order()
     gang = Gang(0, 2, None, exchange)  # type: ignore[arg-type]
-    record = record_of_gang(gang, MemberHeader(**nothing, connected=True), order)
+    record = record_of_gang(gang, 1, MemberHeader(**nothing, connected=True), order)
     whole = StepHeader.of([record], 0, 0)
     assert (whole.connected, whole.why_not) == (all_are, second.why_not)
 

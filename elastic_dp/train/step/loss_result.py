@@ -10,7 +10,7 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import outside_graphs
-from elastic_dp.distributed.local_shards import whole_of
+from elastic_dp.distributed.local_shards import gathered
 from elastic_dp.errors import LossError
 
 # Weights multiply gradients, mostly in float32. Only their ratios matter, so they need not come
@@ -43,7 +43,7 @@ def parse_loss(
             "the micro-batch, e.g. "
             "loss.mean()"
         )
-    number = _number(whole_of(weight))
+    number = _number(gathered(weight))
     if number is None or not 0 <= number <= LARGEST_WEIGHT:
         what = _described(weight) if number is None else number
         raise LossError(
@@ -56,7 +56,7 @@ def parse_loss(
         raise LossError(
             f"the metrics are {_described(metrics)}, must be a mapping of names to numbers"
         )
-    return whole_of(loss).reshape(()), number, _numbers(metrics, unread)
+    return gathered(loss).reshape(()), number, _numbers(metrics, unread)
 
 
 def total_weight(step: int, results: Iterable[Any]) -> float:
@@ -88,7 +88,7 @@ def _numbers(
 ) -> dict[str, float]:
     numbers = {}
     for key, given in metrics.items():
-        value = whole_of(given)  # `float` of a DTensor may be that of a part
+        value = gathered(given)  # `float` of a DTensor may be that of a part
         if unread is not None and _is_on_device(value):
             numbers[str(key)], unread[str(key)] = math.nan, outside_graphs(value.detach())
             continue

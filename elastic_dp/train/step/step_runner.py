@@ -495,7 +495,6 @@ class StepRunner:
         self.state.optimizer.step()
 
     def complete_record(self) -> None:
-        """Adds the norm of the last committed step's gradients to its record, unless it is there
-        or they are gone."""
+        """Adds the norm of the last step's gradients to its record, unless they are gone."""
         if self.state.record is not None:
             self.committed.complete(self.state.record)

@@ -464,11 +464,12 @@ def sharing(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_state_that_user_code_writes_or_reads_is_an_error():
     member = new_member()
     (p, *_) = member.parameters.values()
-    assert member.optimizer.state[p] == {}  # a look is none
+    with pytest.raises(LoopError, match=r"optimizer\.state was read.*load_state"):
+        _ = member.optimizer.state[p]
     enter([member], Member.attempt)
     with pytest.raises(LoopError, match=r"optimizer\.state_dict\(\) was called.*load_state"):
         member.optimizer.state_dict()
-    member.optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+    member.optimizer.state[p] = {"exp_avg": torch.zeros_like(p)}
     with pytest.raises(LoopError, match=r"state was written to.*before the loop"):
         member.sharding.begin()
 
