@@ -4,11 +4,13 @@ learns the source of Python's standard library with and without them, from the s
     python -m benchmarks.compression_loss [--seeds 5] [--steps 1000] [--draw] [--quick]
 
 The model is that of `jobs/gpt.py`. Each seed draws its own initial weights and order of rows. Steps
-are those of equal tokens: with `inner_steps` they are inner steps. The loss at the end is that of
-the final weights on rows that no run trains on, so it means the same for each setting. Each
-training is written down when it is over, and a run that was cut off goes on from there. Draws
-`docs/assets/compression.svg`; drawing needs matplotlib (`pip install 'elastic_dp[bench]'`). Ends
-with 1 if the mean loss at the end differs by more than the standard deviation of the seeds.
+are those of equal tokens: with `inner_steps` they are inner steps. Delays and inner steps come
+behind an ordinary beginning, and the moments of the inner optimizer go on, in buffers. The loss at
+the end is that of the final weights on rows that no run trains on, so it means the same for each
+setting. Each training is written down when it is over, and a run that was cut off goes on from
+there. `--draw` makes `docs/assets/compression.svg`, and needs matplotlib (`pip install
+'elastic_dp[bench]'`). Ends with 1 if the mean loss at the end differs by more than the standard
+deviation of the seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,47 +32,53 @@ import torch
 from torch import nn
 
 import elastic_dp as edp
-from benchmarks.compression import SETTINGS, argument, inner_steps, measured
 from benchmarks.report import add_quick, exit_code, recorded, write
 from jobs.gpt import CACHE, GPT, loss_fn, write_shards
 
 NAME = "compression_loss"
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "compression.svg"
 WIDTH, HEADS, LAYERS = 160, 4, 3  # of the model: 1.03 million parameters
-WARM_UP = 100  # batches
-MOMENTS = ("exp_avg", "exp_avg_sq")  # as the optimizer names them
+WARM_UP = 0.2  # a part of the run
 BETA = 0.9  # of its momentum
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as the optimizer names them
 WINDOW = 40  # batches whose mean training loss is a point of a curve
 HELD_OUT, HELD_OUT_EVERY = 512, 40  # rows, and how far apart they are
+INNER_STEPS = 8
 Rates = dict[str, float]
-# The best of those that were tried with one seed and 500 steps: docs/slow-links.md lists them.
+# By setting, the best of those that were tried: docs/slow-links.md lists them. `ordinary`: the part
+# of the run before it begins.
 RATES: dict[str, Rates] = {
-    "None": {"lr": 1e-3},
-    "delayed": {"lr": 7e-4},
-    "inner": {"lr": 1e-3, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "int8": {"lr": 1e-3},
-    "bf16": {"lr": 1e-3},
+    "None": {"lr": 2e-3},
+    "bf16": {"lr": 2e-3},
+    "int8": {"lr": 2e-3},
+    "delayed": {"lr": 2e-3, "ordinary": 0.6},
+    "inner": {"lr": 2.8e-3, "ordinary": 0.3},
 }
-LOOKS: tuple[tuple[str, str, Any], ...] = (
-    ("None", "#9aa0a6", "-"),
-    ("bf16", "#1a73e8", "--"),
-    ("int8", "#d93025", ":"),
-    ("delayed", "#188038", "-."),
-    ("inner", "#9334e6", (0, (5, 1))),
-)
+LOOKS: dict[str, tuple[str, Any]] = {
+    "None": ("#9aa0a6", "-"),
+    "bf16": ("#1a73e8", "--"),
+    "int8": ("#d93025", ":"),
+    "delayed": ("#188038", "-."),
+    "inner": ("#9334e6", (0, (5, 1))),
+}
 Found = Mapping[str, Any]  # the curve of the training loss by the number of the step, and its end
 
 
-def nadam(model: nn.Module, lr: float) -> torch.optim.NAdam:
+def nadam(weights: Iterable[nn.Parameter], rates: Rates) -> torch.optim.NAdam:
     """Momentum that looks ahead: the best of those that were tried, with and without a delay."""
     return torch.optim.NAdam(
-        model.parameters(),
-        lr=lr,
+        weights,
+        lr=rates["lr"],
         betas=(BETA, 0.95),
         weight_decay=0.01,
         decoupled_weight_decay=True,
         momentum_decay=1.0,
     )
+
+
+def momenta(steps: int) -> float:
+    """Return the product of the momenta of so many steps, as NAdam keeps it."""
+    return math.prod((BETA * (1 - 0.5 * 0.96**step) for step in range(1, steps + 1)), start=1.0)
 
 
 def add_moments(model: nn.Module) -> None:
@@ -83,51 +91,48 @@ def add_moments(model: nn.Module) -> None:
 
 def go_on(optimizer: torch.optim.NAdam, model: nn.Module, steps: int) -> None:
     """Let the optimizer go on with the moments of the model after so many steps."""
-    momenta = (BETA * (1 - 0.5 * 0.96**step) for step in range(1, steps + 1))
-    product = torch.tensor(math.prod(momenta, start=1.0))
     for number, parameter in enumerate(model.parameters()):
         moments = {name: model.get_buffer(f"{name}_{number}") for name in MOMENTS}
-        counts = {"step": torch.tensor(float(steps)), "mu_product": product.clone()}
+        counts = {"step": torch.tensor(float(steps)), "mu_product": torch.tensor(momenta(steps))}
         optimizer.state[parameter] = counts | moments
 
 
 def train(ctx: edp.TrainContext) -> None:
-    config = ctx.config
-    rates, batches = config["rates"], config["batches"]  # batches of a step
-    model = GPT(WIDTH, HEADS, LAYERS)
+    rates, before = ctx.config["rates"], ctx.inner_steps_before  # batches before a step
+    model: Any = GPT(WIDTH, HEADS, LAYERS)
+    total = before(ctx.total_steps + 1)
+    warm_up = WARM_UP * total
 
-    def rate(batch: int) -> float:  # warm up, then a half cosine down to a tenth
-        progress = min(batch / (ctx.total_steps * batches), 1.0)
-        return min(1.0, (batch + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * progress))
+    def rate(batch: int) -> float:  # warm up, and half a cosine down to a tenth
+        progress = min(batch / total, 1.0)
+        return min(1.0, (batch + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def scheduled(optimizer: torch.optim.Optimizer, first: int) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(first + i))
 
-    def inner(model: nn.Module, step: int) -> torch.optim.Optimizer:
-        optimizer, before = nadam(model, rates["lr"]), (step - 1) * batches
-        go_on(optimizer, model, before)
-        scheduler = scheduled(optimizer, before)
+    def inner(model: Any, step: int) -> torch.optim.Optimizer:
+        optimizer, done = nadam(model.parameters(), rates), before(step)
+        go_on(optimizer, model, done)
+        scheduler = scheduled(optimizer, done)
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
 
     optimizer: torch.optim.Optimizer
     how: dict[str, Any]
-    if "outer_lr" in rates:
+    if ctx.config["inner"]:
         add_moments(model)
-        momentum = rates["outer_momentum"]
-        optimizer = torch.optim.SGD(
-            model.parameters(), rates["outer_lr"], momentum=momentum, nesterov=momentum > 0
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         how = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
     else:
-        optimizer = nadam(model, rates["lr"])
+        optimizer = nadam(model.parameters(), rates)
         how = {"scheduler": scheduled(optimizer, 0), "clip_norm": 1.0}
-    losses = []
+    losses: list[float] = []
     for step in ctx.steps(model, optimizer, loss_fn, **how):
-        losses.append(step.loss)
-        if step.number * batches % WINDOW == 0:
-            ctx.log({"loss": statistics.fmean(losses[-WINDOW // batches :])})
-    ctx.log(ctx.evaluate(loss_fn, edp.DataConfig(config["held_out"], micro_batch_size=32)))
+        done = before(step.number + 1)
+        losses += [step.loss] * (done - len(losses))
+        if done % WINDOW == 0:
+            ctx.log({"batches": done, "loss": statistics.fmean(losses[-WINDOW:])})
+    ctx.log(ctx.evaluate(loss_fn, edp.DataConfig(ctx.config["held_out"], micro_batch_size=32)))
 
 
 def write_text(folder: Path) -> tuple[str, str]:
@@ -146,34 +151,56 @@ def write_text(folder: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
+def job_of(setting: str, steps: int) -> dict[str, Any]:
+    """Return the arguments of `ElasticTrainer` for a setting, and a run of so many batches."""
+    if setting in ("bf16", "int8"):
+        return {"wire": setting, "max_steps": steps}
+    ordinary = round(steps * RATES[setting].get("ordinary", 0.0))
+    if setting == "delayed":
+        return {"staleness": {0: 0, ordinary: 1} if ordinary else 1, "max_steps": steps}
+    if setting == "inner":
+        outer = (steps - ordinary) // INNER_STEPS
+        ordinary = steps - outer * INNER_STEPS
+        later = {0: 1, ordinary: INNER_STEPS} if ordinary else INNER_STEPS
+        return {"inner_steps": later, "max_steps": ordinary + outer}
+    return {"max_steps": steps}
+
+
+def label(setting: str, steps: int) -> str:
+    """Return a setting as code writes it."""
+    given = {name: value for name, value in job_of(setting, steps).items() if name != "max_steps"}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "no setting"
+
+
 def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
-    batches = inner_steps(setting)
+    given = job_of(setting, steps)
     with tempfile.TemporaryDirectory() as folder:
         rows, held_out = write_text(Path(folder))
         trainer = edp.ElasticTrainer(
             train,
             name="gpt",
             storage_path=folder,
-            config={"rates": rates, "batches": batches, "held_out": held_out},
+            config={"rates": rates, "inner": "inner_steps" in given, "held_out": held_out},
             data=edp.DataConfig(rows, micro_batch_size=1, seed=seed),
             scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
-            max_steps=steps // batches,
-            **SETTINGS[setting],
+            **given,
         )
         trainer.fit(local=True)
         lines = [*map(json.loads, Path(folder, "gpt", "metrics.jsonl").read_text().splitlines())]
-    curve = {str(line["step"] * batches): line["loss"] for line in lines if "loss" in line}
+    curve = {str(int(line["batches"])): line["loss"] for line in lines if "loss" in line}
     (end,) = (line["eval_loss"] for line in lines if "eval_loss" in line)
     return {"training": curve, "held_out": end}
 
 
 def measure(seeds: int, steps: int, before: dict[str, Any]) -> dict[str, Any]:
-    """Train what is not in `before`, and write each training down when it is over."""
+    """Train what is not in `before` with these rates, and write each training down when it is
+    over."""
     results: dict[str, Any] = {"steps": steps, "rates": RATES, "found": {}}
-    if all(before.get(key) == results[key] for key in ("steps", "rates")):
-        results["found"] = before["found"]
     for setting, rates in RATES.items():
-        found = results["found"].setdefault(setting, {})
+        same = before.get("steps") == steps and before["rates"].get(setting) == rates
+        results["found"][setting] = before["found"].get(setting, {}) if same else {}
+    for setting, rates in RATES.items():
+        found = results["found"][setting]
         for seed in map(str, range(seeds)):
             if seed not in found:
                 found[seed] = trained(int(seed), setting, steps, rates)
@@ -184,7 +211,7 @@ def measure(seeds: int, steps: int, before: dict[str, Any]) -> dict[str, Any]:
 
 def compared(results: Mapping[str, Any]) -> list[str]:
     """Return the settings other than none that were trained."""
-    return [setting for setting in measured(results["found"]) if results["found"][setting]]
+    return [setting for setting, found in results["found"].items() if found and setting != "None"]
 
 
 def ends(results: Mapping[str, Any], setting: str) -> dict[str, float]:
@@ -223,15 +250,19 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 
     matplotlib.rcParams |= {"svg.hashsalt": "elastic_dp", "svg.fonttype": "none", "font.size": 9.5}
     figure, (training, end) = plt.subplots(1, 2, figsize=(9, 3.8), width_ratios=(2, 1))
-    for place, (setting, color, style) in enumerate(LOOKS):
-        if setting not in ("None", *compared(results)):
-            continue
-        label = "fp32" if setting == "None" else argument(setting)
+    for place, setting in enumerate(["None", *compared(results)]):
+        color, style = LOOKS[setting]
         curves = [one["training"] for one in results["found"][setting].values()]
         steps = [*curves[0]][1:]  # the first windows are far above all others
         by_step = [[curve[step] for curve in curves] for step in steps]
         at = [int(step) for step in steps]
-        training.plot(at, [*map(statistics.fmean, by_step)], ls=style, color=color, label=label)
+        training.plot(
+            at,
+            [*map(statistics.fmean, by_step)],
+            ls=style,
+            color=color,
+            label=label(setting, results["steps"]),
+        )
         low, high = [*map(min, by_step)], [*map(max, by_step)]
         training.fill_between(at, low, high, color=color, alpha=0.2)
         losses = [*ends(results, setting).values()]
@@ -255,7 +286,7 @@ def main() -> int:
     add_quick(parser)
     asked = parser.parse_args()
     if asked.quick:
-        for setting in SETTINGS:
+        for setting in RATES:
             print(setting, trained(0, setting, 80, RATES[setting]), flush=True)
         return 0
     results = recorded(NAME)

@@ -279,8 +279,7 @@ def compression(r: dict[str, Any]) -> Iterator[Row]:
 
 
 def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
-    from benchmarks.compression import argument
-    from benchmarks.compression_loss import compared, deviation, differences, ends, targets
+    from benchmarks.compression_loss import compared, deviation, differences, ends, label, targets
 
     without, met = [*ends(r, "None").values()], iter(targets(r).values())
     yield Row(
@@ -288,7 +287,7 @@ def compression_loss(r: dict[str, Any]) -> Iterator[Row]:
         f"{statistics.fmean(without):.4f}, standard deviation {deviation(r):.4f}",
     )
     for setting in compared(r):
-        more, what = differences(r, setting), f"`{argument(setting)}`"
+        more, what = differences(r, setting), f"`{label(setting, r['steps'])}`"
         each = ", ".join(f"{x:+.5f}" for x in more)
         yield Row(
             f"How much more it is with {what}, mean of {len(more)} seeds",
