@@ -13,7 +13,7 @@ equally many pieces, so that the copies that are lost with a member are spread o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -47,7 +47,8 @@ def assign_pieces(
 ) -> list[Holders]:
     """Returns the holders of each piece, whose sizes are in bytes.
 
-    `held[piece]` are the ranks that hold it now; without it, any may. `topology` is that of the
+    `held[piece]` are the ranks that hold it now; without it, any may. A rank that alone holds a
+    piece and keeps it is its primary, as far as its part allows. `topology` is that of the
     membership.
     """
     if world_size == 1:
@@ -69,7 +70,7 @@ def assign_pieces(
         if len(ranks) <= 1 and piece not in kept:
             assignment.place(piece, *assignment.best_pair(everyone))
     assignment.balance()
-    return assignment.holders()
+    return assignment.holders(kept)
 
 
 def moves_to(
@@ -169,11 +170,18 @@ class _Assignment:
             self._count(*pair, -self._sizes[piece])
             self.place(piece, receiver, pair[0] if pair[1] == rank else pair[1])
 
-    def holders(self) -> list[Holders]:
-        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes."""
+    def holders(self, alone: Mapping[int, int]) -> list[Holders]:
+        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. As
+        far as its part allows, a rank is the primary of what it `alone` holds now."""
         pairs = {piece: pair for pair, pieces in self._pieces.items() for piece in pieces}
         load = [0] * len(self._ranks)
-        order = sorted(pairs, key=lambda piece: (-self._sizes[piece], piece))
+        given: dict[int, Holders] = {}
+        for piece, rank in alone.items():
+            one, other = pairs[piece]
+            if rank in (one, other) and 2 * load[rank] < self._limit:
+                given[piece] = Holders(rank, other if rank == one else one)
+                load[rank] += self._sizes[piece]
+        order = sorted(pairs.keys() - given.keys(), key=lambda n: (-self._sizes[n], n))
         chosen: dict[int, Holders] = {}
         for piece in order:
             less, more = sorted(pairs[piece], key=lambda rank: (load[rank], rank))
@@ -188,6 +196,7 @@ class _Assignment:
                     load[primary] -= self._sizes[piece]
                     load[backup] += self._sizes[piece]
                     chosen[piece], improved = Holders(backup, primary), True
+        chosen |= given
         return [chosen[piece] for piece in range(len(self._sizes))]
 
     def _next_move(self) -> tuple[tuple[int, int], int, int, int] | None:

@@ -1,15 +1,15 @@
 """Copies the state of pieces from members that hold it to members that are to hold it.
 
-All members call `exchange` with the same moves. What arrives is new memory, so nothing that a
-member holds changes. It is sent in rounds of a limited size: neither side needs room for all at
-once. What is on a device travels through the host.
+All members take part with the same moves. What arrives is new memory, so nothing that a member
+holds changes. It is sent in rounds of a limited size: neither side needs room for all at once.
+What is on a device travels through the host.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -24,63 +24,78 @@ from elastic_dp.train.sharding.piece_updates import State
 ROUND_BYTES = 4 << 20  # of parameters, between two members
 
 
-def exchange(
-    group: ProcessGroup,
-    moves: Sequence[Move],
-    sizes: Sequence[int],
-    states: Mapping[int, State],
-    take: Callable[[int, State], None],
-    device: torch.device,
-) -> int:
-    """Calls `take` with each piece that this member receives, and its state. Returns the bytes
-    received. Raises GroupError.
+class PieceRound:
+    """Pieces on their way. What is sent is a copy of their state as it is now."""
 
-    `sizes[piece]` is that of its parameters in bytes. `device`: of the parameters.
-    """
-    nbytes = 0
-    for moved in _rounds(moves, sizes):
+    def __init__(
+        self, group: ProcessGroup, moves: Sequence[Move], states: Mapping[int, State]
+    ) -> None:
+        """Sends what this member is to send. Raises GroupError."""
+        self._group = group
         outgoing: defaultdict[int, list[int]] = defaultdict(list)
-        for move in moved:
+        for move in moves:
             if move.sender == group.rank:
                 outgoing[move.receiver].append(move.piece)
         sent = [
             _pack({n: states[n] for n in outgoing[rank]}) if outgoing[rank] else []
             for rank in range(group.world_size)
         ]
-        arrived = _all_to_all(group, sent)
-        for flat in arrived:
-            if flat.numel():
-                for piece, state in _unpack(flat, device):
-                    take(piece, state)
-                nbytes += flat.numel()
+        vectors = on_host(group, list(chain.from_iterable(sent)))
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *vectors])
+        mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
+        table = torch.empty(len(sent) ** 2, dtype=torch.int64)
+        group.wait(group.all_gather(table, mine))
+        self._sizes = table.view(len(sent), len(sent))[:, group.rank].tolist()
+        self._arrived = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        self._operation = group.all_to_all(self._arrived, flat, self._sizes, mine.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """What this member receives."""
+        return len(self._arrived)
+
+    def arrive(self, device: torch.device) -> list[tuple[int, State]]:
+        """Waits for the pieces that this member receives, and returns their state. `device`: of the
+        parameters. Raises GroupError."""
+        self._group.wait(self._operation)
+        return [
+            piece
+            for flat in self._arrived.split(self._sizes)
+            if len(flat)
+            for piece in _unpack(flat, device)
+        ]
+
+
+def exchange(
+    group: ProcessGroup,
+    rounds: Iterable[Sequence[Move]],
+    states: Mapping[int, State],
+    take: Callable[[int, State], None],
+    device: torch.device,
+) -> int:
+    """Calls `take` with each piece that this member receives, and its state, round by round.
+    Returns the bytes received. Raises GroupError."""
+    nbytes = 0
+    for moves in rounds:
+        pieces = PieceRound(group, moves, states)
+        for piece, state in pieces.arrive(device):
+            take(piece, state)
+        nbytes += pieces.nbytes
     return nbytes
 
 
-def _rounds(moves: Sequence[Move], sizes: Sequence[int]) -> list[list[Move]]:
-    """Returns the moves of each round, the same on all members."""
+def rounds_of(
+    moves: Sequence[Move], sizes: Sequence[int], limit: int = ROUND_BYTES
+) -> list[list[Move]]:
+    """Returns the moves of each round, the same on all members. In each, a member sends about
+    `limit` bytes to another one; `sizes[piece]` is that of its parameters."""
     sent: defaultdict[tuple[int, int], int] = defaultdict(int)
     rounds: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
         pair = move.sender, move.receiver
-        rounds[sent[pair] // ROUND_BYTES].append(move)
+        rounds[sent[pair] // limit].append(move)
         sent[pair] += sizes[move.piece]
     return [rounds[number] for number in sorted(rounds)]
-
-
-def _all_to_all(group: ProcessGroup, sent: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Sends the byte vectors `sent[r]` to rank r. Returns what each rank sent to this one."""
-    size = group.world_size
-    vectors = on_host(group, list(chain.from_iterable(sent)))
-    flat = torch.cat([torch.empty(0, dtype=torch.uint8), *vectors])
-    if size == 1:
-        return [flat]
-    mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
-    table = torch.empty(size * size, dtype=torch.int64)
-    group.wait(group.all_gather(table, mine))
-    sizes = table.view(size, size)[:, group.rank].tolist()
-    arrived = torch.empty(sum(sizes), dtype=torch.uint8)
-    group.wait(group.all_to_all(arrived, flat, sizes, mine.tolist()))
-    return list(arrived.split(sizes))
 
 
 def _pack(states: Mapping[int, State]) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
+from elastic_dp.train.sharding.backup_copies import BackupCopies
 from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
@@ -96,6 +97,7 @@ class ShardedOptimizer:
         self._group: ProcessGroup | None = None
         self.holders: list[Holders] = []  # of this or the last generation, by piece
         self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
+        self._copies: BackupCopies | None = None  # of this generation
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step, and its norm
         self._adding: PendingNorm | None = None
@@ -111,7 +113,8 @@ class ShardedOptimizer:
         generation: int,
         topology: Sequence[Sequence[int]],
     ) -> int:
-        """Gives each member the pieces that it is to hold in this generation. All members are at
+        """Gives each member the pieces that it is to hold in this generation, but for backups of
+        pieces that one member alone holds: these are copied in its first steps. All members are at
         the same step. Returns the number of bytes received.
 
         Raises PiecesLost if nobody holds some piece, and GroupError.
@@ -129,14 +132,16 @@ class ShardedOptimizer:
         holders = assign_pieces(self.sizes, world_size, topology, held)
         mine = {n for n, one in enumerate(holders) if rank in one.ranks}
         moves = moves_to([one.ranks for one in holders], held, self.sizes)
+        together = world_size <= ALL_HOLD
+        copies = BackupCopies(group, moves, holders, held, self.sizes, all_hold_all=together)
         received: dict[int, State] = {}
-        take = received.__setitem__
-        nbytes = exchange(group, moves, self.sizes, self.held, take, self._device)
+        nbytes = exchange(group, copies.before, self.held, received.__setitem__, self._device)
         self.held |= received
         if any(set(ranks).difference(one.ranks) for ranks, one in zip(held, holders, strict=True)):
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._group, self._generation, self.holders = group, generation, holders
+        self._copies = copies
         self._small = self._small_pieces()
         self._norms = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
@@ -145,6 +150,7 @@ class ShardedOptimizer:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
         self._group = self._gather = self._adding = self._norm = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
+        self._copies = None
 
     def _holders_now(self, group: ProcessGroup) -> list[list[int]]:
         """Returns the ranks that hold each piece, the same on all members."""
@@ -166,9 +172,11 @@ class ShardedOptimizer:
         return self._group is None or self._group.world_size <= ALL_HOLD
 
     def begin(self) -> None:
-        """Begins an attempt at a step: what another attempt prepared does not count any more.
+        """Begins an attempt at a step: what another attempt prepared does not count any more. Sends
+        the next copies of pieces that have no backup.
 
-        Raises LoopError if user code wrote to the optimizer's state, which nothing would read.
+        Raises LoopError if user code wrote to the optimizer's state, which nothing would read, and
+        GroupError.
         """
         state = self._optimizer.state
         if not isinstance(state, DividedState) or any(dict.values(state)):
@@ -178,6 +186,22 @@ class ShardedOptimizer:
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
         self._prepared = self._gather = self._adding = self._norm = None
+        if self._copies is not None:
+            self._take_copies()
+            self._copies.send(self.held)
+
+    def _take_copies(self) -> None:
+        """Holds the copies that were sent, once they have arrived."""
+        if self._copies is not None and (arrived := self._copies.take(self._device)):
+            self.held |= arrived
+            self._small = self._small_pieces()
+
+    def copy_rest(self) -> None:
+        """Makes all copies that are missing, since some member is about to leave. All members call
+        it. Raises GroupError."""
+        while self._copies is not None and not self.backups_are_made:
+            self._take_copies()
+            self._copies.send(self.held)
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""
@@ -212,6 +236,7 @@ class ShardedOptimizer:
         is on the host.
         """
         assert self._group is not None
+        self._take_copies()
         gradients = {
             n: flat
             for n, flat in held.items()
@@ -228,6 +253,7 @@ class ShardedOptimizer:
         shaped = {
             n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
             for n in [*gather.targets, *gather.backed]
+            if n in self.held
         }
         self._prepared = prepared = _PreparedStep(step, self._generation, shaped, {})
 
@@ -279,7 +305,8 @@ class ShardedOptimizer:
                 if number in self._small:
                     prepared.states[number] = state
 
-            self._update_copies(gather.backed, prepared.gradients, note)
+            backed = [n for n in gather.backed if n in self.held]
+            self._update_copies(backed, prepared.gradients, note)
         gather.wait()
         told = [adding.arrive() if self._norm is None else self._norm]
         if digests:
@@ -436,6 +463,16 @@ class ShardedOptimizer:
     def has_all(self) -> bool:
         """Whether this member holds all pieces."""
         return len(self.held) == len(self.pieces)
+
+    @property
+    def backups_are_made(self) -> bool:
+        """Whether each piece has all its holders in this generation."""
+        return self._copies is None or self._copies.are_made
+
+    @property
+    def backup_bytes(self) -> int:
+        """What this member has received in steps of this generation."""
+        return 0 if self._copies is None else self._copies.received_bytes
 
     @property
     def held_bytes(self) -> int:

@@ -134,8 +134,7 @@ class StepRunner:
     def open(
         self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
     ) -> None:
-        self._group, self._membership = group, membership
-        self._lineage_id = lineage_id
+        self._group, self._membership, self._lineage_id = group, membership, lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
         self._distribute(next_step)
         self.speed.open()
@@ -245,14 +244,13 @@ class StepRunner:
             self.delayed.launch(group)
         noise = self._leaves.measures_noise(step)
         self.gradients.begin(rounding_seed(self.seed, step), measures=noise)
-        if self.state.sharding is not None:
-            self.state.sharding.begin()
         self.speed.begin(self.inner_steps.at(step))
         self._begin_finished(step, stop, expected)
-        share, stops = self._shares[group.rank], stop is not None
-        given = step, share, self._virtual_workers, expected, self._finished
+        if self.state.sharding is not None:
+            self.state.sharding.begin()
+        given = step, self._shares[group.rank], self._virtual_workers, expected, self._finished
         meanwhile = None if self.delayed is None else self.sums.advance
-        results = self._leaves.run(*given, meanwhile=meanwhile, stop=stops)
+        results = self._leaves.run(*given, meanwhile=meanwhile, stop=stop is not None)
         self.report("collective")
         if self.delayed is None:
             self.gradients.send()
@@ -272,6 +270,8 @@ class StepRunner:
         if group.on_device is not None:  # what follows in this step is not on the device
             group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
+            if self.state.sharding is not None:
+                self.state.sharding.copy_rest()
             self._undo()
             self.control.commit()
             return StopAgreed(header.stop)

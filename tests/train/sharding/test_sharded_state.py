@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +19,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
-from elastic_dp.train.sharding import parameter_gather, sharded_optimizer
+from elastic_dp.train.sharding import backup_copies, parameter_gather, sharded_optimizer
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.pieces import part_of
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE_BY_NAME
@@ -94,7 +95,8 @@ class Member:
             held = {
                 n: in_memory_order(given[p]).clone()[piece.first : piece.last]
                 for n, piece in enumerate(sharding.pieces)
-                if n in sharding.held and (p := list(given)[piece.parameter]) in used
+                if sharding._group.rank in sharding.holders[n].ranks
+                and (p := list(given)[piece.parameter]) in used
             }
             finite = None if sharding._group.on_device is None else True
             assert sharding.prepare(step, held, used, self.clip_norm, memory or {}, finite=finite)
@@ -121,16 +123,21 @@ class Member:
 GENERATIONS = itertools.count(1)
 
 
-def enter(members: Sequence[Member], act=None, topology=()) -> list:
-    """All members enter a generation; then `act(member)` of each of them."""
+def copy_rest(member: Member) -> None:
+    member.sharding.copy_rest()
+
+
+def enter(members: Sequence[Member], act=copy_rest, topology=()) -> list:
+    """All members enter a generation; then `act(member)` of each of them. Returns the bytes that
+    each has received of pieces."""
     generation = next(GENERATIONS)
 
     def entered(group: ProcessGroup) -> object:
         torch.set_num_threads(1)
         member = members[group.rank]
         nbytes = member.sharding.open(group, generation, topology)
-        if act is not None:
-            act(member)
+        act(member)
+        nbytes += member.sharding.backup_bytes
         member.sharding.close()
         return nbytes
 
@@ -312,6 +319,102 @@ def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkey
     enter(members, Member.attempt)
     lost = members.pop().sharding.held_bytes
     assert sum(enter(members)) <= 1.1 * lost
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies for backups are sent in several steps."""
+    monkeypatch.setattr(backup_copies, "ROUND_BYTES", 1024)
+    monkeypatch.setitem(globals(), "SHAPES", [(600, 33), (129,), (64, 2), (1,), ()])
+
+
+def trained() -> list[Member]:
+    """Four members, after a step."""
+    members = four()
+    enter(members)
+    enter(members, Member.attempt)
+    return members
+
+
+def holders_of(members: Sequence[Member]) -> list[int]:
+    """Returns how many members hold each piece."""
+    numbers = range(len(members[0].sharding.pieces))
+    return [sum(number in one.sharding.held for one in members) for number in numbers]
+
+
+@pytest.mark.usefixtures("few_at_a_time")
+def test_backups_are_copied_while_training_goes_on():
+    members = trained()
+    lost = members.pop()
+    meet, found = threading.Barrier(len(members)), []
+
+    def look():
+        if meet.wait() == 0:
+            found.append(holders_of(members))
+        meet.wait()
+
+    def train(member):
+        look()
+        while not member.sharding.backups_are_made:
+            member.attempt()
+            look()
+        assert member.sharding.backup_bytes
+
+    enter(members, train)
+    alone = [counts.count(1) for counts in found]
+    assert alone[0] == len(lost.sharding.held)  # nothing moved before the first step
+    assert len(alone) > 3 and alone == sorted(alone, reverse=True) and not alone[-1]
+    assert all(min(counts) >= 1 for counts in found)
+    check_equal(members, plain_after(1 + len(found) - 1))
+
+
+@pytest.mark.usefixtures("few_at_a_time")
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("commits", [True, False])
+def test_generation_ends_while_backups_are_copied(steps, commits):
+    """After so many of its steps. Where another one was aborted, its copies may have arrived."""
+    members = trained()
+    members.pop()
+
+    def train(member):
+        for _ in range(steps):
+            member.attempt()
+        if not commits:
+            member.attempt(commits=False)
+        assert not member.sharding.backups_are_made
+
+    enter(members, train)
+    counts = holders_of(members)
+    assert 1 in counts and 0 not in counts
+    first, *others = members
+    assert any(counts[number] == 1 for number in first.sharding.held)
+
+    def fails(group):
+        with pytest.raises(PiecesLost, match="were on lost workers alone"):
+            others[group.rank].sharding.open(group, next(GENERATIONS), ())
+
+    of_each(len(others), fails)
+    enter([*others, first], Member.attempt)  # in vain: it was there after all
+    enter(members)
+    check_equal(members, plain_after(1 + steps + 1))
+
+
+@pytest.mark.usefixtures("few_at_a_time")
+def test_missing_copies_are_made_before_a_member_leaves():
+    members = trained()
+    members.pop()
+
+    def train(member):
+        member.attempt()
+        assert not member.sharding.backups_are_made
+        member.sharding.copy_rest()
+        assert member.sharding.backups_are_made
+
+    enter(members, train)
+    check_equal(members, plain_after(2))
+    members.pop()
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(3))
 
 
 def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):

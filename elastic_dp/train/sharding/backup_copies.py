@@ -1,0 +1,71 @@
+"""Copies of pieces for the members that are to be their backups, made while training goes on.
+
+Behind a loss, pieces of which one holder is left have it as their primary, and train on. Their
+backups get the state in the first steps of the generation: some before each step's forward pass, on
+the way while it runs. They have the gradient of that step like all holders, so they take part in
+its commit. Until then a piece has one holder, and is lost with it.
+
+All other copies are made before the first step, as where a joiner is given its part: nobody may let
+go of a piece before another member has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from elastic_dp.distributed.piece_assignment import Holders, Move
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.train.sharding.piece_exchange import ROUND_BYTES, PieceRound, rounds_of
+from elastic_dp.train.sharding.piece_updates import State
+
+# Of the parameters' bytes: what a member sends in one step, to all others together.
+STEP_PART = 64
+
+
+class BackupCopies:
+    """The copies of one generation."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        moves: Sequence[Move],
+        holders: Sequence[Holders],
+        held: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        *,
+        all_hold_all: bool,
+    ) -> None:
+        """`moves` lead from who holds each piece now, `held`, to `holders`. With `all_hold_all`, no
+        step is possible before all are made."""
+        self._group = group
+        pairs = enumerate(zip(holders, held, strict=True))
+        alone = {n for n, (one, ranks) in pairs if list(ranks) == [one.primary]}
+        later = set[int]() if all_hold_all else alone
+        # What `exchange` is to do before the first step.
+        self.before = rounds_of([move for move in moves if move.piece not in later], sizes)
+        limit = max(ROUND_BYTES, sum(sizes) // (STEP_PART * group.world_size))
+        self._rounds = rounds_of([move for move in moves if move.piece in later], sizes, limit)
+        self._sent: PieceRound | None = None
+        self.received_bytes = 0  # in steps
+
+    @property
+    def are_made(self) -> bool:
+        """Whether none is missing, or on its way."""
+        return not self._rounds and self._sent is None
+
+    def send(self, states: Mapping[int, State]) -> None:
+        """Sends the copies of the next step, if there are any. Raises GroupError."""
+        if self._rounds:
+            self._sent = PieceRound(self._group, self._rounds.pop(0), states)
+
+    def take(self, device: torch.device) -> dict[int, State]:
+        """Waits for what is on its way, and returns the state of the pieces that arrive, as of the
+        last commit. `device`: of the parameters. Raises GroupError."""
+        if self._sent is None:
+            return {}
+        arrived = dict(self._sent.arrive(device))
+        self.received_bytes += self._sent.nbytes
+        self._sent = None
+        return arrived
