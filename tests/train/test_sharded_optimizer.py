@@ -3,6 +3,9 @@ any number of workers and whatever happens to them."""
 
 import copy
 import dataclasses
+import itertools
+import os
+import signal
 import time
 
 import pytest
@@ -24,7 +27,8 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.distributed import gradient_units
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.sharding import piece_exchange
+from elastic_dp.train.sharding import backup_copies, piece_exchange
+from elastic_dp.train.sharding.piece_exchange import PieceRound
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
@@ -438,38 +442,49 @@ def test_loss_of_a_whole_node_costs_no_state():
     check(outcome, average_and_plateau, spec)
 
 
-def in_many_exchanges(train):
-    """Pieces are copied in many rounds, and the point "receiving_pieces" is passed before and after
-    each of them, too."""
+def dies_in_rounds(train, rank, passes, first, second):
+    """Pieces are copied in many rounds, those of backups while steps run. Once the file `first`
+    exists, this rank counts how often a round is about to be sent or has arrived, and dies with the
+    number `passes`; it makes the file `second`."""
+    send, arrive = PieceRound.__init__, PieceRound.arrive
 
     def cut(ctx):
-        exchange, session = piece_exchange._all_to_all, ctx._session
+        session, passed = ctx._session, itertools.count(1)
 
-        def passes(*given):
-            session.pass_point("receiving_pieces")
-            arrived = exchange(*given)
-            session.pass_point("receiving_pieces")
+        def count():
+            counts = first.exists() and session.rank == rank and not second.exists()
+            if counts and next(passed) == passes:
+                second.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def sends(*given):
+            count()
+            send(*given)
+
+        def arrives(*given):
+            arrived = arrive(*given)
+            count()
             return arrived
 
-        piece_exchange.ROUND_BYTES, piece_exchange._all_to_all = 2 * SMALL_UNIT_BYTES, passes
+        PieceRound.__init__, PieceRound.arrive = sends, arrives
+        piece_exchange.ROUND_BYTES = backup_copies.ROUND_BYTES = SMALL_UNIT_BYTES
         train(ctx)
 
     return cut
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", [1, 2, 3, 5])
+@pytest.mark.parametrize("passes", range(1, 6))
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_loss_while_pieces_are_copied_has_the_digest_of_the_undisturbed_run(rank, passes, tmp_path):
     """The second loss comes before, between and after the rounds in which the copies that the first
     one took are made again. What is lost with both is read from the checkpoint."""
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    faults = (
-        WorkerFault("after_step", 8, rank=3, world_size=4, once=first),
-        WorkerFault("receiving_pieces", rank=rank, nth=passes, once=second, after=(first,)),
-    )
-    spec = job(steps=STEPS, checkpoint=EVERY_5, hold={})
-    train = never_put_off(in_many_exchanges(in_small_units(average_and_plateau)))
-    outcome, _ = group(spec, train, faults=faults, url=str(tmp_path / "run"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    fault = WorkerFault("after_step", 8, rank=3, world_size=4, once=str(first))
+    spec = job(steps=STEPS, checkpoint=EVERY_5)
+    train = in_small_units(average_and_plateau)
+    train = never_put_off(dies_in_rounds(train, rank, passes, first, second))
+    outcome, _ = group(spec, train, faults=(fault,), url=str(tmp_path / "run"))
+    assert second.exists()
     check(outcome, average_and_plateau, spec)
     assert outcome.step == STEPS
