@@ -178,7 +178,8 @@ class _Assignment:
         given: dict[int, Holders] = {}
         for piece, rank in alone.items():
             one, other = pairs[piece]
-            if rank in (one, other) and 2 * load[rank] < self._limit:
+            size = self._sizes[piece]
+            if rank in (one, other) and 2 * (load[rank] + size) <= self._limit:
                 given[piece] = Holders(rank, other if rank == one else one)
                 load[rank] += self._sizes[piece]
         order = sorted(pairs.keys() - given.keys(), key=lambda n: (-self._sizes[n], n))
