@@ -333,31 +333,29 @@ def diloco_kills(r: dict[str, Any]) -> Iterator[Row]:
 
 
 def sharding(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    from benchmarks.sharding import TARGET, beside_unsharded, targets
+    from benchmarks.sharding import TARGET, targets
 
     met = targets(list(r))
     for one in r:
-        if not one["sharded"]:
-            continue
-        parameters, workers, peer = one["parameters"], one["workers"], one["peer"]
-        where = f"{parameters}, {workers} workers, beside {peer}"
-        what = f"{parameters} parameters, {workers} workers"
-        low, high = one["interval"]
-        yield Row(
-            f"Step time, beside {peer}, {what}, {one['pairs']} pairs",
-            f"{one['ratio']:.3f} [{low:.2f}, {high:.2f}]",
-        )
-        middle, low, high = beside_unsharded(one, r)
-        yield Row(
-            f"Step time, beside a step that is not sharded, {what}",
-            f"{middle:.3f} [{low:.2f}, {high:.2f}]",
-            f"{TARGET}",
-            met[f"{where}: {TARGET} of the time of a step that is not sharded"],
-        )
+        where = f"{one['parameters']}, {one['workers']} workers"
+        what = f"{one['parameters']} parameters, {one['workers']} workers"
+        for name, (middle, low, high) in one["beside"].items():
+            judged: tuple[Any, ...] = ()
+            if name == "not sharded":
+                judged = (
+                    f"{TARGET}",
+                    met[f"{where}: {TARGET} of the time of a step that is not sharded"],
+                )
+            peer = "a step that is not sharded" if name == "not sharded" else name
+            yield Row(
+                f"Step time, beside {peer}, {what}, {one['rounds']} rounds",
+                f"{middle:.3f} [{low:.2f}, {high:.2f}]",
+                *judged,
+            )
         yield Row(
             f"Bytes that a worker sends in a step, beside the parameters, {what}",
             f"{one['sent_by_parameters']:.2f}",
-            f"{2 + 1 / workers:.2f}",
+            f"{2 + 1 / one['workers']:.2f}",
             met[f"{where}: 2 + 1/W times the parameters are sent"],
         )
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import conclude, of_pairs
-from benchmarks.sharding import ALONE, fsdp2, spec_of
+from benchmarks.sharding import PEERS, fsdp2, spec_of
 from benchmarks.step_overhead import session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
@@ -37,7 +37,7 @@ from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.train_function import train_until_released
 
 WORLDS = (4, 8)
-SYSTEMS = ("not sharded", "sharded", *ALONE)
+SYSTEMS = ("not sharded", "sharded", *PEERS)
 MASTERS = "bf16 with fp32 masters"
 WITH_MASTERS = ("not sharded", "sharded", "FSDP2")
 WITH_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -90,10 +90,10 @@ def worker(
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         before = memory("VmRSS")
 
-    if system in ALONE:
+    if system in PEERS:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
         reset()
-        step, _ = fsdp2(size, WITH_POLICY) if dtype == MASTERS else ALONE[system](size)
+        step, _ = fsdp2(size, policy=WITH_POLICY) if dtype == MASTERS else PEERS[system](size)
         for number in range(1, steps + 1):
             step(RandomTokens(ROWS), number, rank)
         dist.barrier()
@@ -125,7 +125,7 @@ def measure(size: str, world: int, system: str, steps: int, dtype: str = "fp32")
         "system": system if dtype == "fp32" else f"{system}, {dtype}",
         "bytes_by_parameter": round(most / numel, 1),
     }
-    if system not in ALONE:
+    if system not in PEERS:
         found["by_formula"] = round(by_formula(world, system == "sharded", dtype), 1)
     return found
 

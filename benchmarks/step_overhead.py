@@ -51,10 +51,9 @@ class StaticLink:
     """A controller that forms one generation of all workers, once."""
 
     def __init__(
-        self, control: WorkerControl, membership: Membership, port: int, host: str
+        self, control: WorkerControl, membership: Membership, rendezvous: Rendezvous
     ) -> None:
-        self._control, self._membership = control, membership
-        self._rendezvous = Rendezvous(host, port, "bench", b"secret")
+        self._control, self._membership, self._rendezvous = control, membership, rendezvous
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
@@ -135,7 +134,8 @@ def tell(out: Any, rank: int, found: Any) -> NoReturn:
 def session_of(
     rank: int, port: int, spec: JobSpec, data: RandomTokens, host: str = "127.0.0.1"
 ) -> WorkerSession:
-    """One of `spec.scaling.max_workers` workers that stay, without a controller."""
+    """One of `spec.scaling.max_workers` workers that stay, without a controller. Several sessions
+    of one process need jobs of different names."""
     workers = spec.scaling.max_workers
     each = spec.scaling.num_virtual_workers // workers
     members = tuple(
@@ -143,7 +143,8 @@ def session_of(
         for r in range(workers)
     )
     control = WorkerControl()
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), port, host)
+    rendezvous = Rendezvous(host, port, spec.name, b"secret")
+    link = StaticLink(control, Membership(1, members, "w0", 60.0), rendezvous)
     return WorkerSession(
         spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
     )
