@@ -55,6 +55,8 @@ def train(ctx: Any) -> None:
                 line |= {"workers": ctx.world_size, "received": session.timings[-1].bytes_received}
                 sharding = session.state.sharding
                 line["held"] = 0 if sharding is None else sharding.held_bytes
+            if session.state.sharding is not None:
+                line["in_steps"] = session.state.sharding.backup_bytes  # so far
             file.write(json.dumps(line) + "\n")
             file.flush()
 
@@ -145,15 +147,20 @@ def pause_ms(lines: list[dict[str, Any]], at: float, generation: int) -> float:
 
 
 def moved(lines: list[dict[str, Any]], victim: str, _: float, generation: int) -> float | None:
-    """The bytes received as the generation behind this one began, by those that the victim held;
-    None if somebody joined that generation."""
+    """The bytes received in the generation behind this one, by those that the victim held; None if
+    somebody joined that generation."""
     following = after(lines, generation)
-    began = [x for x in lines if x["generation"] == following and "received" in x]
+    of_it = [x for x in lines if x["generation"] == following]
+    began = [x for x in of_it if "received" in x]
     if any(line["workers"] != WORKERS - 1 for line in began):
         return None
     mine = [x for x in lines if (x["worker"], x["generation"]) == (victim, generation)]
     held = next(line["held"] for line in mine if "held" in line)
-    return float(sum(line["received"] for line in began) / held)
+    in_steps: dict[str, int] = {}
+    for line in of_it:
+        in_steps[line["worker"]] = max(line["in_steps"], in_steps.get(line["worker"], 0))
+    received = sum(line["received"] for line in began) + sum(in_steps.values())
+    return float(received / held)
 
 
 def cases(size: str, kills: int) -> Iterator[dict[str, Any]]:
