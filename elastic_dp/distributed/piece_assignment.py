@@ -171,15 +171,16 @@ class _Assignment:
             self.place(piece, receiver, pair[0] if pair[1] == rank else pair[1])
 
     def holders(self, alone: Mapping[int, int]) -> list[Holders]:
-        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. As
-        far as its part allows, a rank is the primary of what it `alone` holds now."""
+        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. A
+        rank is the primary of what it `alone` holds now, up to its part less a piece, so that the
+        others even out what is left."""
         pairs = {piece: pair for pair, pieces in self._pieces.items() for piece in pieces}
         load = [0] * len(self._ranks)
         given: dict[int, Holders] = {}
         for piece, rank in alone.items():
             one, other = pairs[piece]
-            size = self._sizes[piece]
-            if rank in (one, other) and 2 * (load[rank] + size) <= self._limit:
+            upto = load[rank] + self._sizes[piece] + self._largest
+            if rank in (one, other) and 2 * upto <= self._limit:
                 given[piece] = Holders(rank, other if rank == one else one)
                 load[rank] += self._sizes[piece]
         order = sorted(pairs.keys() - given.keys(), key=lambda n: (-self._sizes[n], n))

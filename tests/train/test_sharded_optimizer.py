@@ -467,7 +467,7 @@ def dies_in_rounds(train, rank, passes, first, second):
             return arrived
 
         PieceRound.__init__, PieceRound.arrive = sends, arrives
-        piece_exchange.ROUND_BYTES = backup_copies.ROUND_BYTES = SMALL_UNIT_BYTES
+        piece_exchange.ROUND_BYTES = backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
         train(ctx)
 
     return cut

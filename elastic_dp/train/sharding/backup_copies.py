@@ -17,10 +17,12 @@ import torch
 
 from elastic_dp.distributed.piece_assignment import Holders, Move
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.sharding.piece_exchange import ROUND_BYTES, PieceRound, rounds_of
+from elastic_dp.train.sharding.piece_exchange import PieceRound, rounds_of
 from elastic_dp.train.sharding.piece_updates import State
 
-# Of the parameters' bytes: what a member sends in one step, to all others together.
+# Of parameters: what a member sends in one step to another one, at least; and which part of their
+# bytes it sends to all others together, if that is more.
+STEP_BYTES = 1 << 20
 STEP_PART = 64
 
 
@@ -35,17 +37,17 @@ class BackupCopies:
         held: Sequence[Sequence[int]],
         sizes: Sequence[int],
         *,
-        all_hold_all: bool,
+        at_once: bool,
     ) -> None:
-        """`moves` lead from who holds each piece now, `held`, to `holders`. With `all_hold_all`, no
-        step is possible before all are made."""
+        """`moves` lead from who holds each piece now, `held`, to `holders`. `at_once`: all copies
+        are made before the first step."""
         self._group = group
         pairs = enumerate(zip(holders, held, strict=True))
         alone = {n for n, (one, ranks) in pairs if list(ranks) == [one.primary]}
-        later = set[int]() if all_hold_all else alone
+        later = set[int]() if at_once else alone
         # What `exchange` is to do before the first step.
         self.before = rounds_of([move for move in moves if move.piece not in later], sizes)
-        limit = max(ROUND_BYTES, sum(sizes) // (STEP_PART * group.world_size))
+        limit = max(STEP_BYTES, sum(sizes) // (STEP_PART * group.world_size))
         self._rounds = rounds_of([move for move in moves if move.piece in later], sizes, limit)
         self._sent: PieceRound | None = None
         self.received_bytes = 0  # in steps

@@ -132,8 +132,9 @@ class ShardedOptimizer:
         holders = assign_pieces(self.sizes, world_size, topology, held)
         mine = {n for n, one in enumerate(holders) if rank in one.ranks}
         moves = moves_to([one.ranks for one in holders], held, self.sizes)
-        together = world_size <= ALL_HOLD
-        copies = BackupCopies(group, moves, holders, held, self.sizes, all_hold_all=together)
+        # Before a run's first step there is next to nothing to copy.
+        at_once = world_size <= ALL_HOLD or not self.committed_in
+        copies = BackupCopies(group, moves, holders, held, self.sizes, at_once=at_once)
         received: dict[int, State] = {}
         nbytes = exchange(group, copies.before, self.held, received.__setitem__, self._device)
         self.held |= received

@@ -324,7 +324,7 @@ def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkey
 @pytest.fixture
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies for backups are sent in several steps."""
-    monkeypatch.setattr(backup_copies, "ROUND_BYTES", 1024)
+    monkeypatch.setattr(backup_copies, "STEP_BYTES", 1024)
     monkeypatch.setitem(globals(), "SHAPES", [(600, 33), (129,), (64, 2), (1,), ()])
 
 
