@@ -3,15 +3,19 @@ other and follow one another.
 
 Each has the processes that a test needs, and no others: no workers started in advance (ours have an
 environment of their own, which those lack), no autoscaler, nobody who reads logs, and no agents of
-a dashboard; and workers without torch's compiler. See minimal/sitecustomize.py. And none stands
-behind the other processes of the machine.
+a dashboard; and workers without torch's compiler, which are forked from a server that has imported
+what they need. See minimal/sitecustomize.py. And none stands behind the other processes of the
+machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,17 +23,18 @@ import pytest
 import ray
 
 import tests
+from elastic_dp.cluster.worker import prepare_environment
 from tests.patience import eventually
 
 SHARED_PLACES = 3
 ROOT = os.path.dirname(os.path.dirname(tests.__file__))
 MINIMAL = os.path.join(ROOT, "tests", "ray", "minimal")
+MINIMAL_PATH = f"{MINIMAL}{os.pathsep}{ROOT}"
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 
 
 def connect(address: str, *, minimal: bool = True) -> None:
-    path = f"{MINIMAL}{os.pathsep}{ROOT}" if minimal else ROOT
-    environment = {"env_vars": {"PYTHONPATH": path}}
+    environment = {"env_vars": {"PYTHONPATH": MINIMAL_PATH if minimal else ROOT}}
     ray.init(address=address, log_to_driver=False, runtime_env=environment)
 
 
@@ -53,6 +58,31 @@ def shared() -> Iterator[Any]:
 def close_shared() -> None:
     _shared.clear()
     _open.close()
+
+
+_server = contextlib.ExitStack()  # holds the server of workers, while it is up
+
+
+@functools.cache
+def forked_workers() -> dict[str, str]:
+    """The environment variables of a Ray whose workers are forked from a server, if they have the
+    path `MINIMAL_PATH`. The server is started when the first asks."""
+    folder = _server.enter_context(tempfile.TemporaryDirectory())
+    address = os.path.join(folder, "socket")
+    environment = os.environ | {"PYTHONPATH": MINIMAL_PATH}
+    prepare_environment(environment, 1)
+    command = [sys.executable, "-m", "tests.ray.forked_workers", address]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = _server.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+    assert process.stdin is not None and process.stdout is not None
+    _server.callback(process.stdin.close)
+    assert process.stdout.readline() == b"listens\n"
+    return {"FORKED_WORKERS": address, "FORKED_WORKERS_PATH": MINIMAL_PATH}
+
+
+def close_server() -> None:
+    _server.close()
+    forked_workers.cache_clear()
 
 
 def kill_all_that_are_left() -> None:
@@ -81,8 +111,10 @@ def nodes(places: int, *, minimal: bool = True) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _as_without_extras() -> Iterator[None]:
-    """Nodes that this process starts have no agents of a dashboard."""
+    """Nodes that this process starts have no agents of a dashboard, and forked workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
         patch.setenv("PYTHONPATH", MINIMAL, prepend=os.pathsep)
+        for name, value in forked_workers().items():
+            patch.setenv(name, value)
         yield
