@@ -64,12 +64,12 @@ _server = contextlib.ExitStack()  # holds the server of workers, while it is up
 
 
 @functools.cache
-def forked_workers() -> dict[str, str]:
-    """The environment variables of a Ray whose workers are forked from a server, if they have the
-    path `MINIMAL_PATH`. The server is started when the first asks."""
+def forked_workers(path: str = MINIMAL_PATH) -> dict[str, str]:
+    """The environment variables of a Ray whose workers are forked from a server, if `path` is what
+    they have as PYTHONPATH. The server is started when the first asks."""
     folder = _server.enter_context(tempfile.TemporaryDirectory())
     address = os.path.join(folder, "socket")
-    environment = os.environ | {"PYTHONPATH": MINIMAL_PATH}
+    environment = os.environ | {"PYTHONPATH": path}
     prepare_environment(environment, 1)
     command = [sys.executable, "-m", "tests.ray.forked_workers", address]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -77,7 +77,7 @@ def forked_workers() -> dict[str, str]:
     assert process.stdin is not None and process.stdout is not None
     _server.callback(process.stdin.close)
     assert process.stdout.readline() == b"listens\n"
-    return {"FORKED_WORKERS": address, "FORKED_WORKERS_PATH": MINIMAL_PATH}
+    return {"FORKED_WORKERS": address, "FORKED_WORKERS_PATH": path}
 
 
 def close_server() -> None:

@@ -7,7 +7,10 @@ its standard input does. See minimal/sitecustomize.py for the other side.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -24,13 +27,18 @@ _CHUNK = 1 << 16
 
 def _become(words: list[str], variables: dict[str, str], folder: str, files: list[int]) -> None:
     """This process is the worker that Ray would have started by these words."""
-    for number, file in enumerate(files):
+    *streams, network = files
+    for number, file in enumerate(streams):
         os.dup2(file, number)
+    _enter(network)
+    for file in files:
         os.close(file)
     os.setpgid(0, 0)
     os.chdir(folder)
     os.environ.clear()
     os.environ |= variables
+    if "CHAOS_CLOCK" in variables:
+        importlib.reload(sys.modules["sitecustomize"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     random.seed()
     script, *_ = sys.argv = words
@@ -42,8 +50,17 @@ def _become(words: list[str], variables: dict[str, str], folder: str, files: lis
     exec(code, main.__dict__)
 
 
+def _enter(network: int) -> None:
+    """From now on, this process is in this network namespace."""
+    if os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(network, 0):
+        raise OSError(ctypes.get_errno(), "cannot enter the network namespace of a worker")
+
+
 def _asked(connection: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]]:
-    _, files, *_ = socket.recv_fds(connection, 1, 3)
+    _, files, *_ = socket.recv_fds(connection, 1, 4)
     chunks = iter(lambda: connection.recv(_CHUNK), b"")
     words, variables, folder = json.loads(b"".join(chunks))
     return words, variables, folder, files
@@ -61,14 +78,13 @@ def main(address: str) -> None:
         print("listens", flush=True)
         while not any(key.fileobj is sys.stdin for key, _ in either.select()):
             connection, _ = server.accept()
-            asked = _asked(connection)
-            if os.fork() == 0:
-                server.close()
-                connection.detach()  # it is closed when this process ends
-                break
-            connection.close()
-            for file in asked[3]:
-                os.close(file)
+            with connection, contextlib.suppress(OSError, ValueError):  # who asked was killed
+                asked = _asked(connection)
+                if os.fork() == 0:
+                    connection.detach()  # it is closed when this process ends
+                    break
+                for file in asked[3]:
+                    os.close(file)
         else:
             return
     _become(*asked)

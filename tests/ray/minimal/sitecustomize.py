@@ -56,7 +56,8 @@ def _fork_worker(address: str, words: list[str]) -> None:
     """See tests/ray/forked_workers.py. This process ends with the worker."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [b"-"], [0, 1, 2])
+        network = os.open("/proc/self/ns/net", os.O_RDONLY)  # a host of its own (tests/chaos)
+        socket.send_fds(server, [b"-"], [0, 1, 2, network])
         server.sendall(json.dumps([words, dict(os.environ), os.getcwd()]).encode())
         server.shutdown(socket.SHUT_WR)
         server.recv(1)
