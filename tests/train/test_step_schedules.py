@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.cluster.controller import controller
 from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.coordinator.generation import Generation
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import formed_of, group, local, resize, spec_of
@@ -97,22 +97,30 @@ def test_delay_of_every_step_or_of_none_is_what_a_single_number_says():
 
 
 @pytest.fixture
-def _three_before_step_4(monkeypatch):
-    """An end that is planned while step 1 is the last one is after step 2 at the latest: one step
-    that the heartbeats foretell, and no further ones."""
-    config_of = controller.coordinator_config_of
+def _ends_where_bodies_wait(monkeypatch):
+    """A generation ends after the step in whose body its members wait. Else it ends some steps
+    later, by as many as they made in the last interval of heartbeats and two."""
 
-    def without_further_steps(*given: Any, **more: Any) -> Any:
-        return dataclasses.replace(config_of(*given, **more), steps_ahead=0)
+    def plan_end(generation: Generation, reason: str, at_once: bool = False) -> None:
+        generation._after_step = generation.steps.step
+        generation._end(reason)
 
-    monkeypatch.setattr(controller, "coordinator_config_of", without_further_steps)
+    monkeypatch.setattr(Generation, "plan_end", plan_end)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_three_before_step_4")
-@pytest.mark.parametrize(("schedules", "train"), CASES, ids=NAMES)
-@pytest.mark.parametrize(("step", "rank"), [(4, 2), (5, 0), (5, 2), (8, 2), (9, 0), (9, 2)])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.usefixtures("_ends_where_bodies_wait")
+@pytest.mark.parametrize(
+    ("point", "step", "rank", "schedules", "train"),
+    [
+        pytest.param(point, step, rank, *case, id=f"{point}-{step}-{rank}-{name}")
+        for point in POINTS
+        for step, rank in ((4, 2), (5, 0), (5, 2), (8, 2), (9, 0), (9, 2))
+        for name, case in zip(NAMES, CASES, strict=True)
+        # The first delayed step applies no gradient.
+        if (point, step, name) != ("optimizer", 5, "delays")
+    ],
+)
 def test_worker_killed_beside_a_change_changes_no_bit(
     point, step, rank, schedules, train, tmp_path
 ):
@@ -132,7 +140,7 @@ def test_lost_worker_beside_a_change_only_the_leaves_that_are_needed_run_again(
     step, again, tmp_path
 ):
     """In steps 6 to 8 its leaves of the step before are needed, too."""
-    spec = spec_with(LATE, growth=12, min_workers=2)
+    spec = spec_with(LATE, growth=12, min_workers=2, tail="drop")  # no step has fewer leaves
     dead = WorkerFault("backward", step=step, rank=2, nth=4, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
@@ -172,6 +180,7 @@ def test_change_on_a_simulated_device_has_the_same_bits_after_a_kill(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_ends_where_bodies_wait")
 @pytest.mark.parametrize(("schedules", "train"), CASES, ids=NAMES)
 @pytest.mark.parametrize("sizes", [{2: 3, 6: 2}, {4: 3, 8: 1}, {5: 3, 9: 2}], ids=str)
 def test_joins_and_departures_beside_the_changes_change_no_bit(sizes, schedules, train):
