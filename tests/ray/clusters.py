@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -92,14 +92,15 @@ def kill_all_that_are_left() -> None:
 
 
 @contextlib.contextmanager
-def nodes(places: int, *, minimal: bool = True) -> Iterator[Any]:
+def nodes(places: int, *, minimal: bool = True, forked: bool = True) -> Iterator[Any]:
     """A head with so many places, to which nodes may be added. `minimal`: its workers have no
-    compiler of torch, which torch.distributed needs."""
+    compiler of torch, which torch.distributed needs. `forked`: they are forked, if minimal, and do
+    not import torch themselves."""
     from ray.cluster_utils import Cluster
 
     without = dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
     head = {"num_cpus": places, "no_monitor": True, **without}
-    with _as_without_extras():
+    with _as_without_extras(forked_workers() if minimal and forked else {}):
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             connect(cluster.address, minimal=minimal)
@@ -110,11 +111,12 @@ def nodes(places: int, *, minimal: bool = True) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _as_without_extras() -> Iterator[None]:
-    """Nodes that this process starts have no agents of a dashboard, and forked workers."""
+def _as_without_extras(variables: Mapping[str, str]) -> Iterator[None]:
+    """Nodes that this process starts have no agents of a dashboard, and these environment
+    variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
         patch.setenv("PYTHONPATH", MINIMAL, prepend=os.pathsep)
-        for name, value in forked_workers().items():
+        for name, value in variables.items():
             patch.setenv(name, value)
         yield
