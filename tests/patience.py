@@ -12,14 +12,17 @@ PATIENCE_S = 150.0  # and never a matter of how fast the machine is
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], told: Callable[[], object] = lambda: "") -> T:
+def eventually(
+    condition: Callable[[], T], told: Callable[[], object] = lambda: "", every_s: float = 0.01
+) -> T:
     """What `condition` gives once it holds. `told()` is said where it never does. A look that takes
-    long is taken less often: else it keeps the processor from what it waits for."""
+    long is taken less often than every `every_s`: else it keeps the processor from what it waits
+    for."""
     until = (looked := time.monotonic()) + PATIENCE_S
     while not (found := condition()):
         now = time.monotonic()
         assert now < until, told()
-        time.sleep(min(0.1, max(0.01, 4 * (now - looked))))
+        time.sleep(min(0.1, max(every_s, 4 * (now - looked))))
         looked = time.monotonic()
     return found
 

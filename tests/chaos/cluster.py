@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.chaos.hosts import Host, Network, disk, unmount
 from tests.patience import eventually
+from tests.ray import clusters
 
 PORT = 6379
 _SPOT = ("--labels", "ray.io/market-type=spot")  # the controller stays away from those
@@ -58,8 +59,9 @@ class Cluster:
     def __post_init__(self) -> None:
         self._head_is_up = threading.Event()
         self.storage = Path(disk(self.disk_mib)) if self.disk_mib else self.folder
+        path = f"{ROOT / 'tests' / 'chaos' / 'clock'}:{ROOT}"
         self.environment = os.environ | {
-            "PYTHONPATH": f"{ROOT / 'tests' / 'chaos' / 'clock'}:{ROOT}",
+            "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -68,6 +70,7 @@ class Cluster:
             # processes.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
+            **clusters.forked_workers(path),
         }
         try:
             self._start()
@@ -176,6 +179,7 @@ class Cluster:
 
     def close(self) -> None:
         self.network.close()
+        clusters.close_server()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.disk_mib:
             unmount(str(self.storage))
@@ -219,7 +223,7 @@ class ChaosRun:
         return json.loads(path.read_text()) if path.exists() else None
 
     def wait(self, condition: Callable[[ChaosRun], Any]) -> Any:
-        return eventually(lambda: condition(self), self.tail)
+        return eventually(lambda: condition(self), self.tail, every_s=0.05)
 
     def whole(self, members: int, step: int) -> None:
         """At least `step` steps made, and a generation of so many."""

@@ -16,3 +16,4 @@ def _shared_or_none(request):
 def _none_at_the_end():
     yield
     clusters.close_shared()
+    clusters.close_server()

@@ -85,7 +85,7 @@ def undisturbed(path: Path, steps: int) -> str:
 
 
 def wait_for(run: edp.Run, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The run's status, as soon as it is so."""
+    """The run's status, soon after it is so: to ask for it keeps four processes busy."""
 
     def look() -> dict[str, Any] | None:
         status = run.status()
@@ -94,7 +94,7 @@ def wait_for(run: edp.Run, condition: Callable[[dict[str, Any]], bool]) -> dict[
         assert status["phase"] != "over", status
         return None
 
-    return eventually(look, run.status) or {}
+    return eventually(look, run.status, every_s=0.05) or {}
 
 
 def members(status: dict[str, Any]) -> list[str]:

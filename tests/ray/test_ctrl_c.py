@@ -54,7 +54,8 @@ def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(
     tmp_path, number, warm_processes
 ):
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
-    environment |= {"PYTHONPATH": clusters.ROOT, "HOME": str(tmp_path)}
+    environment |= {"PYTHONPATH": clusters.MINIMAL_PATH, "HOME": str(tmp_path)}
+    environment |= clusters.forked_workers()
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path), str(warm_processes)],
         cwd=clusters.ROOT,

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def cluster():
-    with clusters.nodes(2) as cluster:
+    with clusters.nodes(2, forked=False) as cluster:
         yield cluster
 
 

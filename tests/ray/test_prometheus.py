@@ -12,7 +12,7 @@ from tests.k8s.manifests import K8S
 from tests.k8s.test_alerts import RAY, queries, rules
 from tests.patience import eventually
 from tests.ports import free_port
-from tests.ray.clusters import ROOT
+from tests.ray.clusters import MINIMAL_PATH, forked_workers
 from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, wait_for
 from tests.ray.prometheus import NEEDED, REPORT_S, at_once, firing, has_data, scraping
 
@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.ray, *NEEDED]
 
 
 @pytest.fixture
-def exported():
+def exported(monkeypatch):
     """The port at which Ray exports metrics."""
     port = free_port()
-    environment = {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", ROOT)}}
+    for name, value in forked_workers().items():
+        monkeypatch.setenv(name, value)
+    environment = {"env_vars": {"PYTHONPATH": MINIMAL_PATH}}  # of workers, not of Ray's agent
     ray.init(
         address="local",
         num_cpus=3,

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause, StopRequested
@@ -31,12 +30,15 @@ from elastic_dp.train.step.step_header import MemberHeader, StepHeader
 from elastic_dp.train.training_parts import StepsArguments
 from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import ENDLESS, goes_on, group, losses_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_device_faults import lost
 from tests.train.test_gangs import connects, each_process_of_each_rank, gangs, model_of, trains
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
+
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 
 SLOW = pytest.mark.slow
 
@@ -170,7 +172,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh: Any) -> None:
     """The whole may be too large for the memory of one GPU."""
-    model = fully_shard(classifier().to(fake_gpu.GPU), mesh=mesh)
+    model = fsdp.fully_shard(classifier().to(fake_gpu.GPU), mesh=mesh)
     optimizer = adamw(model)
     batch = {"x": torch.ones(4, 16).to(fake_gpu.GPU), "y": torch.zeros(4).long().to(fake_gpu.GPU)}
     cross_entropy(model, batch).backward()
@@ -188,7 +190,9 @@ def test_state_is_gathered_on_the_host_and_restored_to_the_gpu(mesh: Any) -> Non
 
 
 def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
-    model = fully_shard(classifier(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = fsdp.fully_shard(
+        classifier(), mesh=mesh, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)
+    )
     gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="leave out CPUOffloadPolicy"):
         check_gang(gang, StepsArguments(model, adamw(model), cross_entropy))

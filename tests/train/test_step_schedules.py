@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.coordinator.generation import Generation
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import formed_of, group, local, resize, spec_of
@@ -29,6 +30,7 @@ from tests.train.test_inner_steps import (
 from tests.train.test_kills import IN_A_STEP
 
 SLOW = pytest.mark.slow
+POINTS = [point for point in IN_A_STEP if not point.startswith("evaluate")]  # nothing evaluates
 STEPS = 11
 DELAYS, INNER = {0: 0, 4: 1, 8: 0}, {0: 1, 4: 3, 8: 2}
 LATE: dict[str, Any] = {"staleness": DELAYS}
@@ -39,7 +41,8 @@ NAMES = ("delays", "inner steps", "both")
 
 
 def spec_with(schedules: dict[str, Any], **options: Any) -> JobSpec:
-    """All workers are there before the first step in which one may die."""
+    """All workers are there before step 5: the body of step 1 waits until the third has joined, or
+    until the end of the generation is planned for it, which is after step 4 at the latest."""
     config = {"hold": dict.fromkeys(range(1, 4), options.get("workers", 3))}
     given = {"growth": {0: 4, 6: 8}, "steps": STEPS, "tail": "short", "config": config} | options
     return dataclasses.replace(job(**given), **schedules)
@@ -93,10 +96,31 @@ def test_delay_of_every_step_or_of_none_is_what_a_single_number_says():
         assert local(one, batch_norm).digest == local(other, batch_norm).digest
 
 
+@pytest.fixture
+def _ends_where_bodies_wait(monkeypatch):
+    """A generation ends after the step in whose body its members wait. Else it ends some steps
+    later, by as many as they made in the last interval of heartbeats and two."""
+
+    def plan_end(generation: Generation, reason: str, at_once: bool = False) -> None:
+        generation._after_step = generation.steps.step
+        generation._end(reason)
+
+    monkeypatch.setattr(Generation, "plan_end", plan_end)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedules", "train"), CASES, ids=NAMES)
-@pytest.mark.parametrize(("step", "rank"), [(4, 2), (5, 0), (5, 2), (8, 2), (9, 0), (9, 2)])
-@pytest.mark.parametrize("point", IN_A_STEP)
+@pytest.mark.usefixtures("_ends_where_bodies_wait")
+@pytest.mark.parametrize(
+    ("point", "step", "rank", "schedules", "train"),
+    [
+        pytest.param(point, step, rank, *case, id=f"{point}-{step}-{rank}-{name}")
+        for point in POINTS
+        for step, rank in ((4, 2), (5, 0), (5, 2), (8, 2), (9, 0), (9, 2))
+        for name, case in zip(NAMES, CASES, strict=True)
+        # The first delayed step applies no gradient.
+        if (point, step, name) != ("optimizer", 5, "delays")
+    ],
+)
 def test_worker_killed_beside_a_change_changes_no_bit(
     point, step, rank, schedules, train, tmp_path
 ):
@@ -116,7 +140,7 @@ def test_lost_worker_beside_a_change_only_the_leaves_that_are_needed_run_again(
     step, again, tmp_path
 ):
     """In steps 6 to 8 its leaves of the step before are needed, too."""
-    spec = spec_with(LATE, growth=12, min_workers=2)
+    spec = spec_with(LATE, growth=12, min_workers=2, tail="drop")  # no step has fewer leaves
     dead = WorkerFault("backward", step=step, rank=2, nth=4, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
@@ -156,6 +180,7 @@ def test_change_on_a_simulated_device_has_the_same_bits_after_a_kill(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_ends_where_bodies_wait")
 @pytest.mark.parametrize(("schedules", "train"), CASES, ids=NAMES)
 @pytest.mark.parametrize("sizes", [{2: 3, 6: 2}, {4: 3, 8: 1}, {5: 3, 9: 2}], ids=str)
 def test_joins_and_departures_beside_the_changes_change_no_bit(sizes, schedules, train):

@@ -11,22 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 from elastic_dp.config import CheckpointConfig, JobSpec, ScalingConfig
 from elastic_dp.errors import SpecError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import (
     ENDLESS,
     group,
@@ -38,6 +29,9 @@ from tests.train.jobs import adamw, cross_entropy, hold
 from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
 from tests.train.test_kills import IN_A_STEP, with_faults
 
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
+tensor = ImportedWhenUsed("torch.distributed.tensor")
+parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 STEPS, HEADS, WIDTH = 8, 2, 16
@@ -80,20 +74,22 @@ class GPT(nn.Module):
         return y.mean(1)
 
 
-PLAN = {
-    "layer.q": ColwiseParallel(),
-    "layer.k": ColwiseParallel(),
-    "layer.v": ColwiseParallel(),
-    "layer.project": RowwiseParallel(),
-    "layer.mlp.0": ColwiseParallel(),
-    "layer.mlp.2": RowwiseParallel(),
-}
+def split_layers() -> dict[str, Any]:
+    by_column, by_row = parallel.ColwiseParallel, parallel.RowwiseParallel
+    return {
+        "layer.q": by_column(),
+        "layer.k": by_column(),
+        "layer.v": by_column(),
+        "layer.project": by_row(),
+        "layer.mlp.0": by_column(),
+        "layer.mlp.2": by_row(),
+    }
 
 
 def trains(ctx: Any) -> None:
     model = GPT()
     if ctx._session.gang is not None:
-        parallelize_module(model, ctx.mesh, PLAN)
+        parallel.parallelize_module(model, ctx.mesh, split_layers())
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     for step in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler, clip_norm=0.5):
@@ -158,26 +154,26 @@ def of_sequences(ctx: Any) -> None:
     model.layer.dropout = nn.Identity()  # of parts, so it would draw other numbers than one process
     if ctx._session.gang is None:
         return run(ctx, model, cross_entropy)
-    whole, parts = Replicate(), Shard(1)
-    prepare = PrepareModuleInput(
+    whole, parts = tensor.Replicate(), tensor.Shard(1)
+    prepare = parallel.PrepareModuleInput(
         input_layouts=whole, desired_input_layouts=parts, use_local_output=True
     )
     plan = {
         "layer": prepare,
-        "layer.norm1": SequenceParallel(),
-        "layer.norm2": SequenceParallel(),
-        "layer.q": ColwiseParallel(input_layouts=parts),
-        "layer.k": ColwiseParallel(input_layouts=parts),
-        "layer.v": ColwiseParallel(input_layouts=parts),
-        "layer.head_norm": SequenceParallel(sequence_dim=1, use_local_output=True),
-        "layer.project": RowwiseParallel(output_layouts=parts),
-        "layer.mlp.0": ColwiseParallel(input_layouts=parts),
-        "layer.mlp.2": RowwiseParallel(output_layouts=parts),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=parts, use_local_output=False),
+        "layer.norm1": parallel.SequenceParallel(),
+        "layer.norm2": parallel.SequenceParallel(),
+        "layer.q": parallel.ColwiseParallel(input_layouts=parts),
+        "layer.k": parallel.ColwiseParallel(input_layouts=parts),
+        "layer.v": parallel.ColwiseParallel(input_layouts=parts),
+        "layer.head_norm": parallel.SequenceParallel(sequence_dim=1, use_local_output=True),
+        "layer.project": parallel.RowwiseParallel(output_layouts=parts),
+        "layer.mlp.0": parallel.ColwiseParallel(input_layouts=parts),
+        "layer.mlp.2": parallel.RowwiseParallel(output_layouts=parts),
+        "norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(input_layouts=parts, use_local_output=False),
     }
-    parallelize_module(model, ctx.mesh, plan)
-    with loss_parallel():
+    parallel.parallelize_module(model, ctx.mesh, plan)
+    with parallel.loss_parallel():
         run(ctx, model, cross_entropy)
 
 
@@ -202,7 +198,7 @@ def test_sequence_parallelism_and_a_loss_of_sharded_logits_train_as_one_process_
 
 
 def sharded(ctx: Any) -> Any:
-    return parallelize_module(GPT(), ctx.mesh, PLAN)
+    return parallel.parallelize_module(GPT(), ctx.mesh, split_layers())
 
 
 def without_a_plan(ctx: Any) -> None:
@@ -211,16 +207,20 @@ def without_a_plan(ctx: Any) -> None:
 
 def with_fully_shard(ctx: Any) -> None:
     model = sharded(ctx)
-    fully_shard(model.head, mesh=ctx.mesh)
+    fsdp.fully_shard(model.head, mesh=ctx.mesh)
     run(ctx, model, cross_entropy)
 
 
 def with_rows_of_their_own(ctx: Any) -> None:
-    run(ctx, fully_shard(GPT(), mesh=ctx.mesh), cross_entropy)
+    run(ctx, fsdp.fully_shard(GPT(), mesh=ctx.mesh), cross_entropy)
 
 
 def with_a_mesh_of_its_own(ctx: Any) -> None:
-    run(ctx, parallelize_module(GPT(), init_device_mesh("cpu", (2,)), PLAN), cross_entropy)
+    run(
+        ctx,
+        parallel.parallelize_module(GPT(), init_device_mesh("cpu", (2,)), split_layers()),
+        cross_entropy,
+    )
 
 
 def with_other_values(ctx: Any) -> None:
@@ -249,12 +249,14 @@ def with_heads_that_are_normalized_apart(ctx: Any) -> None:
     """The gradient of the plain normalization is that of the heads of one process."""
     model = GPT()
     model.layer.head_norm = nn.LayerNorm(WIDTH // HEADS)
-    run(ctx, parallelize_module(model, ctx.mesh, PLAN), cross_entropy)
+    run(ctx, parallel.parallelize_module(model, ctx.mesh, split_layers()), cross_entropy)
 
 
 def with_a_sharded_buffer(ctx: Any) -> None:
     model = sharded(ctx)
-    model.register_buffer("mask", distribute_tensor(torch.ones(4), ctx.mesh, [Replicate()]))
+    model.register_buffer(
+        "mask", tensor.distribute_tensor(torch.ones(4), ctx.mesh, [tensor.Replicate()])
+    )
     run(ctx, model, cross_entropy)
 
 
