@@ -17,6 +17,8 @@ from elastic_dp.config.field_checks import (
 from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
+TENSOR_PARALLEL = "tp"  # a dimension of a mesh, as torch's examples call it
+
 
 def label_values(wanted: str) -> list[str]:
     """Return the values in a text of `ScalingConfig.label_selector`: a, !a, in(a,b) or !in(a,b)."""
@@ -45,8 +47,9 @@ class ScalingConfig:
       sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
       times V micro-batches. It is fixed at the run's first start. On GPUs each process has one, so
       "GPU" is the same number.
-    - `tensor_parallel_size`: so many processes of a worker have the same rows, for torch's
-      `parallelize_module`: 1, or `processes_per_worker`. It is fixed at the run's first start.
+    - `tensor_parallel_size`: so many neighbours among these have the same rows, for torch's
+      `parallelize_module`, so a global batch has so many times fewer micro-batches. It divides
+      `processes_per_worker`, and is fixed at the run's first start.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
       the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
@@ -163,11 +166,11 @@ class ScalingConfig:
         whole_number("ScalingConfig.tensor_parallel_size", size, 1)
         if size == 1:
             return
-        if size != processes:
+        if processes % size:
             raise SpecError(
                 f"ScalingConfig.tensor_parallel_size is {size} and processes_per_worker is "
-                f"{processes}: all processes of a worker have the same rows, or none (1). "
-                "Tensor parallelism together with fully_shard does not work yet"
+                f"{processes}: each so many processes have the same rows, so make "
+                f"processes_per_worker a multiple of {size}"
             )
         if self.resources_per_worker.get("GPU"):
             raise SpecError(
@@ -226,6 +229,12 @@ class ScalingConfig:
     def data_parallel_processes(self) -> int:
         """How many processes, or groups of processes, of a worker have rows of their own."""
         return self.processes_per_worker // self.tensor_parallel_size
+
+    @property
+    def mesh_dimensions(self) -> dict[str, int]:
+        """The sizes of the dimensions of `TrainContext.mesh`, by name."""
+        sizes = {"dp": self.data_parallel_processes, TENSOR_PARALLEL: self.tensor_parallel_size}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def num_threads(self) -> int:

@@ -66,7 +66,9 @@ GANG_MUTANTS = [
         "p not in gathered",
         "False",
         module="elastic_dp.train.gang.gang_checks",
-        caught_by=f"{REFUSED}[partly_replicated-1.bias is a DTensor over ctx.mesh, but not one of]",
+        caught_by=(
+            f"{REFUSED}[partly_sharded_by_hand-1.bias is a DTensor over ctx.mesh, but not one of]"
+        ),
         is_slow=True,
     ),
     ModuleMutant(
@@ -88,7 +90,7 @@ GANG_MUTANTS = [
     ModuleMutant(
         "a parameter that all processes have counts in the norm for each of them",
         "CommittedGradients.__init__",
-        "not is_replicated(p)",
+        "gang.counts(p)",
         "True",
         module="elastic_dp.train.step.committed_gradients",
         caught_by=AS_ONE,
@@ -124,11 +126,13 @@ GANG_MUTANTS = [
     ),
     ModuleMutant(
         "values of a parameter that all processes have are not compared",
-        "_check_tensor_parallel",
+        "_check_same_values",
         "differing is not None",
         "False",
         module="elastic_dp.train.gang.gang_checks",
-        caught_by=f"{REFUSED_TP}[with_other_values-model.norm.bias is not sharded over ctx.mesh]",
+        caught_by=(
+            f"{REFUSED_TP}[with_other_values-model.norm.bias is not sharded by tensor parallelism]"
+        ),
         is_slow=True,
     ),
     ModuleMutant(

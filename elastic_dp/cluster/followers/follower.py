@@ -65,7 +65,7 @@ def lead(
     control.exchange(json.dumps(told).encode())
     size, shared = scaling.processes_per_worker, scaling.tensor_parallel_size
     meet = _meeting(identity, port, secret)
-    mesh = open_local_mesh(meet, 0, size, device, shares_gpu=shares_gpu)
+    mesh = open_local_mesh(meet, 0, scaling.mesh_dimensions, device, shares_gpu=shares_gpu)
     return Gang(0, size, mesh, control, tensor_parallel_size=shared)
 
 
@@ -96,8 +96,8 @@ def follow(
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
     meet = _meeting(identity, told["port"], secret)
-    mesh = open_local_mesh(meet, number, size, device, shares_gpu=shares_gpu)
-    shared = spec.scaling.tensor_parallel_size
+    dimensions, shared = spec.scaling.mesh_dimensions, spec.scaling.tensor_parallel_size
+    mesh = open_local_mesh(meet, number, dimensions, device, shares_gpu=shares_gpu)
     gang = Gang(number, size, mesh, control, told["stores"], shared)
     try:
         data = open_data(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_dp.distributed.local_shards import count_parts, first_holder
 from elastic_dp.train.gang.gang_control import GangExchange
 from elastic_dp.train.state.weight_comparison import digest_of
 
@@ -29,17 +31,35 @@ class Gang:
         """Returns the payloads of all processes, in order. All of them call it."""
         return self.control.exchange(payload)
 
-    def differing(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Returns the first name whose tensor has not the same bytes in all processes, or None. All
-        of them call it."""
-        own = {name: digest_of([tensor]) for name, tensor in tensors.items()}
+    def differing(self, tensors: Mapping[str, torch.Tensor], like: Mapping[str, Any]) -> str | None:
+        """Returns the first name whose tensor has not the same bytes in all processes that have the
+        same part of it, or None. All of them call it. `like`: what is divided as these tensors are,
+        by name."""
+        shared = {n: t for n, t in tensors.items() if self.is_shared(like[n])}
+        own = {name: digest_of([tensor]) for name, tensor in shared.items()}
         told = [json.loads(given) for given in self.exchange(json.dumps(own).encode())]
-        names = [name for one in told for name in one]
-        return next((n for n in names if len({one.get(n) for one in told}) > 1), None)
+        for name in dict.fromkeys(name for one in told for name in one):
+            firsts = [first_holder(like.get(name), process) for process in range(self.size)]
+            if any(one.get(name) != told[i].get(name) for one, i in zip(told, firsts, strict=True)):
+                return name
+        return None
+
+    def is_shared(self, tensor: Any) -> bool:
+        """Whether several processes have the same part of a tensor."""
+        return count_parts(tensor) < self.size
+
+    def counts(self, tensor: Any) -> bool:
+        """Whether this process is the first that has its part of a tensor."""
+        return first_holder(tensor, self.number) == self.number
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """The names of the dimensions of the mesh."""
+        return self.mesh.mesh_dim_names or ()
 
     @property
     def shares_rows(self) -> bool:
-        """Whether all processes have the same rows."""
+        """Whether several processes have the same rows."""
         return self.tensor_parallel_size > 1
 
     @property
