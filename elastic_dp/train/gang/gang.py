@@ -18,7 +18,8 @@ from elastic_dp.train.state.weight_comparison import digest_of
 @dataclass(frozen=True, slots=True)
 class Gang:
     """The processes of one worker. `number` is that of this process, from 0. `tensor_parallel_size`
-    neighbours have the same rows."""
+    neighbours have the same rows and positions. `context_parallel_size` of these groups have the
+    same rows."""
 
     number: int
     size: int
@@ -26,6 +27,7 @@ class Gang:
     control: GangExchange
     helps_to_gather: bool = False  # the first process takes checkpoints
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns the payloads of all processes, in order. All of them call it."""
@@ -58,21 +60,23 @@ class Gang:
         return self.mesh.mesh_dim_names or ()
 
     @property
-    def shares_rows(self) -> bool:
-        """Whether several processes have the same rows."""
+    def compares(self) -> bool:
+        """Whether processes have the same rows and positions, and so the same losses."""
         return self.tensor_parallel_size > 1
 
     @property
-    def data_parallel_size(self) -> int:
-        """The number of micro-batches of one virtual worker."""
+    def num_losses(self) -> int:
+        """The number of losses of one virtual worker. Those of different positions count apart."""
         return self.size // self.tensor_parallel_size
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which of these this process runs."""
-        return self.number // self.tensor_parallel_size
+    def loss_number(self, virtual_worker: int) -> int:
+        """Returns the number of this process's loss of a virtual worker, among those of all."""
+        return virtual_worker * self.num_losses + self.number // self.tensor_parallel_size
 
-    def key(self, virtual_worker: int) -> int:
-        """Returns the number of this process's micro-batch of a virtual worker, among those of
-        all."""
-        return virtual_worker * self.data_parallel_size + self.data_parallel_rank
+    def micro_batch_of(self, loss: int) -> int:
+        """Returns the number of the micro-batch of a loss, among those of all."""
+        return loss // self.context_parallel_size
+
+    def micro_batch(self, virtual_worker: int) -> int:
+        """Returns the number of this process's micro-batch of a virtual worker."""
+        return self.micro_batch_of(self.loss_number(virtual_worker))

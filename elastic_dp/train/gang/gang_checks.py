@@ -23,11 +23,11 @@ def check_gang(gang: Gang | None, given: Any) -> None:
     if gang is None:
         _refuse_shards(model)
         return
-    if gang.shares_rows:
+    if gang.compares:
         _check_tensor_parallel(gang, model)
-    if gang.data_parallel_size > 1 or not gang.shares_rows:
+    if gang.num_losses > 1 or not gang.compares:
         _check_fully_sharded(gang, model)
-    if gang.shares_rows:
+    if gang.compares:
         _check_same_values(gang, model)
     if given.precision == "fp16":
         raise SpecError(
@@ -60,8 +60,8 @@ def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
     if not isinstance(model, FSDPModule):
         raise ModelError(
             "the model is not one that fully_shard has returned. Processes of a worker have rows "
-            "of their own, so the gradients must be averaged among them, as fully_shard does; for "
-            "tensor parallelism alone, in which all have the same rows, set "
+            "or positions of their own, so the gradients must be averaged among them, as "
+            "fully_shard does; for tensor parallelism alone, in which all have the same, set "
             "ScalingConfig.tensor_parallel_size to processes_per_worker"
         )
     gathered = _gathered_by_fully_shard(model)
@@ -70,7 +70,8 @@ def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
             raise ModelError(
                 f"model.{name} is a DTensor over {mesh}, but not one of fully_shard, as with "
                 "ignored_params or tensor parallelism: its gradient would not be averaged among "
-                "the processes of a worker, which have different rows. Let fully_shard have it"
+                "the processes of a worker, which have different rows or positions. Let "
+                "fully_shard have it"
             )
 
 
@@ -78,7 +79,7 @@ def _check_tensor_parallel(gang: Gang, model: nn.Module) -> None:
     mesh = _name_of(gang, -1)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import
     if (
-        gang.data_parallel_size == 1
+        gang.num_losses == 1
         and fsdp is not None
         and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
     ):

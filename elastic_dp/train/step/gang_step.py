@@ -50,7 +50,7 @@ def record_of_gang(
     if gang is None:
         return header.to_bytes()
     assert order is not None
-    results = {gang.key(v): result for v, result in header.results.items()}
+    results = {gang.loss_number(v): result for v, result in header.results.items()}
     mine = dataclasses.replace(header, results=results).to_bytes()
     used, changed, digest = len(header.used), len(header.changed), order.digest()
     told = gang.exchange(digest + mine)
@@ -61,7 +61,7 @@ def record_of_gang(
             "its order, so all must run the same layers in the same order"
         )
     records = [one[len(digest) :] for one in told]
-    if gang.shares_rows:
+    if gang.compares:
         _check_losses(step, [StepHeader.of([one], used, changed) for one in records])
     # Of what several processes have, that of the first one counts.
     whole = StepHeader.of(records[::-1], used, changed)
@@ -102,7 +102,7 @@ def check_replicated(
 ) -> None:
     """Raises ModelError if processes of a worker have the same rows, and other gradients for a
     parameter that is not divided among them. All processes call it."""
-    if gang is not None and gang.shares_rows:
+    if gang is not None and gang.compares:
         names = {p: name for name, p in parameters.items()}
         name = gang.differing({names[p]: sum_ for p, sum_ in sums.totals()}, parameters)
         if name is not None:
