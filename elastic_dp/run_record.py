@@ -139,6 +139,7 @@ class RunRecord:
     inner_steps: int | dict[str, int] | None = None
     processes_per_worker: int = 1
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.

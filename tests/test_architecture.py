@@ -549,8 +549,8 @@ PARAMETERS = {
     """,
     "ScalingConfig": """
         *min_workers max_workers virtual_workers standby warm_processes resources_per_worker
-        processes_per_worker tensor_parallel_size threads_per_worker stabilization_s market
-        min_on_demand zones label_selector balance priority
+        processes_per_worker tensor_parallel_size context_parallel_size threads_per_worker
+        stabilization_s market min_on_demand zones label_selector balance priority
     """,
     "CheckpointConfig": """
         *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute

@@ -17,6 +17,8 @@ from elastic_dp.config.field_checks import (
 from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
+TENSOR_PARALLEL = "tp"  # a dimension of a mesh, as torch's examples call it
+
 
 def label_values(wanted: str) -> list[str]:
     """Return the values in a text of `ScalingConfig.label_selector`: a, !a, in(a,b) or !in(a,b)."""
@@ -45,8 +47,12 @@ class ScalingConfig:
       sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
       times V micro-batches. It is fixed at the run's first start. On GPUs each process has one, so
       "GPU" is the same number.
-    - `tensor_parallel_size`: so many processes of a worker have the same rows, for torch's
-      `parallelize_module`: 1, or `processes_per_worker`. It is fixed at the run's first start.
+    - `tensor_parallel_size`: so many neighbours among these have the same rows, for torch's
+      `parallelize_module`, so a global batch has so many times fewer micro-batches. It divides
+      `processes_per_worker`, and is fixed at the run's first start.
+    - `context_parallel_size`: so many processes of a worker, which must then be all of them, or all
+      that differ in tensor parallelism, have the same rows, and each computes the loss of a part of
+      the positions. It is fixed at the run's first start.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
       the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
@@ -79,6 +85,7 @@ class ScalingConfig:
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
@@ -103,6 +110,7 @@ class ScalingConfig:
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
         self._check_tensor_parallel()
+        self._check_context_parallel()
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
@@ -163,16 +171,28 @@ class ScalingConfig:
         whole_number("ScalingConfig.tensor_parallel_size", size, 1)
         if size == 1:
             return
-        if size != processes:
+        if processes % size:
             raise SpecError(
                 f"ScalingConfig.tensor_parallel_size is {size} and processes_per_worker is "
-                f"{processes}: all processes of a worker have the same rows, or none (1). "
-                "Tensor parallelism together with fully_shard does not work yet"
+                f"{processes}: each so many processes have the same rows, so make "
+                f"processes_per_worker a multiple of {size}"
             )
         if self.resources_per_worker.get("GPU"):
             raise SpecError(
                 f"ScalingConfig.tensor_parallel_size is {size}, which does not work on GPUs yet: "
                 'leave "GPU" out of resources_per_worker'
+            )
+
+    def _check_context_parallel(self) -> None:
+        size, others = self.context_parallel_size, self.tensor_parallel_size
+        whole_number("ScalingConfig.context_parallel_size", size, 1)
+        if size > 1 and size * others != self.processes_per_worker:
+            times = f" times tensor_parallel_size ({others})" if others > 1 else ""
+            raise SpecError(
+                f"ScalingConfig.context_parallel_size is {size} and processes_per_worker is "
+                f"{self.processes_per_worker}: the processes of a worker share the positions of "
+                f"one micro-batch, so make processes_per_worker {size * others} "
+                f"(context_parallel_size{times})"
             )
 
     def _check_label_selector(self) -> None:
@@ -225,7 +245,18 @@ class ScalingConfig:
     @property
     def data_parallel_processes(self) -> int:
         """How many processes, or groups of processes, of a worker have rows of their own."""
-        return self.processes_per_worker // self.tensor_parallel_size
+        shared = self.tensor_parallel_size * self.context_parallel_size
+        return self.processes_per_worker // shared
+
+    @property
+    def mesh_dimensions(self) -> dict[str, int]:
+        """The sizes of the dimensions of `TrainContext.mesh`, by name."""
+        sizes = {
+            "dp": self.data_parallel_processes,
+            "cp": self.context_parallel_size,
+            TENSOR_PARALLEL: self.tensor_parallel_size,
+        }
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def num_threads(self) -> int:

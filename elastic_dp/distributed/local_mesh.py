@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -17,7 +19,6 @@ from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, Rendezvous, 
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
 from elastic_dp.errors import ClusterError
 
-DIMENSION = "process"
 LOOPBACK = "127.0.0.1"
 _FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -26,18 +27,20 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 def open_local_mesh(
     meet: Rendezvous,
     number: int,
-    size: int,
+    dimensions: Mapping[str, int],
     device: torch.device,
     *,
     shares_gpu: bool = False,
 ) -> DeviceMesh:
     """Makes torch's default process group of these processes, each with its `device`. Returns the
-    mesh of it. `shares_gpu`: all have the same one.
+    mesh of it. `dimensions`: the sizes of its one or two dimensions, by name. `shares_gpu`: all
+    processes have the same one.
 
     They meet at a store on this machine. The mesh lives as long as the process, and its collectives
     cannot be aborted. Raises ConnectionError if a peer does not hold the secret, and ClusterError
     if the GPUs cannot be connected.
     """
+    size = math.prod(dimensions.values())
     store = RendezvousStoreClient(meet.host, meet.port, meet.secret, _FORMING_LIMIT)
     connects = is_gpu(device) and not shares_gpu
     try:
@@ -61,7 +64,22 @@ def open_local_mesh(
     assert group is not None
     prove(group._get_backend(torch.device("cpu")), meet, number, size)
     # Not `init_device_mesh`, which would make a second group where torch finds a GPU.
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DIMENSION,))
+    names = tuple(dimensions)
+    if len(names) == 1:
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+    ranks = torch.arange(size).view(*dimensions.values())
+    groups = [_group_of(number, every.tolist(), meet) for every in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+
+
+def _group_of(number: int, every: list[list[int]], meet: Rendezvous) -> dist.ProcessGroup:
+    """Makes a process group for each of these lists of processes. Returns that of this process."""
+    with _on_loopback():
+        groups = [dist.new_group(ranks) for ranks in every]
+    ranks, group = next(pair for pair in zip(every, groups, strict=True) if number in pair[0])
+    meet = dataclasses.replace(meet, prefix=f"{meet.prefix}/{ranks}")
+    prove(group._get_backend(torch.device("cpu")), meet, ranks.index(number), len(ranks))
+    return group
 
 
 @contextlib.contextmanager

@@ -3,10 +3,15 @@
 A parameter may be a `DTensor`, as torch's `fully_shard` makes it. Its other parts are then with
 other processes of this worker. Sums, copies and digests here are of the local parts: an operation
 on the whole tensor would be a collective that all of those processes must call.
+
+The mesh of a tensor has all processes of the worker, or, if `fully_shard` alone has sharded it,
+those with one place in tensor parallelism. Then the processes beside them have the same parts.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from typing import Any
 
@@ -19,9 +24,33 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def is_replicated(tensor: Any) -> bool:
-    """Returns whether each process of a worker has the whole of this tensor."""
-    return not is_sharded(tensor) or all(p.is_replicate() for p in tensor.placements)
+def count_parts(tensor: Any) -> int:
+    """Returns into how many parts a tensor is divided."""
+    return math.prod(size for _, size, _ in _divisions(tensor))
+
+
+def first_holder(tensor: Any, process: int) -> int:
+    """Returns the first process of a worker that has the same part of a tensor as `process`."""
+    return sum(process // step % size * step for _, size, step in _divisions(tensor))
+
+
+def _divisions(tensor: Any) -> list[tuple[int, int, int]]:
+    """Returns for each dimension of the mesh over which a tensor is sharded that of the tensor, the
+    number of parts, and how far apart the processes are that have neighbouring ones."""
+    if not is_sharded(tensor):
+        return []
+    placed = zip(tensor.placements, _sizes_and_steps(tensor.device_mesh), strict=True)
+    return [(p.dim, size, step) for p, (size, step) in placed if not p.is_replicate()]
+
+
+@functools.lru_cache
+def _sizes_and_steps(mesh: Any) -> list[tuple[int, int]]:
+    ranks = mesh.mesh
+    steps = (ranks.diff(dim=d).flatten() for d in range(ranks.ndim))
+    return [
+        (size, int(step[0]) if size > 1 else 1)
+        for size, step in zip(ranks.shape, steps, strict=True)
+    ]
 
 
 def local_of(tensor: Any) -> Any:
@@ -39,20 +68,21 @@ def whole_of(tensor: Any) -> Any:
     if not is_sharded(tensor):
         return tensor
     mine = tensor._local_tensor.detach().cpu().contiguous()
-    group = tensor.device_mesh.get_group()
-    rank, (placement,) = dist.get_rank(group), tensor.placements
+    rank = dist.get_rank()
     if rank > 0:
-        if placement.is_shard() and mine.numel():
-            dist.send(mine, 0, group)
+        if mine.numel() and first_holder(tensor, rank) == rank:
+            dist.send(mine, 0)
         return None
-    if not placement.is_shard():
+    if mine.shape == tensor.shape:
         return mine
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for process in range(dist.get_world_size(group)):
+    for process in range(dist.get_world_size()):
         part, arrived = _view_of(whole, tensor, process), mine
-        if process > 0 and part.numel():
+        if first_holder(tensor, process) < process or not part.numel():
+            continue
+        if process > 0:
             arrived = torch.empty_like(part, memory_format=torch.contiguous_format)
-            dist.recv(arrived, process, group)
+            dist.recv(arrived, process)
         part.copy_(arrived)
     return whole
 
@@ -73,17 +103,17 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tensor:
-    """Returns the part of `whole` that a process would hold, if it were sharded as `like` is, over
-    a mesh of one dimension. It is contiguous, as the local part of a tensor is."""
+    """Returns the part of `whole` that a process would hold, if it were sharded as `like` is. It is
+    contiguous, as the local part of a tensor is."""
     return _view_of(whole, like, process).contiguous() if is_sharded(like) else whole
 
 
 def _view_of(whole: torch.Tensor, like: Any, process: int) -> torch.Tensor:
-    (placement,), size = like.placements, like.device_mesh.size()
-    if not placement.is_shard():
-        return whole
-    parts = torch.chunk(whole, size, placement.dim)
-    return parts[process] if process < len(parts) else whole.narrow(placement.dim, 0, 0)
+    # Tensor parallelism is the last dimension of a mesh, and `fully_shard` divides what it leaves.
+    for dim, size, step in reversed(_divisions(like)):
+        parts, number = torch.chunk(whole, size, dim), process // step % size
+        whole = parts[number] if number < len(parts) else whole.narrow(dim, 0, 0)
+    return whole
 
 
 def placed_like(gradient: Any, parameter: Any) -> Any:

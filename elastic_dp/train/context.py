@@ -104,8 +104,11 @@ class TrainContext:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes of this worker, as a one-dimensional mesh for torch's `fully_shard` or
+        """The processes of this worker, as a mesh for torch's `fully_shard` or
         `parallelize_module`.
+
+        It has one dimension: "tp" if `ScalingConfig.tensor_parallel_size` is that of all processes,
+        and "dp" if it is 1. With a size between these it has both, "dp" first.
 
         Raises SpecError if `ScalingConfig.processes_per_worker` is 1.
         """

@@ -18,6 +18,10 @@ SAME_ROWS = f"{RUN_TESTS}::test_gang_trains_as_one_process_does_on_the_same_rows
 TP_TESTS = "tests/train/test_tensor_parallel.py"
 REFUSED_TP = f"{TP_TESTS}::test_job_that_cannot_run_with_the_same_rows_ends_with_its_error"
 AS_ONE = f"{TP_TESTS}::test_gang_with_the_same_rows_trains_as_one_process_does"
+PARTS_AS_ONE = (
+    "tests/train/test_context_parallel.py::"
+    "test_gang_with_parts_of_the_positions_trains_as_one_process_does"
+)
 
 GANG_MUTANTS = [
     ModuleMutant(
@@ -66,7 +70,9 @@ GANG_MUTANTS = [
         "p not in gathered",
         "False",
         module="elastic_dp.train.gang.gang_checks",
-        caught_by=f"{REFUSED}[partly_replicated-1.bias is a DTensor over ctx.mesh, but not one of]",
+        caught_by=(
+            f"{REFUSED}[partly_sharded_by_hand-1.bias is a DTensor over ctx.mesh, but not one of]"
+        ),
         is_slow=True,
     ),
     ModuleMutant(
@@ -80,7 +86,7 @@ GANG_MUTANTS = [
     ModuleMutant(
         "the processes of a worker draw the same random numbers",
         "MicroBatchRunner.__init__",
-        "gang.key if gang is not None else int",
+        "gang.loss_number if gang is not None else int",
         "int",
         module="elastic_dp.train.step.micro_batch",
         caught_by=SAME_ROWS,
@@ -88,7 +94,7 @@ GANG_MUTANTS = [
     ModuleMutant(
         "a parameter that all processes have counts in the norm for each of them",
         "CommittedGradients.__init__",
-        "not is_replicated(p)",
+        "gang.counts(p)",
         "True",
         module="elastic_dp.train.step.committed_gradients",
         caught_by=AS_ONE,
@@ -96,7 +102,7 @@ GANG_MUTANTS = [
     ModuleMutant(
         "losses of processes with the same rows count for each of them",
         "StepRunner._attempt",
-        "1 if self.gang is None else self.gang.data_parallel_size",
+        "1 if self.gang is None else self.gang.num_losses",
         "1 if self.gang is None else self.gang.size",
         module="elastic_dp.train.step.step_runner",
         caught_by=AS_ONE,
@@ -124,11 +130,13 @@ GANG_MUTANTS = [
     ),
     ModuleMutant(
         "values of a parameter that all processes have are not compared",
-        "_check_tensor_parallel",
+        "_check_same_values",
         "differing is not None",
         "False",
         module="elastic_dp.train.gang.gang_checks",
-        caught_by=f"{REFUSED_TP}[with_other_values-model.norm.bias is not sharded over ctx.mesh]",
+        caught_by=(
+            f"{REFUSED_TP}[with_other_values-model.norm.bias is not sharded by tensor parallelism]"
+        ),
         is_slow=True,
     ),
     ModuleMutant(
@@ -142,6 +150,33 @@ GANG_MUTANTS = [
             "test_sequence_parallelism_and_a_loss_of_sharded_logits_train_as_one_process_does"
         ),
         is_slow=True,
+    ),
+    ModuleMutant(
+        "fully_shard divides a tensor before tensor parallelism does",
+        "_view_of",
+        "reversed(_divisions(like))",
+        "_divisions(like)",
+        module="elastic_dp.distributed.local_shards",
+        caught_by=(
+            "tests/distributed/test_local_shards.py::"
+            "test_parts_of_two_dimensions_are_those_of_torch"
+        ),
+    ),
+    ModuleMutant(
+        "an evaluation of parts of the positions is that of the first process",
+        "_one",
+        "session.gang.context_parallel_size > 1",
+        "False",
+        module="elastic_dp.train.step.evaluation",
+        caught_by=PARTS_AS_ONE,
+    ),
+    ModuleMutant(
+        "rows of which each process has a part of the positions are made by other random numbers",
+        "MicroBatchRunner.__init__",
+        "gang.micro_batch if gang is not None else int",
+        "gang.loss_number if gang is not None else int",
+        module="elastic_dp.train.step.micro_batch",
+        caught_by=PARTS_AS_ONE,
     ),
 ]
 

@@ -248,12 +248,11 @@ def not_sharded(ctx: Any) -> None:
         pass
 
 
-def partly_replicated(ctx: Any) -> None:
-    """A parameter on the mesh of which each process has the whole, and whose gradient nobody
-    averages."""
+def partly_sharded_by_hand(ctx: Any) -> None:
+    """A parameter that is sharded over the mesh, and whose gradient nobody averages."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
-    whole = tensor.distribute_tensor(model[1].bias.detach(), ctx.mesh, [tensor.Replicate()])
-    model[1].bias = nn.Parameter(whole)
+    parts = tensor.distribute_tensor(model[1].bias.detach(), ctx.mesh, [tensor.Shard(0)])
+    model[1].bias = nn.Parameter(parts)
     fsdp.fully_shard(model, mesh=ctx.mesh, ignored_params={model[1].bias})
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         pass
@@ -320,7 +319,7 @@ def raises_on_one(ctx: Any) -> None:
             for case in (
                 (not_sharded, "not sharded over ctx.mesh"),
                 (tensor_parallel_with_other_rows, "set ScalingConfig.tensor_parallel_size"),
-                (partly_replicated, "1.bias is a DTensor over ctx.mesh, but not one of"),
+                (partly_sharded_by_hand, "1.bias is a DTensor over ctx.mesh, but not one of"),
                 (other_layers_for_other_rows, "runs other layers for other rows"),
                 (evaluates_on_one, "all processes of a worker must run the same program"),
                 (batch_norm, "a buffer of the model changed"),
@@ -351,9 +350,11 @@ def test_sharded_model_without_a_gang_is_refused() -> None:
 # --------------------------------------------------------------------------------- the kill matrix
 
 
-def each_process_of_each_rank(point: str, workers: int, tmp_path: Any) -> tuple[WorkerFault, ...]:
+def each_process_of_each_rank(
+    point: str, workers: int, tmp_path: Any, processes: int = 2
+) -> tuple[WorkerFault, ...]:
     """One after another dies at `point`, with all gangs there."""
-    victims = [(rank, process) for rank in range(workers) for process in (0, 1)]
+    victims = [(rank, process) for rank in range(workers) for process in range(processes)]
     files = [str(tmp_path / f"{rank}-{process}") for rank, process in victims]
     return tuple(
         WorkerFault(

@@ -165,7 +165,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Any:
     with fake_gpu.modes():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            yield DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("process",))
+            yield DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("dp",))
         finally:
             dist.destroy_process_group()
 

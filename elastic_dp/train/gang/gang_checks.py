@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.distributed.local_shards import is_replicated, is_sharded, local_of
+from elastic_dp.config.scaling_config import TENSOR_PARALLEL
+from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.gang.gang import Gang
 
@@ -22,10 +23,12 @@ def check_gang(gang: Gang | None, given: Any) -> None:
     if gang is None:
         _refuse_shards(model)
         return
-    if gang.shares_rows:
+    if gang.compares:
         _check_tensor_parallel(gang, model)
-    else:
+    if gang.num_losses > 1 or not gang.compares:
         _check_fully_sharded(gang, model)
+    if gang.compares:
+        _check_same_values(gang, model)
     if given.precision == "fp16":
         raise SpecError(
             'precision="fp16" scales the loss, which does not work with processes_per_worker; '
@@ -39,11 +42,12 @@ def check_gang(gang: Gang | None, given: Any) -> None:
 
 
 def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
+    dimension, mesh = gang.dimensions[0], _name_of(gang, 0)
     for name, p in model.named_parameters():
-        if getattr(p, "device_mesh", None) != gang.mesh:
+        if dimension not in (_dimensions_of(p, gang) or ()):
             raise ModelError(
-                f"model.{name} is not sharded over ctx.mesh: call fully_shard(model, "
-                "mesh=ctx.mesh) for the whole model, before the optimizer is made"
+                f"model.{name} is not sharded over {mesh}: call fully_shard(model, mesh={mesh}) "
+                "for the whole model, before the optimizer is made"
             )
         if local_of(p).device.type != gang.mesh.device_type:
             raise ModelError(
@@ -55,62 +59,88 @@ def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
 
     if not isinstance(model, FSDPModule):
         raise ModelError(
-            "the model is not one that fully_shard has returned. Each process of a worker has rows "
-            "of its own, so the gradients must be averaged among them, as fully_shard does; for "
-            "tensor parallelism, in which all have the same rows, set "
-            "ScalingConfig.tensor_parallel_size"
+            "the model is not one that fully_shard has returned. Processes of a worker have rows "
+            "or positions of their own, so the gradients must be averaged among them, as "
+            "fully_shard does; for tensor parallelism alone, in which all have the same, set "
+            "ScalingConfig.tensor_parallel_size to processes_per_worker"
         )
     gathered = _gathered_by_fully_shard(model)
     for name, p in model.named_parameters():
         if p not in gathered:
             raise ModelError(
-                f"model.{name} is a DTensor over ctx.mesh, but not one of fully_shard, as with "
+                f"model.{name} is a DTensor over {mesh}, but not one of fully_shard, as with "
                 "ignored_params or tensor parallelism: its gradient would not be averaged among "
-                "the processes of a worker, which have different rows. Let fully_shard have it"
+                "the processes of a worker, which have different rows or positions. Let "
+                "fully_shard have it"
             )
 
 
 def _check_tensor_parallel(gang: Gang, model: nn.Module) -> None:
+    mesh = _name_of(gang, -1)
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import
-    if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
+    if (
+        gang.num_losses == 1
+        and fsdp is not None
+        and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
+    ):
         raise ModelError(
             "the model is one of fully_shard, which averages gradients among processes with "
-            "different rows, and with tensor_parallel_size all have the same rows: leave out one "
-            "of the two"
+            "different rows, and with this tensor_parallel_size all have the same rows: make it "
+            "less than processes_per_worker, or leave out fully_shard"
         )
     for name, p in model.named_parameters():
-        if is_sharded(p) and not _is_divided(p, gang):
+        if _dimensions_of(p, gang) is None:
             raise ModelError(
-                f"model.{name} is a DTensor, but neither sharded nor replicated over ctx.mesh: "
-                "call parallelize_module(model, ctx.mesh, plan)"
+                f"model.{name} is a DTensor, but neither sharded nor replicated over {mesh}: "
+                f"call parallelize_module(model, {mesh}, plan)"
             )
-    if all(map(is_replicated, model.parameters())):
+    if not any(TENSOR_PARALLEL in (_dimensions_of(p, gang) or ()) for p in model.parameters()):
         raise ModelError(
-            "no parameter of the model is sharded over ctx.mesh, so all processes of a worker "
-            "would compute the same: call parallelize_module(model, ctx.mesh, plan) before the "
-            "optimizer is made"
+            f"no parameter of the model is sharded over {mesh}, so the processes of a worker with "
+            f"the same rows would compute the same: call parallelize_module(model, {mesh}, plan) "
+            "before the optimizer is made"
         )
-    buffers = dict(model.named_buffers())
-    for name, buffer in buffers.items():
+    for name, buffer in model.named_buffers():
         if is_sharded(buffer):
             raise ModelError(
                 f"the buffer model.{name} is a DTensor, which does not work: register a plain one"
             )
-    whole = {name: p for name, p in model.named_parameters() if is_replicated(p)}
-    differing = gang.differing(whole | buffers)
+
+
+def _check_same_values(gang: Gang, model: nn.Module) -> None:
+    values = dict(model.named_parameters()) | dict(model.named_buffers())
+    differing = gang.differing(values, values)
     if differing is not None:
         raise ModelError(
-            f"model.{differing} is not sharded over ctx.mesh, and the processes of a worker begin "
-            "with different values: make the model with the same random numbers in all of them"
+            f"model.{differing} is not sharded by tensor parallelism, and the processes of a "
+            "worker begin with different values: make the model with the same random numbers in "
+            "all of them"
         )
 
 
-def _is_divided(p: Any, gang: Gang) -> bool:
+def _dimensions_of(p: Any, gang: Gang) -> set[str] | None:
+    """Returns the dimensions of ctx.mesh over which a parameter is sharded. Returns None if it is
+    divided in a way in which neither `fully_shard` nor `parallelize_module` divides one."""
+    if not is_sharded(p):
+        return set()
     from torch.distributed.tensor import Shard  # takes a second, and few jobs have one
 
-    (placement,) = p.placements if len(p.placements) == 1 else (None,)
-    divided = placement is not None and (type(placement) is Shard or placement.is_replicate())
-    return bool(divided and p.device_mesh == gang.mesh)
+    mesh = p.device_mesh
+    if mesh not in [gang.mesh, *(gang.mesh[name] for name in gang.dimensions)]:
+        return None
+    placed = dict(zip(mesh.mesh_dim_names, p.placements, strict=True))
+    if any(placement.is_partial() for placement in placed.values()):
+        return None
+    sharded = {name for name, placement in placed.items() if not placement.is_replicate()}
+    # What `fully_shard` divides after tensor parallelism is not a plain `Shard`.
+    plain = TENSOR_PARALLEL not in sharded or type(placed[TENSOR_PARALLEL]) is Shard
+    return sharded if plain else None
+
+
+def _name_of(gang: Gang, dimension: int) -> str:
+    """Returns how users write this dimension of the mesh."""
+    names = gang.dimensions
+    return "ctx.mesh" if len(names) == 1 else f'ctx.mesh["{names[dimension]}"]'
 
 
 def _refuse_shards(model: nn.Module) -> None:

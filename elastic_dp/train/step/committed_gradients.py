@@ -10,7 +10,7 @@ import torch
 
 from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_units import UnitLayout
-from elastic_dp.distributed.local_shards import is_replicated, local_of
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.master_weights import class_of
@@ -26,11 +26,8 @@ class CommittedGradients:
     def __init__(self, state: TrainState, clip_norm: float | None, gang: Gang | None) -> None:
         self._state, self._clip_norm, self._gang = state, clip_norm, gang
         self._units = UnitLayout.of(state.parameters.values())
-        # Which gradients this process adds to the norm: one counts what all of its worker have.
-        self._counts = [
-            gang is None or gang.number == 0 or not is_replicated(p)
-            for p in state.parameters.values()
-        ]
+        # Which gradients this process adds to the norm: one counts what several of its worker have.
+        self._counts = [gang is None or gang.counts(p) for p in state.parameters.values()]
         self._gradients: list[torch.Tensor | None] | None = None  # by parameter
         self._norm: torch.Tensor | None = None  # before clipping and before the optimizer's step
 

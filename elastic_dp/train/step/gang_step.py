@@ -13,9 +13,9 @@ from elastic_dp.distributed.gradient_norm import gradient_square
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
-from elastic_dp.distributed.local_shards import is_replicated
 from elastic_dp.errors import LossError, ModelError
 from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.step_header import MemberHeader, StepHeader
 
 
@@ -50,7 +50,7 @@ def record_of_gang(
     if gang is None:
         return header.to_bytes()
     assert order is not None
-    results = {gang.key(v): result for v, result in header.results.items()}
+    results = {gang.loss_number(v): result for v, result in header.results.items()}
     mine = dataclasses.replace(header, results=results).to_bytes()
     used, changed, digest = len(header.used), len(header.changed), order.digest()
     told = gang.exchange(digest + mine)
@@ -61,7 +61,7 @@ def record_of_gang(
             "its order, so all must run the same layers in the same order"
         )
     records = [one[len(digest) :] for one in told]
-    if gang.shares_rows:
+    if gang.compares:
         _check_losses(step, [StepHeader.of([one], used, changed) for one in records])
     # Of what several processes have, that of the first one counts.
     whole = StepHeader.of(records[::-1], used, changed)
@@ -82,14 +82,14 @@ def record_of_gang(
 
 
 def _check_losses(step: int, headers: Sequence[StepHeader]) -> None:
-    first = headers[0].results
+    found: dict[int, tuple[int, MicroBatchResult]] = {}
     for number, header in enumerate(headers):
-        for v in first.keys() & header.results.keys():
-            one, other = first[v], header.results[v]
+        for key, other in header.results.items():
+            first, one = found.setdefault(key, (number, other))
             if (one.loss, one.weight) != (other.loss, other.weight):
                 raise LossError(
-                    f"the loss of step {step} on virtual worker {v} is {one.loss} (weight "
-                    f"{one.weight:g}) on process 0 of its worker, and {other.loss} (weight "
+                    f"the loss of step {step} on virtual worker {key} is {one.loss} (weight "
+                    f"{one.weight:g}) on process {first} of its worker, and {other.loss} (weight "
                     f"{other.weight:g}) on process {number}. With tensor_parallel_size they have "
                     "the same rows, so their losses must be equal: gather what is sharded before "
                     "the loss is taken, and draw the same random numbers. If earlier steps had no "
@@ -100,17 +100,17 @@ def _check_losses(step: int, headers: Sequence[StepHeader]) -> None:
 def check_replicated(
     gang: Gang | None, step: int, parameters: Mapping[str, torch.Tensor], sums: GradientReducer
 ) -> None:
-    """Raises ModelError if the processes of a worker have the same rows, and other gradients for a
-    parameter that each of them has whole. All processes call it."""
-    if gang is not None and gang.shares_rows:
+    """Raises ModelError if processes of a worker have the same rows, and other gradients for a
+    parameter that is not divided among them. All processes call it."""
+    if gang is not None and gang.compares:
         names = {p: name for name, p in parameters.items()}
-        name = gang.differing({names[p]: sum_ for p, sum_ in sums.totals() if is_replicated(p)})
+        name = gang.differing({names[p]: sum_ for p, sum_ in sums.totals()}, parameters)
         if name is not None:
             raise ModelError(
                 f"the processes of a worker have different gradients for model.{name} in step "
-                f"{step}, which each of them has whole: it is used on a part of the features, "
-                "heads or positions, as a normalization of single heads is. Include it in the "
-                "plan of parallelize_module, so that torch adds up its gradient"
+                f"{step}, which tensor parallelism does not shard: it is used on a part of the "
+                "features, heads or positions, as a normalization of single heads is. Include it "
+                "in the plan of parallelize_module, so that torch adds up its gradient"
             )
 
 

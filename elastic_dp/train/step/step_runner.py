@@ -286,7 +286,7 @@ class StepRunner:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self.micro_batches.counting(step, header.results, self.data.describe)
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
-        expected *= 1 if self.gang is None else self.gang.data_parallel_size  # `fully_shard`'s mean
+        expected *= 1 if self.gang is None else self.gang.num_losses  # `fully_shard`'s mean
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         factor = own if self.delayed is None else self.delayed.previous.factor
         buffers = self._exchange_buffers(step, header.changed)
