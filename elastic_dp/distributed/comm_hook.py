@@ -98,17 +98,11 @@ class HookBucket:
     def buffer(self) -> torch.Tensor:
         return self._flat
 
-    def set_buffer(self, flat: torch.Tensor) -> None:
-        self._flat = flat
-
     def index(self) -> int:
         return self._bucket.number
 
     def is_last(self) -> bool:
         return self._bucket.is_last
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._bucket.parameters)
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns views into the buffer, in the shapes of the parameters (whatever their strides,
