@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_buckets
+from elastic_dp.distributed import comm_hook, gradient_buckets
 from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -31,6 +31,18 @@ HOOKS = {"bf16": HookSettings("bf16"), "fp16": HookSettings("fp16"), "powersgd":
 of_each_hook = pytest.mark.parametrize("name", HOOKS)
 
 Gradients = Sequence[torch.Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def _members_draw_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q is drawn from torch's global generator, which these members share, unlike workers."""
+    drawing, power_sgd = threading.Lock(), comm_hook._POWER_SGD
+
+    def in_turn(state: Any, bucket: Any) -> Any:
+        with drawing:
+            return power_sgd(state, bucket)
+
+    monkeypatch.setattr(comm_hook, "_POWER_SGD", in_turn)
 
 
 def parameters_of(*shapes: Sequence[int]) -> list[torch.nn.Parameter]:
@@ -264,8 +276,11 @@ def test_member_that_waits_within_a_hook_is_freed_by_an_abort(lost_after: int) -
             threading.Thread(target=lambda: (sent.wait(), group.abort())).start()
         with pytest.raises(GroupAborted):
             member.step(3)
-        freed.set()
         member.sums.close()
+        # The last one that is closed goes first: the one with nothing in flight, which ends the
+        # operation of the other one.
+        group.close()
+        freed.set()
         return None
 
     of_all(2, run)
