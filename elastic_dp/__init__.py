@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FailureConfig,
         IterableData,
         MapStyleData,
+        PowerSGDConfig,
         ScalingConfig,
     )
     from elastic_dp.run_record import Result
@@ -38,6 +39,7 @@ __all__ = [
     "MapStyleData",
     "MasterWeights",
     "NoiseScale",
+    "PowerSGDConfig",
     "Result",
     "Run",
     "ScalingConfig",

@@ -520,7 +520,8 @@ def test_module_and_class_names_appear_once_in_the_package():
 PARAMETERS = {
     "ElasticTrainer": """
         train *data name storage_path config scaling checkpoint failure exact sharding wire
-        staleness inner_steps max_steps max_time_s loggers labels runtime_env storage_options
+        comm_hook staleness inner_steps max_steps max_time_s loggers labels runtime_env
+        storage_options
     """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path storage_options",
@@ -556,6 +557,10 @@ PARAMETERS = {
         *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute
         checkpoint_score_order
     """,
+    "PowerSGDConfig": """
+        *matrix_approximation_rank start_powerSGD_iter min_compression_rate use_error_feedback
+        warm_start orthogonalization_epsilon batch_tensors_with_same_shape
+    """,
     "FailureConfig": """
         *heartbeat_timeout_s heartbeat_interval_s lease_s forming_timeout_s hang_timeout_s
         release_timeout_s
@@ -575,8 +580,8 @@ MEMBERS = {
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
-        "MapStyleData MasterWeights NoiseScale Result Run ScalingConfig Step TrainContext "
-        "attach batch_lr load_state"
+        "MapStyleData MasterWeights NoiseScale PowerSGDConfig Result Run ScalingConfig Step "
+        "TrainContext attach batch_lr load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:

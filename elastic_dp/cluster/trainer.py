@@ -28,6 +28,7 @@ from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import (
     CheckpointConfig,
+    CommHookConfig,
     DataConfig,
     FailureConfig,
     IterableData,
@@ -79,6 +80,9 @@ class ElasticTrainer:
     - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
       bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
       the same. It is fixed at the run's first start.
+    - `comm_hook`: with `exact=False`, what compresses gradients as `register_comm_hook` of DDP does
+      with torch's hooks: "bf16", "fp16", or "powersgd", which is `PowerSGDConfig()`. A lone worker
+      compresses nothing.
     - `staleness`: 1 applies each gradient one step late, so that its sum travels while the next one
       is computed; `{0: 0, 1000: 1}` does so after 1000 steps. It needs `exact`. The result is exact
       all the same. It is fixed at the run's first start.
@@ -108,6 +112,7 @@ class ElasticTrainer:
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
         wire: Literal["bf16", "int8"] | None = None,
+        comm_hook: CommHookConfig | None = None,
         staleness: Literal[0, 1] | Mapping[int, int] = 0,
         inner_steps: int | Mapping[int, int] | None = None,
         max_steps: int | None = None,
@@ -150,6 +155,7 @@ class ElasticTrainer:
             "exact": exact,
             "sharding": sharding,
             "wire": wire,
+            "comm_hook": comm_hook,
             "staleness": staleness,
             "inner_steps": inner_steps,
             "max_steps": max_steps,
@@ -406,7 +412,7 @@ class ElasticTrainer:
             for text in (
                 *start.limits_changed(before, raised=True),
                 *start.growth_changed(before),
-                *start.sharding_changed(before),
+                *start.settings_changed(before),
                 *odd,
             )
         ]

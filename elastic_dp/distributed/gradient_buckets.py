@@ -39,7 +39,7 @@ class GradientBucket:
         rounding: GradientRounding,
         first_block: int,
     ) -> None:
-        self.number = number
+        self.number, self.is_last = number, False
         self.first, self.last = first, first + len(parameters)
         self.parameters = parameters
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
@@ -102,6 +102,8 @@ class GradientLayout:
             bucket = GradientBucket(len(self.buckets), first, cut, rounding, first_block)
             self.buckets.append(bucket)
             first, first_block = bucket.last, first_block + bucket.blocks
+        if self.buckets:
+            self.buckets[-1].is_last = True
         self.bucket_of = [bucket for bucket in self.buckets for _ in bucket.parameters]
         self.roundings = [
             PlacedRounding(bucket.rounding, bucket.first_block + cut)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.cross_worker_reduction import (
     BucketReduction,
     GradientBufferPool,
@@ -54,13 +55,14 @@ class GradientReducer:
         order: GradientOrder | None = None,
         *,
         computes: bool = True,
+        comm_hook: HookSettings | None = None,
     ) -> None:
-        """`wire`: of the job; see gradient_rounding.py. `order`: notes that of a step's gradients.
+        """`wire`, `comm_hook`: of the job. `order`: notes that of a step's gradients.
 
         In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
         and the other one, which `computes` nothing, what `add_finished` gives it.
         """
-        self._wire, self.order = wire, order
+        self._wire, self._comm_hook, self.order = wire, comm_hook, order
         self._computes, self._sends = computes, True
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
@@ -70,14 +72,13 @@ class GradientReducer:
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
         self._turns: list[BucketReduction] = []  # in the order in which they are reduced
-        self._pool = GradientBufferPool()
-        self._received = ReceivedMemory()
+        self._pool, self._received = GradientBufferPool(), ReceivedMemory()
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
-        self._used = bytearray()
-        self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
+        # Whether a parameter has a gradient, and in the last subtree.
+        self._used, self._in_last = bytearray(), bytearray()
         self.sequential = self.late = False
-        self._running = False  # hooks act only within a step's backward passes
-        self._is_last = False  # ... and launch only in the last one
+        # Hooks act only within a step's backward passes, and launch only in the last one.
+        self._running = self._is_last = False
         self._next = self._turns_taken = 0  # the first that is not launched, and not taken
         self._error: GroupError | None = None
         self._square: LeafSquare | None = None  # in steps that measure it
@@ -98,7 +99,8 @@ class GradientReducer:
         that of the membership. `needed`: which ranks need the sum of which elements; None: all need
         all. `sends`: or else it only computes."""
         assert self._wire is None or exact  # `JobSpec` refuses fast mode with it
-        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology, needed)
+        plan = group, shares, virtual_workers, exact, topology, needed, self._comm_hook
+        self._plan = ReductionPlan(*plan)
         self._sends = sends
         self._lay_out()
 
@@ -167,9 +169,9 @@ class GradientReducer:
 
     # ----------------------------------------------------------------------------- step
 
-    def begin(self, seed: int = 0, *, measures: bool = False) -> None:
+    def begin(self, seed: int = 0, *, step: int = 1, measures: bool = False) -> None:
         """Starts a step. Follows changes of `requires_grad`. `seed`: for what is drawn in this step
-        to round gradients. `measures`: for `leaf_square`."""
+        to round or compress gradients. `measures`: for `leaf_square`."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -177,13 +179,14 @@ class GradientReducer:
         self._layout.begin(seed)
         if self.order is not None:
             self.order.begin()
-        self.late = self._is_last = False
-        self._error = None
+        self.late, self._is_last, self._error = False, False, None
         self._used[:] = bytes(len(self._used))
         self._square = LeafSquare(self._layout.parameters) if measures else None
         self._next = self._turns_taken = 0
         for exchange in self._exchanges:
             exchange.begin()
+        if self._plan.hook is not None:
+            self._plan.hook.begin(step, seed, self._layout)
 
     def drop(self) -> None:
         """Drops every gradient, also those of a step that was not committed."""

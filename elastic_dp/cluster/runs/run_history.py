@@ -35,6 +35,7 @@ class StartRecord:
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
     growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
     sharding: str | None = None
+    comm_hook: str = "None"  # as it is written in Python
 
     @classmethod
     def of(
@@ -46,7 +47,8 @@ class StartRecord:
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
         growth = spec.scaling.growth
-        return cls(code_fingerprint(train), python, limits, total_steps, growth, spec.sharding)
+        settings = spec.sharding, repr(spec.comm_hook)
+        return cls(code_fingerprint(train), python, limits, total_steps, growth, *settings)
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -71,13 +73,15 @@ class StartRecord:
         unchanged = "as for the first step"
         return [f"virtual_workers is {now or unchanged} now, was {then or unchanged}"]
 
-    def sharding_changed(self, before: StartRecord) -> list[str]:
-        """Return whether the optimizer's state is sharded now and was not, or the reverse, in
-        words.
-        """
-        if before.sharding == self.sharding:
-            return []
-        return [f"sharding is {self.sharding!r} now, was {before.sharding!r}"]
+    def settings_changed(self, before: StartRecord) -> list[str]:
+        """Return changes of `sharding` and of `comm_hook`, in words."""
+        changes = {
+            "sharding": (repr(self.sharding), repr(before.sharding)),
+            "comm_hook": (self.comm_hook, before.comm_hook),
+        }
+        return [
+            f"{name} is {now} now, was {was}" for name, (now, was) in changes.items() if now != was
+        ]
 
     def code_changed(self, before: StartRecord) -> list[str]:
         """Return changes of Python and of the code, in words."""
@@ -109,6 +113,7 @@ def last_start(store: Store) -> StartRecord | None:
             total if isinstance(total, int) else None,
             {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
             stored.get("sharding"),
+            str(stored.get("comm_hook")),
         )
     except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import outside_graphs
+from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.local_shards import gathered
 from elastic_dp.errors import LossError
 
@@ -81,6 +82,25 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
     except (OverflowError, ValueError):  # beyond the largest float; inf - inf
         has_state = sum(parts)
     return has_state / weight if weight else math.nan
+
+
+def not_finite(
+    step: int,
+    results: Iterable[int],
+    describe: Callable[[int, int], str],
+    comm_hook: HookSettings | None,
+) -> LossError:
+    """Returns the error for a gradient that is not finite, of `step` and these virtual workers.
+
+    `describe` names the rows of one; `comm_hook` is that of the job.
+    """
+    is_narrow = comm_hook is not None and comm_hook.name == "fp16"
+    narrow = ', and comm_hook="fp16" has no number above 65504 ("bf16" has)'
+    return LossError(
+        f"the gradient of step {step} is not finite although every loss is"
+        f"{narrow if is_narrow else ''}; the rows were: "
+        + "; ".join(describe(step, v) for v in sorted(results)[:4])
+    )
 
 
 def _numbers(

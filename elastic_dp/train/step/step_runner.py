@@ -28,12 +28,13 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Node, Share
-from elastic_dp.errors import GroupError, LossError
+from elastic_dp.errors import GroupError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.gang.gang import Gang
@@ -53,7 +54,7 @@ from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, Step
 from elastic_dp.train.step.gang_step import check_replicated, record_of_gang, refuse_change
 from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.leaf_runner import LeafRunner
-from elastic_dp.train.step.loss_result import mean, mean_metrics, total_weight
+from elastic_dp.train.step.loss_result import mean, mean_metrics, not_finite, total_weight
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
 from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
 
@@ -83,10 +84,10 @@ class StepRunner:
     speed: ComputeSpeed
     noise_scale_every: int | None = None
     wire: str | None = None
+    comm_hook: HookSettings | None = None
     gang: Gang | None = None  # the processes of this worker, if there are several
     inner: InnerSteps | None = None  # of each virtual worker, if it makes several
-    # See `expect_checkpoints`; None: there is no storage.
-    _checkpoint_planned: Callable[[int], bool] | None = None
+    _checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
     _numbers: tuple[int, int, int] = (0, 0, 0)  # of the present step; see `_numbers_of`
@@ -100,7 +101,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         parameters, previous = self.state.parameters, self.state.previous
         order = None if self.gang is None else GradientOrder()
-        self.gradients = GradientReducer(parameters, self.wire, order)
+        self.gradients = GradientReducer(parameters, self.wire, order, comm_hook=self.comm_hook)
         self.buffers = ModuleBuffers(self.state.model)
         self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
         self._leaves = LeafRunner(
@@ -243,7 +244,7 @@ class StepRunner:
                 self._distribute_delayed(step)
             self.delayed.launch(group)
         noise = self._leaves.measures_noise(step)
-        self.gradients.begin(rounding_seed(self.seed, step), measures=noise)
+        self.gradients.begin(rounding_seed(self.seed, step), step=step, measures=noise)
         self.speed.begin(self.inner_steps.at(step))
         self._begin_finished(step, stop, expected)
         if self.state.sharding is not None:
@@ -311,10 +312,7 @@ class StepRunner:
             finite = self.sums.finish(factor, extremes)
         if not finite and loss_scale is None:
             at = step if self.delayed is None else step - 1
-            raise LossError(
-                f"the gradient of step {at} is not finite although every loss is; the rows were: "
-                + "; ".join(self.data.describe(at, v) for v in sorted(results)[:4])
-            )
+            raise not_finite(at, results, self.data.describe, self.comm_hook)
         check_replicated(self.gang, step, self.state.parameters, self.sums)
         group.check()
         self.speed.end_step()
