@@ -5,7 +5,8 @@ learns the source of Python's standard library with and without them, from the s
 
 The model is that of `jobs/gpt.py`. Each seed draws its own initial weights and order of rows. Steps
 are those of equal tokens: with `inner_steps` they are inner steps. Delays and inner steps come
-behind an ordinary beginning. The moments of the inner optimizer go on (`edp.InnerMoments`), second
+behind an ordinary beginning. Delayed gradients are those of predicted weights
+(`edp.WeightPrediction`). The moments of the inner optimizer go on (`edp.InnerMoments`), second
 moments as they are; with `wire="bf16"` a step sends 1.5 times an ordinary step's bytes. The loss at
 the end is that of the final weights on rows that no run trains on, so it means the same for each
 setting. Each training is written down when it is over, and a run that was cut off goes on from
@@ -66,14 +67,17 @@ Found = Mapping[str, Any]  # the curve of the training loss by the number of the
 
 def nadam(weights: Iterable[nn.Parameter], rates: Rates) -> torch.optim.NAdam:
     """Momentum that looks ahead: the best of those that were tried, with and without a delay."""
-    return torch.optim.NAdam(
-        weights,
-        lr=rates["lr"],
-        betas=(BETA, 0.95),
-        weight_decay=0.01,
-        decoupled_weight_decay=True,
-        momentum_decay=1.0,
-    )
+    return torch.optim.NAdam(weights, **options(rates))
+
+
+def options(rates: Rates) -> dict[str, Any]:
+    return {
+        "lr": rates["lr"],
+        "betas": (BETA, 0.95),
+        "weight_decay": 0.01,
+        "decoupled_weight_decay": True,
+        "momentum_decay": 1.0,
+    }
 
 
 def momenta(steps: int) -> float:
@@ -109,6 +113,10 @@ def train(ctx: edp.TrainContext) -> None:
         how = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
     else:
         optimizer = nadam(model.parameters(), rates)
+        if ctx.config["ahead"]:
+            optimizer = edp.WeightPrediction(
+                model.parameters(), torch.optim.NAdam, ahead=ctx.config["ahead"], **options(rates)
+            )
         how = {"scheduler": scheduled(optimizer, 0), "clip_norm": 1.0}
     losses: list[float] = []
     for step in ctx.steps(model, optimizer, loss_fn, **how):
@@ -164,7 +172,12 @@ def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
             train,
             name="gpt",
             storage_path=folder,
-            config={"rates": rates, "inner": "inner_steps" in given, "held_out": held_out},
+            config={
+                "rates": rates,
+                "inner": "inner_steps" in given,
+                "ahead": given.get("staleness"),  # as many updates as a gradient is late
+                "held_out": held_out,
+            },
             data=edp.DataConfig(rows, micro_batch_size=1, seed=seed),
             scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
             **given,
