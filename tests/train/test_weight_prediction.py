@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.config import CheckpointConfig
+from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train import master_weights
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from elastic_dp.train.state.train_state import TrainState
 from tests.runs import group, local, losses_of, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import classifier, loop
@@ -146,6 +149,21 @@ def test_copy_with_its_model_updates_as_the_original(how):
         step(model, optimizer, number)
         step(other, again, number)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_memory_of_a_worker_that_will_join_fits_the_weights_and_their_state() -> None:
+    model = torch.nn.Linear(400, 400)
+    optimizer = edp.WeightPrediction(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    state = TrainState(model, optimizer, None, None, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encoded, tensors = encode(state.tree([], None))
+    specs = [meta_of(tensor) for _, tensor in tensors]
+    state.preallocate()
+    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
+    assert len(large) == 4, "the parameter, its weights and two moments"
+    assert set(large) <= set(state.own_tensors(encoded, specs))
 
 
 # ------------------------------------------------------------------------------------- whole runs
