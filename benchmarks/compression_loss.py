@@ -5,7 +5,9 @@ learns the source of Python's standard library with and without them, from the s
 
 The model is that of `jobs/gpt.py`. Each seed draws its own initial weights and order of rows. Steps
 are those of equal tokens: with `inner_steps` they are inner steps. Delays and inner steps come
-behind an ordinary beginning, and the moments of the inner optimizer go on, in buffers. The loss at
+behind an ordinary beginning. Delayed gradients are those of predicted weights
+(`edp.WeightPrediction`). The moments of the inner optimizer go on (`edp.InnerMoments`), second
+moments as they are; with `wire="bf16"` a step sends 1.5 times an ordinary step's bytes. The loss at
 the end is that of the final weights on rows that no run trains on, so it means the same for each
 setting. Each training is written down when it is over, and a run that was cut off goes on from
 there. `--draw` makes `docs/assets/compression.svg`, and needs matplotlib (`pip install
@@ -40,10 +42,9 @@ SVG = Path(__file__).parent.parent / "docs" / "assets" / "compression.svg"
 WIDTH, HEADS, LAYERS = 160, 4, 3  # of the model: 1.03 million parameters
 WARM_UP = 0.2  # a part of the run
 BETA = 0.9  # of its momentum
-MOMENTS = ("exp_avg", "exp_avg_sq")  # as the optimizer names them
 WINDOW = 40  # batches whose mean training loss is a point of a curve
 HELD_OUT, HELD_OUT_EVERY = 512, 40  # rows, and how far apart they are
-INNER_STEPS = 8
+INNER_STEPS, INNER_WIRE = 8, "bf16"
 Rates = dict[str, float]
 # By setting, the best of those that were tried: docs/slow-links.md lists them. `ordinary`: the part
 # of the run before it begins.
@@ -66,35 +67,22 @@ Found = Mapping[str, Any]  # the curve of the training loss by the number of the
 
 def nadam(weights: Iterable[nn.Parameter], rates: Rates) -> torch.optim.NAdam:
     """Momentum that looks ahead: the best of those that were tried, with and without a delay."""
-    return torch.optim.NAdam(
-        weights,
-        lr=rates["lr"],
-        betas=(BETA, 0.95),
-        weight_decay=0.01,
-        decoupled_weight_decay=True,
-        momentum_decay=1.0,
-    )
+    return torch.optim.NAdam(weights, **options(rates))
+
+
+def options(rates: Rates) -> dict[str, Any]:
+    return {
+        "lr": rates["lr"],
+        "betas": (BETA, 0.95),
+        "weight_decay": 0.01,
+        "decoupled_weight_decay": True,
+        "momentum_decay": 1.0,
+    }
 
 
 def momenta(steps: int) -> float:
     """Return the product of the momenta of so many steps, as NAdam keeps it."""
     return math.prod((BETA * (1 - 0.5 * 0.96**step) for step in range(1, steps + 1)), start=1.0)
-
-
-def add_moments(model: nn.Module) -> None:
-    """Give the model buffers for the moments of the inner optimizer. At the end of a step, a buffer
-    becomes the mean of what the virtual workers have made of it."""
-    for number, parameter in enumerate([*model.parameters()]):
-        for name in MOMENTS:
-            model.register_buffer(f"{name}_{number}", torch.zeros_like(parameter))
-
-
-def go_on(optimizer: torch.optim.NAdam, model: nn.Module, steps: int) -> None:
-    """Let the optimizer go on with the moments of the model after so many steps."""
-    for number, parameter in enumerate(model.parameters()):
-        moments = {name: model.get_buffer(f"{name}_{number}") for name in MOMENTS}
-        counts = {"step": torch.tensor(float(steps)), "mu_product": torch.tensor(momenta(steps))}
-        optimizer.state[parameter] = counts | moments
 
 
 def train(ctx: edp.TrainContext) -> None:
@@ -111,8 +99,8 @@ def train(ctx: edp.TrainContext) -> None:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(first + i))
 
     def inner(model: Any, step: int) -> torch.optim.Optimizer:
-        optimizer, done = nadam(model.parameters(), rates), before(step)
-        go_on(optimizer, model, done)
+        optimizer, done = nadam(model.moments.weights, rates), before(step)
+        model.moments.go_on(optimizer, step=done, mu_product=momenta(done))
         scheduler = scheduled(optimizer, done)
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
@@ -120,11 +108,15 @@ def train(ctx: edp.TrainContext) -> None:
     optimizer: torch.optim.Optimizer
     how: dict[str, Any]
     if ctx.config["inner"]:
-        add_moments(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.moments = edp.InnerMoments(model, second_moments="whole")
+        optimizer = torch.optim.SGD(model.moments.outer_groups(), lr=1.0)
         how = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
     else:
         optimizer = nadam(model.parameters(), rates)
+        if ctx.config["ahead"]:
+            optimizer = edp.WeightPrediction(
+                model.parameters(), torch.optim.NAdam, ahead=ctx.config["ahead"], **options(rates)
+            )
         how = {"scheduler": scheduled(optimizer, 0), "clip_norm": 1.0}
     losses: list[float] = []
     for step in ctx.steps(model, optimizer, loss_fn, **how):
@@ -162,7 +154,7 @@ def job_of(setting: str, steps: int) -> dict[str, Any]:
         outer = (steps - ordinary) // INNER_STEPS
         ordinary = steps - outer * INNER_STEPS
         later = {0: 1, ordinary: INNER_STEPS} if ordinary else INNER_STEPS
-        return {"inner_steps": later, "max_steps": ordinary + outer}
+        return {"inner_steps": later, "wire": INNER_WIRE, "max_steps": ordinary + outer}
     return {"max_steps": steps}
 
 
@@ -180,7 +172,12 @@ def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
             train,
             name="gpt",
             storage_path=folder,
-            config={"rates": rates, "inner": "inner_steps" in given, "held_out": held_out},
+            config={
+                "rates": rates,
+                "inner": "inner_steps" in given,
+                "ahead": given.get("staleness"),  # as many updates as a gradient is late
+                "held_out": held_out,
+            },
             data=edp.DataConfig(rows, micro_batch_size=1, seed=seed),
             scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
             **given,

@@ -922,8 +922,9 @@ SECTIONS = {
         "![Training loss with settings for slow links and without](assets/compression.svg)\n\n"
         "A GPT of 1.03 million parameters on the source of Python's standard library, two virtual "
         "workers with a row of 128 bytes each, with the same seeds. With `inner_steps`, steps are "
-        "inner steps. The loss at the end is that of the final weights on 512 rows that no run "
-        "trains on. The curves are those of the training loss, with bands from the least to the "
+        "inner steps, whose moments go on whole; delayed gradients are those of predicted weights. "
+        "The loss at the end is that of the final weights on 512 rows that no run trains on. "
+        "The curves are those of the training loss, with bands from the least to the "
         "largest of the seeds. [Slow links](slow-links.md#what-they-cost-in-loss) has the rates.",
     ),
     "diloco_kills": Section(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elastic_dp.train.learning_rate import batch_lr
     from elastic_dp.train.master_weights import MasterWeights
     from elastic_dp.train.noise_scale import NoiseScale
+    from elastic_dp.train.weight_prediction import WeightPrediction
 
 __all__ = [
     "CheckpointConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "ScalingConfig",
     "Step",
     "TrainContext",
+    "WeightPrediction",
     "attach",
     "batch_lr",
     "load_state",
@@ -59,6 +61,7 @@ _HOMES = {
     "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
+    "WeightPrediction": "elastic_dp.train.weight_prediction",
     "attach": "elastic_dp.cluster.runs.attach",
     "batch_lr": "elastic_dp.train.learning_rate",
     "load_state": "elastic_dp.checkpoint.exporting",

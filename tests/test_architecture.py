@@ -581,7 +581,7 @@ def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
         "MapStyleData MasterWeights NoiseScale PowerSGDConfig Result Run ScalingConfig Step "
-        "TrainContext attach batch_lr load_state"
+        "TrainContext WeightPrediction attach batch_lr load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:

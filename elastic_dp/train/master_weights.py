@@ -57,32 +57,65 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for some in _in_parts([p for p in group["params"] if p.grad is not None]):
+            for some in self._in_parts([p for p in group["params"] if p.grad is not None]):
                 self._update(group, some)
         return loss
+
+    def _has_master(self, p: torch.Tensor) -> bool:
+        """Returns whether the state of a parameter has a master."""
+        return p.dtype in _NARROW
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         masters, states = list[torch.Tensor](), {}
         for p in parameters:
             state, master = dict(self.state[p]), p
-            if p.dtype in _NARROW:
+            if self._has_master(p):
+                dtype = master_dtype(p)
                 master = state.pop("master", None)
                 if master is None:
-                    master = p.detach().float()
+                    master = p.detach().to(dtype, copy=True)
                 assert p.grad is not None
-                master.grad = p.grad.float()
+                master.grad = p.grad.to(dtype)
             masters.append(master)
             states[master] = state
         options = {key: value for key, value in group.items() if key != "param_names"}
         inner: Any = self.optimizer_class([options | {"params": masters}])  # type: ignore[call-arg]
         inner.state.update(states)
+        before = self._before(masters)
         inner.step()
         for p, master in zip(parameters, masters, strict=True):
             self.state[p] = inner.state[master]
             if master is not p:
                 self.state[p] = {"master": master, **inner.state[master]}
                 master.grad = None
+        self._write(parameters, masters, before)
+
+    def _before(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns what `_write` needs of the masters before an update."""
+        return ()
+
+    def _write(
+        self,
+        parameters: Sequence[torch.Tensor],
+        masters: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor],
+    ) -> None:
+        """Makes the parameters of their masters."""
+        for p, master in zip(parameters, masters, strict=True):
+            if master is not p:
                 p.copy_(master)
+
+    def _in_parts(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        part, size = list[torch.Tensor](), 0
+        for p in parameters:
+            part.append(p)
+            size += 4 * p.numel() if self._has_master(p) else 0
+            on_device = accelerator_of(p.device).asynchronous
+            if size >= (_TOGETHER_BYTES_ON_DEVICE if on_device else _TOGETHER_BYTES):
+                yield part
+                part, size = [], 0
+        if part:
+            yield part
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -100,23 +133,15 @@ class MasterWeights(torch.optim.Optimizer):
 def state_kind(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> tuple[int, torch.dtype]:
     """Returns how many tensors like `p` an optimizer has for it if it keeps two moments, and their
     dtype."""
-    has_master = isinstance(optimizer, MasterWeights) and p.dtype in _NARROW
-    return (3, torch.float32) if has_master else (2, p.dtype)
+    has_master = isinstance(optimizer, MasterWeights) and optimizer._has_master(p)
+    return (3, master_dtype(p)) if has_master else (2, p.dtype)
+
+
+def master_dtype(p: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of the master of a parameter."""
+    return torch.float32 if p.dtype in _NARROW else p.dtype
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Returns the class whose updates an optimizer makes: its own, unless it keeps masters."""
     return optimizer.optimizer_class if type(optimizer) is MasterWeights else type(optimizer)
-
-
-def _in_parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    part, size = list[torch.Tensor](), 0
-    for p in parameters:
-        part.append(p)
-        size += 4 * p.numel() if p.dtype in _NARROW else 0
-        on_device = accelerator_of(p.device).asynchronous
-        if size >= (_TOGETHER_BYTES_ON_DEVICE if on_device else _TOGETHER_BYTES):
-            yield part
-            part, size = [], 0
-    if part:
-        yield part

@@ -1,0 +1,85 @@
+"""An optimizer that leaves in the parameters a prediction of the weights, for late gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_dp.errors import SpecError
+from elastic_dp.train.master_weights import MasterWeights
+
+
+class WeightPrediction(MasterWeights):
+    """Keeps the weights in its state, and leaves in the parameters what they will be some updates
+    later, for `staleness=1` (weight prediction, Chen et al. 2018, arXiv:1809.02839).
+
+    `WeightPrediction(model.parameters(), torch.optim.NAdam, lr=1e-3, ahead={0: 0, 1000: 1})`
+
+    - `params` and `options`: those of `optimizer_class`, whose groups and defaults this has.
+    - `optimizer_class`: a class of `torch.optim`, which updates the weights.
+    - `ahead`: how many updates, one number or numbers by how many updates were made before, as
+      `staleness` takes them by the step. A parameter is its weights plus so many times their last
+      change. So a late gradient is about that of the weights to which it is applied. 1 is right for
+      an optimizer that looks one update ahead by itself, such as NAdam, 2 for Adam.
+
+    The weights of a parameter are its state "master"; those of parameters in bfloat16 and float16
+    are in fp32, as in `MasterWeights`. The forward pass, `ctx.evaluate` and exported weights have
+    the prediction. Raises SpecError.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        ahead: float | Mapping[int, float] = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, optimizer_class, **options)
+        self.ahead = dict(ahead) if isinstance(ahead, Mapping) else {0: ahead}
+        if not all(map(_is_number, self.ahead.values())):
+            raise SpecError(f"ahead is {ahead!r}, must be numbers of updates from 0")
+        if 0 not in self.ahead or not all(isinstance(n, int) and n >= 0 for n in self.ahead):
+            raise SpecError(
+                f"ahead is {ahead!r}, must have the number of updates for 0 and later ones: "
+                "{0: 0, 1000: 1}"
+            )
+        self.param_groups[0]["updates"] = 0  # state of the run, as a rate is
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles. Torch's own method leaves out attributes of subclasses."""
+        return super().__getstate__() | {"ahead": self.ahead}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights, and predicts later ones."""
+        loss = super().step(closure)
+        self.param_groups[0]["updates"] += 1
+        return loss
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _has_master(self, p: torch.Tensor) -> bool:
+        return True  # the parameter itself is a prediction
+
+    def _before(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [master.clone() for master in masters]
+
+    def _write(
+        self,
+        parameters: Sequence[torch.Tensor],
+        masters: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor],
+    ) -> None:
+        updates = self.param_groups[0]["updates"]
+        ahead = self.ahead[max(begin for begin in self.ahead if begin <= updates)]
+        for p, master, old in zip(parameters, masters, before, strict=True):
+            p.copy_(torch.add(master, old.neg_().add_(master), alpha=ahead) if ahead else master)
+
+
+def _is_number(ahead: Any) -> bool:
+    is_number = isinstance(ahead, int | float) and not isinstance(ahead, bool)
+    return is_number and 0 <= ahead < math.inf

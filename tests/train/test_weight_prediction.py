@@ -1,0 +1,228 @@
+"""Weights some updates ahead (`edp.WeightPrediction`): those of a loop that predicts them by hand;
+a delay that is borne with it and not without; with kills, joins and restores."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_dp as edp
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.config import CheckpointConfig
+from elastic_dp.distributed.tensor_broadcast import meta_of
+from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.train import master_weights
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.sharding.shardable_optimizers import check_shardable
+from elastic_dp.train.state.train_state import TrainState
+from tests.runs import group, local, losses_of, resize, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.train.jobs import classifier, loop
+from tests.train.test_finished_work import STEP
+from tests.train.test_finished_work import job as job_of_three
+from tests.train.test_kills import IN_A_STEP
+from tests.train.test_master_weights import gradients
+
+SLOW = pytest.mark.slow
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+]
+LATER = {0: 0, 3: 1}  # the staleness
+# The model has no buffers, and the loop evaluates nothing.
+POINTS = [p for p in IN_A_STEP if p not in ("buffers", "evaluate", "evaluate_exchange")]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [0.0, 1.0, 2.5])
+def test_parameters_are_the_weights_and_their_last_change_some_times(
+    kind, options, dtype, ahead, monkeypatch
+):
+    """One parameter has no gradient at first, and they are updated in parts."""
+    monkeypatch.setattr(master_weights, "_TOGETHER_BYTES", 256)
+    model = classifier().to(dtype)
+    by_hand = copy.deepcopy(model).float()
+    optimizer = edp.WeightPrediction(model.parameters(), kind, lr=1e-2, ahead=ahead, **options)
+    expected = kind(by_hand.parameters(), lr=1e-2, **options)
+    parameters, theirs = list(model.parameters()), list(by_hand.parameters())
+    for step in range(5):
+        before = [p.detach().clone() for p in theirs]
+        for n, gradient in enumerate(gradients(parameters, step)):
+            parameters[n].grad = gradient if n or step else None
+            theirs[n].grad = gradient.float() if n or step else None
+        optimizer.step()
+        expected.step()
+        for p, their, old in zip(parameters, theirs, before, strict=True):
+            predicted = their + ahead * (their - old)
+            torch.testing.assert_close(p.float(), predicted.to(dtype).float(), rtol=0, atol=1e-6)
+            if their.grad is not None:
+                assert torch.equal(optimizer.state[p]["master"], their)
+                assert ahead or torch.equal(p, their.to(dtype))
+
+
+@pytest.mark.parametrize(("ahead", "is_borne"), [(0.0, False), (1.0, False), (2.0, True)])
+def test_late_gradients_of_a_quadratic_are_borne_two_updates_ahead(ahead, is_borne):
+    """A rate of 4.5 / curvature, momentum 0.95, and gradients that are one step late."""
+    p = torch.nn.Parameter(torch.ones(1))
+    how = {"lr": 4.5, "momentum": 0.95, "dampening": 0.95}
+    optimizer = edp.WeightPrediction([p], torch.optim.SGD, ahead=ahead, **how)
+    late = torch.zeros(1)
+    for _ in range(600):
+        p.grad, late = late, p.detach().clone()
+        optimizer.step()
+    assert p.abs() < 1e-3 if is_borne else p.abs() > 10
+
+
+def test_number_of_updates_ahead_may_change_with_the_updates_before():
+    one, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = edp.WeightPrediction(
+        [{"params": [one]}, {"params": [other]}],
+        torch.optim.SGD,
+        lr=1.0,
+        ahead={0: 0, 2: 3.0, 3: 0.5},
+    )
+    seen = []
+    for _ in range(4):
+        one.grad = other.grad = -torch.ones(1)
+        optimizer.step()
+        assert one == other
+        seen.append(one.item())
+    assert seen == [1.0, 2.0, 3.0 + 3.0, 4.0 + 0.5]
+
+
+@pytest.mark.parametrize("ahead", [-1.0, float("nan"), float("inf"), "2", True, {0: None}])
+def test_number_of_updates_that_is_none_is_refused(ahead):
+    with pytest.raises(SpecError, match=r"ahead is .*, must be numbers of updates from 0"):
+        edp.WeightPrediction(classifier().parameters(), torch.optim.SGD, lr=0.1, ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [{}, {1: 1.0}, {0: 0, -1: 1}, {0: 0, 0.5: 1}])
+def test_numbers_of_updates_without_a_beginning_are_refused(ahead):
+    with pytest.raises(SpecError, match=r"must have the number of updates for 0 and later ones"):
+        edp.WeightPrediction(classifier().parameters(), torch.optim.SGD, lr=0.1, ahead=ahead)
+
+
+def test_prediction_with_another_optimizer_is_refused():
+    with pytest.raises(SpecError, match=r"must be one of torch\.optim: ASGD"):
+        edp.WeightPrediction(classifier().parameters(), torch.optim.LBFGS, lr=0.1)
+
+
+def test_sharding_of_predictions_is_refused_by_name():
+    model = classifier()
+    optimizer = edp.WeightPrediction(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(
+        ModelError, match=r"optimizer is a .*\.WeightPrediction, of which it is not"
+    ):
+        check_shardable(optimizer, dict(model.named_parameters()), None)
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle", "state"])
+def test_copy_with_its_model_updates_as_the_original(how):
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        for p, gradient in zip(
+            model.parameters(), gradients(model.parameters(), number), strict=True
+        ):
+            p.grad = gradient
+        optimizer.step()
+
+    def new() -> Any:
+        model = classifier().to(torch.bfloat16)
+        return model, edp.WeightPrediction(
+            model.parameters(), torch.optim.AdamW, lr=1e-3, ahead={0: 1.5, 2: 3.0}
+        )
+
+    model, optimizer = new()
+    step(model, optimizer, 0)
+    if how == "state":
+        other, again = new()
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        both = (model, optimizer)
+        other, again = copy.deepcopy(both) if how == "copy" else pickle.loads(pickle.dumps(both))
+    for number in (1, 2):
+        step(model, optimizer, number)
+        step(other, again, number)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_memory_of_a_worker_that_will_join_fits_the_weights_and_their_state() -> None:
+    model = torch.nn.Linear(400, 400)
+    optimizer = edp.WeightPrediction(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    state = TrainState(model, optimizer, None, None, {})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encoded, tensors = encode(state.tree([], None))
+    specs = [meta_of(tensor) for _, tensor in tensors]
+    state.preallocate()
+    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
+    assert len(large) == 4, "the parameter, its weights and two moments"
+    assert set(large) <= set(state.own_tensors(encoded, specs))
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def predicting(ctx: Any) -> None:
+    model = classifier()
+    optimizer = edp.WeightPrediction(
+        model.parameters(), torch.optim.NAdam, lr=1e-2, ahead={0: 0, 4: 1.5}
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
+
+
+def not_ahead(ctx: Any) -> None:
+    model = classifier()
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
+
+
+def test_delayed_run_with_a_join_and_a_leave_has_the_local_digest():
+    spec = dataclasses.replace(spec_of(steps=12, workers=3, virtual=6), staleness=LATER)
+    outcome, _ = group(spec, predicting, script=[resize(4, 1), resize(7, 2)])
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, predicting).digest != local(spec, not_ahead).digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_has_the_local_digest(workers, wire):
+    spec = spec_of(steps=6, workers=workers, virtual=6)
+    spec = dataclasses.replace(spec, staleness=1, wire=wire)
+    outcome, _ = group(spec, predicting)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, predicting).digest
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=() if p == "backward" else SLOW) for p in POINTS]
+)
+def test_worker_killed_anywhere_in_a_step_costs_no_prediction(point, tmp_path):
+    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
+    spec = dataclasses.replace(job_of_three(min_workers=2), staleness=1)
+    outcome, run = group(spec, predicting, faults=(dead,))
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert outcome.digest == local(spec, predicting).digest
+
+
+@pytest.mark.slow
+def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
+    url, gate = tmp_path / "run", tmp_path / "gate"
+    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
+    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4), staleness=LATER)
+    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
+    outcome, _ = group(spec, predicting, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost >= 2
+    assert outcome.digest == local(dataclasses.replace(spec, config={}), predicting).digest
