@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
@@ -21,11 +19,14 @@ from elastic_dp.errors import SpecError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import ENDLESS, group, lines_of, local, losses_of
 from tests.train.jobs import adamw, hold
 from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
 from tests.train.test_kills import IN_A_STEP, with_faults
 
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
+parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 STEPS, HEADS, WIDTH, POSITIONS = 8, 2, 16, 4
@@ -90,12 +91,9 @@ def of_positions(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
     return losses[counts.flatten()].mean(), float(counts.sum()), {"right": right}
 
 
-PLAN = {
-    "q": ColwiseParallel(),
-    "k": ColwiseParallel(),
-    "v": ColwiseParallel(),
-    "project": RowwiseParallel(),
-}
+def split_heads() -> dict[str, Any]:
+    by_column = dict.fromkeys("qkv", parallel.ColwiseParallel())
+    return by_column | {"project": parallel.RowwiseParallel()}
 
 
 def trains(ctx: Any) -> None:
@@ -103,8 +101,8 @@ def trains(ctx: Any) -> None:
     model = Transformer(mesh)
     if mesh is not None:
         if "tp" in ctx.mesh.mesh_dim_names:
-            parallelize_module(model, ctx.mesh["tp"], PLAN)
-        fully_shard(model, mesh=mesh)
+            parallel.parallelize_module(model, ctx.mesh["tp"], split_heads())
+        fsdp.fully_shard(model, mesh=mesh)
     for step in ctx.steps(model, adamw(model), of_positions, clip_norm=0.5):
         if step.number % 3 == 0:
             ctx.log(ctx.evaluate(of_positions, ctx.config["eval"]))
@@ -113,7 +111,7 @@ def trains(ctx: Any) -> None:
 
 
 def with_rows_of_their_own(ctx: Any) -> None:
-    model = fully_shard(Transformer(), mesh=ctx.mesh)
+    model = fsdp.fully_shard(Transformer(), mesh=ctx.mesh)
     for _ in ctx.steps(model, adamw(model), of_positions):
         pass
 

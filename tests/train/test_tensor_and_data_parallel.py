@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from elastic_dp.config import CheckpointConfig, JobSpec
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
+from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import ENDLESS, group, lines_of, local, losses_of
 from tests.train.jobs import adamw, cross_entropy, hold
 from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
 from tests.train.test_kills import IN_A_STEP, with_faults
-from tests.train.test_tensor_parallel import GPT, HEADS, PLAN, WIDTH
+from tests.train.test_tensor_parallel import GPT, HEADS, WIDTH, split_layers
 
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
+parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 STEPS = 8
-# A normalization of single heads: each process has the whole of it, for a part of the heads.
-OF_HEADS = {"layer.head_norm": SequenceParallel(sequence_dim=1, use_local_output=True)}
 
 
 class Model(GPT):
@@ -45,10 +44,17 @@ class Model(GPT):
         return y + self.odd(y).mean(1, keepdim=True)
 
 
-def sharded(ctx: Any) -> nn.Module:
-    model = parallelize_module(Model(), ctx.mesh["tp"], PLAN | OF_HEADS)
-    fully_shard(model.layer, mesh=ctx.mesh["dp"])
-    return fully_shard(model, mesh=ctx.mesh["dp"])
+def split_all_layers() -> dict[str, Any]:
+    """With the normalization of single heads: each process has the whole of it, for a part of the
+    heads."""
+    by_heads = parallel.SequenceParallel(sequence_dim=1, use_local_output=True)
+    return split_layers() | {"layer.head_norm": by_heads}
+
+
+def sharded(ctx: Any) -> Any:
+    model = parallel.parallelize_module(Model(), ctx.mesh["tp"], split_all_layers())
+    fsdp.fully_shard(model.layer, mesh=ctx.mesh["dp"])
+    return fsdp.fully_shard(model, mesh=ctx.mesh["dp"])
 
 
 def run(ctx: Any, model: nn.Module, loss_fn: Any = cross_entropy) -> None:
@@ -113,33 +119,33 @@ def test_loss_of_a_process_costs_its_gang_and_no_step(
 
 
 def without_a_plan(ctx: Any) -> None:
-    run(ctx, fully_shard(Model(), mesh=ctx.mesh["dp"]))
+    run(ctx, fsdp.fully_shard(Model(), mesh=ctx.mesh["dp"]))
 
 
 def without_fully_shard(ctx: Any) -> None:
-    run(ctx, parallelize_module(Model(), ctx.mesh["tp"], PLAN | OF_HEADS))
+    run(ctx, parallel.parallelize_module(Model(), ctx.mesh["tp"], split_all_layers()))
 
 
 def with_rows_of_their_own(ctx: Any) -> None:
-    run(ctx, fully_shard(Model(), mesh=ctx.mesh))
+    run(ctx, fsdp.fully_shard(Model(), mesh=ctx.mesh))
 
 
 def with_fully_shard_of_the_layer_only(ctx: Any) -> None:
-    model = parallelize_module(Model(), ctx.mesh["tp"], PLAN | OF_HEADS)
-    fully_shard(model.layer, mesh=ctx.mesh["dp"])
+    model = parallel.parallelize_module(Model(), ctx.mesh["tp"], split_all_layers())
+    fsdp.fully_shard(model.layer, mesh=ctx.mesh["dp"])
     run(ctx, model)
 
 
 def with_fully_shard_over_the_same_rows(ctx: Any) -> None:
-    run(ctx, fully_shard(Model(), mesh=ctx.mesh["tp"]))
+    run(ctx, fsdp.fully_shard(Model(), mesh=ctx.mesh["tp"]))
 
 
 def with_other_values(ctx: Any) -> None:
     model = Model()
     with torch.no_grad():
         model.norm.bias += ctx.mesh.get_local_rank("tp")
-    parallelize_module(model, ctx.mesh["tp"], PLAN | OF_HEADS)
-    run(ctx, fully_shard(model, mesh=ctx.mesh["dp"]))
+    parallel.parallelize_module(model, ctx.mesh["tp"], split_all_layers())
+    run(ctx, fsdp.fully_shard(model, mesh=ctx.mesh["dp"]))
 
 
 def with_other_losses(ctx: Any) -> None:
@@ -154,8 +160,8 @@ def with_other_losses(ctx: Any) -> None:
 
 def with_heads_that_are_normalized_apart(ctx: Any) -> None:
     """The gradient of the plain normalization is that of the heads of one process."""
-    model = parallelize_module(Model(), ctx.mesh["tp"], PLAN)
-    run(ctx, fully_shard(model, mesh=ctx.mesh["dp"]))
+    model = parallel.parallelize_module(Model(), ctx.mesh["tp"], split_layers())
+    run(ctx, fsdp.fully_shard(model, mesh=ctx.mesh["dp"]))
 
 
 @pytest.mark.slow
