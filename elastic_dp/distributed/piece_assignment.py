@@ -172,8 +172,15 @@ class _Assignment:
 
     def holders(self, alone: Mapping[int, int]) -> list[Holders]:
         """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. A
-        rank is the primary of what it `alone` holds now, up to its part less a piece, so that the
-        others even out what is left."""
+        rank is the primary of what it `alone` holds now, unless some rank would have more for it:
+        all members reserve memory by the largest part."""
+        kept, most = self._primaries(alone)
+        free, least = self._primaries({})
+        return kept if most <= least else free
+
+    def _primaries(self, alone: Mapping[int, int]) -> tuple[list[Holders], int]:
+        """Returns the pairs, and the most bytes of which a rank is the primary. It is that of what
+        it `alone` holds up to its part less a piece, so that the others even out what is left."""
         pairs = {piece: pair for pair, pieces in self._pieces.items() for piece in pieces}
         load = [0] * len(self._ranks)
         given: dict[int, Holders] = {}
@@ -199,7 +206,7 @@ class _Assignment:
                     load[backup] += self._sizes[piece]
                     chosen[piece], improved = Holders(backup, primary), True
         chosen |= given
-        return [chosen[piece] for piece in range(len(self._sizes))]
+        return [chosen[piece] for piece in range(len(self._sizes))], max(load)
 
     def _next_move(self) -> tuple[tuple[int, int], int, int, int] | None:
         """Returns a pair, the index of one of its pieces, which of the two gives it up, and who

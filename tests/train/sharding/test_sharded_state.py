@@ -362,7 +362,8 @@ def test_backups_are_copied_while_training_goes_on():
 
     enter(members, train)
     alone = [counts.count(1) for counts in found]
-    assert alone[0] == len(lost.sharding.held)  # nothing moved before the first step
+    # The others moved before the first step, or some member would send more than its part.
+    assert 0 < alone[0] <= len(lost.sharding.held)
     assert len(alone) > 3 and alone == sorted(alone, reverse=True) and not alone[-1]
     assert all(min(counts) >= 1 for counts in found)
     check_equal(members, plain_after(1 + len(found) - 1))
