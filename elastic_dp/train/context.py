@@ -107,8 +107,8 @@ class TrainContext:
         """The processes of this worker, as a mesh for torch's `fully_shard` or
         `parallelize_module`.
 
-        It has one dimension: "tp" if `ScalingConfig.tensor_parallel_size` is that of all processes,
-        and "dp" if it is 1. With a size between these it has both, "dp" first.
+        Its dimensions are, in this order, "dp" for processes with rows of their own, "cp" if
+        `ScalingConfig.context_parallel_size` is above 1, and "tp" if `tensor_parallel_size` is.
 
         Raises SpecError if `ScalingConfig.processes_per_worker` is 1.
         """

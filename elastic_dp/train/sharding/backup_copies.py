@@ -1,9 +1,10 @@
 """Copies of pieces for the members that are to be their backups, made while training goes on.
 
-Behind a loss, pieces of which one holder is left have it as their primary, and train on. Their
-backups get the state in the first steps of the generation: some before each step's forward pass, on
-the way while it runs. They have the gradient of that step like all holders, so they take part in
-its commit. Until then a piece has one holder, and is lost with it.
+Behind a loss, pieces of which one holder is left have it as their primary, as far as all members
+have equal parts so, and train on. Their backups get the state in the first steps of the generation:
+some before each step's forward pass, on the way while it runs. They have the gradient of that step
+like all holders, so they take part in its commit. Until then a piece has one holder, and is lost
+with it.
 
 All other copies are made before the first step, as where a joiner is given its part: nobody may let
 go of a piece before another member has it.

@@ -395,7 +395,7 @@ def test_generation_ends_while_backups_are_copied(steps, commits):
             others[group.rank].sharding.open(group, next(GENERATIONS), ())
 
     of_each(len(others), fails)
-    enter([*others, first], Member.attempt)  # in vain: it was there after all
+    enter([*others, first], Member.attempt)
     enter(members)
     check_equal(members, plain_after(1 + steps + 1))
 
