@@ -20,9 +20,14 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import ENDLESS, group, lines_of, local, losses_of
+from tests.runs import ENDLESS, group, losses_of
 from tests.train.jobs import adamw, hold
-from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
+from tests.train.test_gangs import (
+    assert_as_one_process,
+    digest_of_export,
+    each_process_of_each_rank,
+    gangs,
+)
 from tests.train.test_kills import IN_A_STEP, with_faults
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
@@ -144,18 +149,7 @@ def test_gang_with_parts_of_the_positions_trains_as_one_process_does(
 ) -> None:
     """Losses, norms, metrics and evaluations, of parts with other weights, of rows to which random
     numbers are added."""
-    assert_as_one_process(calm[1])
-
-
-def assert_as_one_process(run: ProcessRun) -> None:
-    logged = [x for x in lines_of(run) if "norm" in x or "eval_loss" in x]
-    scaling = dataclasses.replace(
-        of_parts(1).scaling, processes_per_worker=1, context_parallel_size=1
-    )
-    alone = local(dataclasses.replace(of_parts(1), scaling=scaling), trains).logged
-    assert len(logged) == len(alone)
-    for one, other in zip(logged, alone, strict=True):
-        assert one == pytest.approx({**one, **other}, rel=1e-4)
+    assert_as_one_process(calm[1], of_parts(1), trains, context_parallel_size=1)
 
 
 def test_loss_of_a_process_costs_its_gang_and_no_step(
@@ -186,7 +180,7 @@ def test_positions_and_features_of_a_gang_of_four_train_as_one_process_does() ->
     ]
     (one, run), (other, _) = (group(spec, trains) for spec in specs)
     assert (one.step, one.error) == (STEPS, None), losses_of(run)
-    assert_as_one_process(run)
+    assert_as_one_process(run, of_parts(1), trains, context_parallel_size=1)
     assert one.digest == other.digest
 
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,19 @@ def calm() -> tuple[RunOutcome, ProcessRun]:
 @pytest.fixture
 def undisturbed(calm: tuple[RunOutcome, ProcessRun]) -> RunOutcome:
     return calm[0]
+
+
+def assert_as_one_process(
+    run: ProcessRun, spec: JobSpec, train: Callable[[Any], None], **alone: int
+) -> None:
+    """What a run of gangs logged, losses, norms and evaluations, is what one process logs that has
+    these other fields of `ScalingConfig`."""
+    logged = [x for x in lines_of(run) if "norm" in x or "eval_loss" in x]
+    scaling = dataclasses.replace(spec.scaling, processes_per_worker=1, **alone)
+    expected = local(dataclasses.replace(spec, scaling=scaling), train).logged
+    assert len(logged) == len(expected)
+    for one, other in zip(logged, expected, strict=True):
+        assert one == pytest.approx({**one, **other}, rel=1e-4)
 
 
 def test_gang_trains_as_one_process_does_on_the_same_rows(

@@ -16,9 +16,14 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import ENDLESS, group, lines_of, local, losses_of
+from tests.runs import ENDLESS, group, losses_of
 from tests.train.jobs import adamw, cross_entropy, hold
-from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
+from tests.train.test_gangs import (
+    assert_as_one_process,
+    digest_of_export,
+    each_process_of_each_rank,
+    gangs,
+)
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_tensor_parallel import GPT, HEADS, WIDTH, split_layers
 
@@ -95,14 +100,8 @@ def test_gang_of_four_trains_as_one_process_does_on_the_same_rows(
 ) -> None:
     """Two times two processes with four virtual workers, and one process with eight: losses, norms
     and evaluations, dropout of whole activations included."""
-    logged = [x for x in lines_of(calm[1]) if "norm" in x or "eval_loss" in x]
-    scaling = dataclasses.replace(
-        of_four(1).scaling, processes_per_worker=1, tensor_parallel_size=1, virtual_workers=8
-    )
-    alone = local(dataclasses.replace(of_four(1), scaling=scaling), trains).logged
-    assert len(logged) == len(alone)
-    for one, other in zip(logged, alone, strict=True):
-        assert one == pytest.approx({**one, **other}, rel=1e-4)
+    alone = {"tensor_parallel_size": 1, "virtual_workers": 8}
+    assert_as_one_process(calm[1], of_four(1), trains, **alone)
 
 
 def test_loss_of_a_process_costs_its_gang_and_no_step(

@@ -4,7 +4,6 @@ sums between them. The weights are the same for any number of workers, whatever 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +20,15 @@ from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import (
     ENDLESS,
     group,
-    lines_of,
-    local,
     losses_of,
 )
 from tests.train.jobs import adamw, cross_entropy, hold
-from tests.train.test_gangs import digest_of_export, each_process_of_each_rank, gangs
+from tests.train.test_gangs import (
+    assert_as_one_process,
+    digest_of_export,
+    each_process_of_each_rank,
+    gangs,
+)
 from tests.train.test_kills import IN_A_STEP, with_faults
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
@@ -119,18 +121,7 @@ def test_gang_with_the_same_rows_trains_as_one_process_does(
     calm: tuple[RunOutcome, ProcessRun],
 ) -> None:
     """Losses, norms and evaluations, dropout of whole activations included."""
-    assert_as_one_process(calm[1], trains)
-
-
-def assert_as_one_process(run: ProcessRun, train: Callable[[Any], None]) -> None:
-    logged = [x for x in lines_of(run) if "norm" in x or "eval_loss" in x]
-    scaling = dataclasses.replace(
-        sharing(1).scaling, processes_per_worker=1, tensor_parallel_size=1
-    )
-    alone = local(dataclasses.replace(sharing(1), scaling=scaling), train).logged
-    assert len(logged) == len(alone)
-    for one, other in zip(logged, alone, strict=True):
-        assert one == pytest.approx({**one, **other}, rel=1e-4)
+    assert_as_one_process(calm[1], sharing(1), trains, tensor_parallel_size=1)
 
 
 def test_loss_of_a_process_costs_its_gang_and_no_step(
@@ -188,7 +179,7 @@ def test_sequence_parallelism_and_a_loss_of_sharded_logits_train_as_one_process_
     """Gradients of replicated parameters come in parts, and are added up."""
     outcome, one = group(sharing(1), of_sequences)
     assert (outcome.step, outcome.error) == (STEPS, None), losses_of(one)
-    assert_as_one_process(one, of_sequences)
+    assert_as_one_process(one, sharing(1), of_sequences, tensor_parallel_size=1)
     expected = outcome.digest
     outcome, two = group(sharing(2), of_sequences)
     assert outcome.digest == expected, losses_of(two)
