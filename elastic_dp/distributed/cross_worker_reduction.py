@@ -492,4 +492,7 @@ class BucketReduction:
 
 def _total_of_elements(flat: torch.Tensor) -> torch.Tensor:
     """Returns one number, by which a value that is not finite is found."""
-    return flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)
+    if flat.element_size() >= 4:
+        return flat.sum()
+    # Torch converts a tensor on a processor as a whole before it adds it up.
+    return torch.stack([piece.sum(dtype=torch.float32) for piece in flat.split(_PIECE_NUMEL)]).sum()

@@ -38,6 +38,7 @@ from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
+from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.sharding.backup_copies import BackupCopies
 from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
@@ -51,11 +52,11 @@ COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or 
 # The same on a device, which is given its work in few large pieces. It updates no more in place at
 # a time, either: torch's optimizers make temporary tensors for all that they update together.
 COPIED_BYTES_ON_DEVICE = 64 << 20
-# Pieces that are updated once, and whose copies are kept until the commit, in bytes of parameters:
+# Pieces that are updated once, and whose copies are kept until the commit, in bytes of their state:
 # all that a member holds, if they are no more than this, or else the smallest: of one, and of all.
-ALL_KEPT_BYTES = 16 << 20
-SMALL_BYTES = 1 << 18
-KEPT_BYTES = 2 << 20
+ALL_KEPT_BYTES = 32 << 20
+SMALL_BYTES = 1 << 19
+KEPT_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -342,12 +343,18 @@ class ShardedOptimizer:
 
     def _small_pieces(self) -> AbstractSet[int]:
         """Returns the smallest of the pieces that this member holds, or all of few."""
-        if sum(self.sizes[n] for n in self.held) <= ALL_KEPT_BYTES:
+        sizes = {n: self._state_bytes(n) for n in self.held}
+        if sum(sizes.values()) <= ALL_KEPT_BYTES:
             return set(self.held)
-        small = (n for n in self.held if self.sizes[n] <= SMALL_BYTES)
-        numbers = sorted(small, key=lambda n: (self.sizes[n], n))
-        ends = accumulate(self.sizes[n] for n in numbers)
-        return {n for n, end in zip(numbers, ends, strict=True) if end <= KEPT_BYTES}
+        small = sorted((size, n) for n, size in sizes.items() if size <= SMALL_BYTES)
+        ends = accumulate(size for size, _ in small)
+        return {n for (_, n), end in zip(small, ends, strict=True) if end <= KEPT_BYTES}
+
+    def _state_bytes(self, number: int) -> int:
+        """Returns the size of the state of a piece if the optimizer keeps two moments."""
+        piece = self.pieces[number]
+        tensors, dtype = state_kind(self._optimizer, self._parameters[piece.parameter])
+        return tensors * dtype.itemsize * piece.numel
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields these pieces in lists of about COPIED_BYTES of parameters."""

@@ -45,7 +45,7 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 2048)
+    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 4096)
     monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 0)
 
 
