@@ -297,7 +297,7 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     check_equal(members, plain_after(newest.step))
 
 
-def test_losing_bothholders_of_a_piece_is_an_error_on_all_members():
+def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
     members = four()
     enter(members, Member.attempt)
     mine = set(members[0].sharding.held)
