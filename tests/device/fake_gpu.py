@@ -79,6 +79,8 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
     # Where torch is built for CUDA, its optimizers ask for the stream of a GPU of the machine.
     patch(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    # For which `fully_shard` asks where a module of it holds others.
+    patch(torch.accelerator, "current_stream", lambda *_: _Stream())
     patch(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     run = threading.Thread.run
 

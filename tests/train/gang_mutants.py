@@ -14,14 +14,15 @@ CHANNEL = "elastic_dp.train.gang.process_channel"
 CHANNEL_TESTS = "tests/train/gang/test_process_channel.py"
 RUN_TESTS = "tests/train/test_gangs.py"
 REFUSED = f"{RUN_TESTS}::test_job_that_cannot_run_ends_with_its_error"
-SAME_ROWS = f"{RUN_TESTS}::test_gang_trains_as_one_process_does_on_the_same_rows"
+AS_ONE = (
+    "tests/train/gang/test_parallelisms.py::"
+    "test_gang_trains_as_one_process_does_on_the_same_rows[{}]"
+)
+SAME_ROWS = AS_ONE.format("fully_shard")
+SAME_POSITIONS = AS_ONE.format("tensor_parallel")
+PARTS_OF_POSITIONS = AS_ONE.format("context_parallel")
 TP_TESTS = "tests/train/test_tensor_parallel.py"
 REFUSED_TP = f"{TP_TESTS}::test_job_that_cannot_run_with_the_same_rows_ends_with_its_error"
-AS_ONE = f"{TP_TESTS}::test_gang_with_the_same_rows_trains_as_one_process_does"
-PARTS_AS_ONE = (
-    "tests/train/test_context_parallel.py::"
-    "test_gang_with_parts_of_the_positions_trains_as_one_process_does"
-)
 
 GANG_MUTANTS = [
     ModuleMutant(
@@ -97,7 +98,7 @@ GANG_MUTANTS = [
         "gang.counts(p)",
         "True",
         module="elastic_dp.train.step.committed_gradients",
-        caught_by=AS_ONE,
+        caught_by=SAME_POSITIONS,
     ),
     ModuleMutant(
         "losses of processes with the same rows count for each of them",
@@ -105,7 +106,7 @@ GANG_MUTANTS = [
         "1 if self.gang is None else self.gang.num_losses",
         "1 if self.gang is None else self.gang.size",
         module="elastic_dp.train.step.step_runner",
-        caught_by=AS_ONE,
+        caught_by=SAME_POSITIONS,
     ),
     ModuleMutant(
         "losses of processes with the same rows are not compared",
@@ -168,7 +169,7 @@ GANG_MUTANTS = [
         "session.gang.context_parallel_size > 1",
         "False",
         module="elastic_dp.train.step.evaluation",
-        caught_by=PARTS_AS_ONE,
+        caught_by=PARTS_OF_POSITIONS,
     ),
     ModuleMutant(
         "rows of which each process has a part of the positions are made by other random numbers",
@@ -176,7 +177,7 @@ GANG_MUTANTS = [
         "gang.micro_batch if gang is not None else int",
         "gang.loss_number if gang is not None else int",
         module="elastic_dp.train.step.micro_batch",
-        caught_by=PARTS_AS_ONE,
+        caught_by=PARTS_OF_POSITIONS,
     ),
 ]
 

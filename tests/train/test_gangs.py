@@ -4,30 +4,22 @@ weights are the same for any number of workers, whatever happens to them."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.exporting import export
-from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import SpecError
-from elastic_dp.run_record import RunOutcome
-from elastic_dp.storage import Store
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
-from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
 from tests.imported_when_used import ImportedWhenUsed
@@ -35,11 +27,8 @@ from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
     PATIENT,
-    Points,
     goes_on,
     group,
-    lines_of,
-    local,
     losses_of,
     never_put_off,
     resize,
@@ -47,179 +36,18 @@ from tests.runs import (
     texts_of,
 )
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
+from tests.train.gang.parallelisms import FULLY_SHARD, STEPS, fully_sharded, gangs, trains
+from tests.train.gang.test_parallelisms import calm
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
-from tests.train.test_kills import IN_A_STEP, with_faults
-from tests.train.test_simulated_device import faults_while_switched
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 tensor = ImportedWhenUsed("torch.distributed.tensor")
 parallel = ImportedWhenUsed("torch.distributed.tensor.parallel")
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
-STEPS = 8
-KEYS = ("step", "norm", "average", "eval_loss")
 
-
-def model_of(ctx: Any) -> nn.Module:
-    model = classifier()
-    if ctx._session.gang is None:
-        return model
-    for layer in model:
-        if isinstance(layer, nn.Linear | nn.LayerNorm):
-            fsdp.fully_shard(layer, mesh=ctx.mesh)
-    return fsdp.fully_shard(model, mesh=ctx.mesh)
-
-
-def trains(ctx: Any) -> None:
-    """With clipping, a scheduler, an evaluation in a body, and an average of the losses in
-    `state=`."""
-    model = model_of(ctx)
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    average = Average()
-    for step in ctx.steps(
-        model,
-        optimizer,
-        cross_entropy,
-        scheduler=scheduler,
-        clip_norm=0.5,
-        state={"average": average},
-    ):
-        average.value = 0.9 * average.value + 0.1 * step.loss
-        if step.number % 3 == 0:
-            ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
-        ctx.log({"norm": step.grad_norm, "average": average.value})
-        hold(ctx, step)
-
-
-class Average:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
-    config = {"eval": MapStyleData(Points(24), micro_batch_size=4)} | options.pop("config", {})
-    options.setdefault("min_workers", workers)
-    return spec_of(
-        steps=steps,
-        workers=workers,
-        virtual=4,
-        micro_batch_size=2,
-        processes_per_worker=2,
-        config=config,
-        **options,
-    )
-
-
-@pytest.fixture(scope="module")
-def calm() -> tuple[RunOutcome, ProcessRun]:
-    outcome, run = group(gangs(1), trains)
-    assert (outcome.step, outcome.error) == (STEPS, None), losses_of(run)
-    return outcome, run
-
-
-@pytest.fixture
-def undisturbed(calm: tuple[RunOutcome, ProcessRun]) -> RunOutcome:
-    return calm[0]
-
-
-def assert_as_one_process(
-    run: ProcessRun, spec: JobSpec, train: Callable[[Any], None], **alone: int
-) -> None:
-    """What a run of gangs logged, losses, norms and evaluations, is what one process logs that has
-    these other fields of `ScalingConfig`."""
-    logged = [x for x in lines_of(run) if "norm" in x or "eval_loss" in x]
-    scaling = dataclasses.replace(spec.scaling, processes_per_worker=1, **alone)
-    expected = local(dataclasses.replace(spec, scaling=scaling), train).logged
-    assert len(logged) == len(expected)
-    for one, other in zip(logged, expected, strict=True):
-        assert one == pytest.approx({**one, **other}, rel=1e-4)
-
-
-def test_gang_trains_as_one_process_does_on_the_same_rows(
-    calm: tuple[RunOutcome, ProcessRun],
-) -> None:
-    """Two processes with four virtual workers, and one with eight: losses, norms and evaluations of
-    the same micro-batches, dropout included."""
-    logged = [{k: v for k, v in x.items() if k in KEYS} for x in lines_of(calm[1])]
-    logged = [line for line in logged if "norm" in line or "eval_loss" in line]
-    scaling = dataclasses.replace(gangs(1).scaling, processes_per_worker=1, virtual_workers=8)
-    alone = local(dataclasses.replace(gangs(1), scaling=scaling), trains).logged
-    assert [line.keys() for line in logged] == [line.keys() for line in alone]
-    for one, other in zip(logged, alone, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-
-
-def connects(spec: JobSpec, workers: int, tmp_path: Any) -> JobSpec:
-    """The job, whose bodies wait until the devices of so many workers are connected."""
-    told = {"hold": {0: workers}, "size": workers, "switched": str(tmp_path / "switched")}
-    return dataclasses.replace(spec, config=spec.config | told)
-
-
-def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(
-    undisturbed: RunOutcome, tmp_path: Any
-) -> None:
-    """On the simulated device. More of it is in test_gangs_on_devices.py."""
-    once = str(tmp_path / "dead")
-    fault = WorkerFault("gather", rank=1, process=1, world_size=2, once=once)
-    spec = connects(gangs(2, min_workers=1, standby=1), 2, tmp_path)
-    outcome, run = group(
-        spec, faults_while_switched(trains), faults=(fault,), device=SimulatedDevice()
-    )
-    assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
-    assert (tmp_path / "switched").exists()
-    assert (outcome.digest, outcome.inexact_because) == (undisturbed.digest, ())
-
-
-@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_loss_of_a_process_costs_its_gang_and_no_step(
-    process: int, undisturbed: RunOutcome, tmp_path: Any
-) -> None:
-    once = str(tmp_path / "once")
-    fault = WorkerFault("backward", 3, rank=1, world_size=2, process=process, once=once)
-    outcome, run = group(gangs(2, config={"body_s": 0.05}), trains, faults=(fault,))
-    assert outcome.workers_lost == 1, losses_of(run)
-    assert (outcome.digest, outcome.inexact_because) == (undisturbed.digest, ())
-
-
-def test_run_that_was_stopped_goes_on_with_another_number_of_gangs(
-    undisturbed: RunOutcome, tmp_path: Any
-) -> None:
-    """And its last checkpoint is exported whole."""
-    checkpoint = CheckpointConfig(every_steps=2)
-    first = dataclasses.replace(gangs(2, steps=4), checkpoint=checkpoint)
-    outcome, run = group(first, trains, url=str(tmp_path))
-    assert outcome.step == 4, losses_of(run)
-    outcome, run = group(gangs(1), trains, url=str(tmp_path))
-    assert (outcome.step, outcome.digest) == (STEPS, undisturbed.digest), losses_of(run)
-    assert digest_of_export(str(tmp_path), classifier()) == undisturbed.digest
-
-
-def digest_of_export(url: str, model: nn.Module) -> str:
-    """Returns the digest of the weights in a file that is exported from the newest checkpoint of
-    this model."""
-    catalog, file = Catalog(Store(url)), f"{url}/exported.safetensors"
-    export(catalog, catalog.read(catalog.names()[-1]), file)
-    exported, digest = safetensors.torch.load_file(file), hashlib.sha256()
-    for name, p in model.named_parameters():
-        digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
-        digest.update(exported[name].numpy().tobytes())
-    return digest.hexdigest()
-
-
-@pytest.mark.slow
-def test_run_does_not_go_on_with_another_number_of_processes(tmp_path: Any) -> None:
-    assert group(gangs(1, steps=2), trains, url=str(tmp_path))[0].step == 2
-    alone = dataclasses.replace(gangs(1).scaling, processes_per_worker=1)
-    outcome, _ = group(dataclasses.replace(gangs(1), scaling=alone), trains, url=str(tmp_path))
-    assert outcome.error is not None
-    assert "processes_per_worker is 1, but the newest checkpoint" in outcome.error
+def undisturbed(steps: int = STEPS) -> str:
+    return calm(FULLY_SHARD, steps)[0].digest
 
 
 @pytest.mark.parametrize(
@@ -299,7 +127,7 @@ def other_layers_for_other_rows(ctx: Any) -> None:
 
 
 def evaluates_on_one(ctx: Any) -> None:
-    model = model_of(ctx)
+    model = fully_sharded(ctx)
     for _ in ctx.steps(model, adamw(model), cross_entropy):
         if ctx.mesh.get_local_rank() == 1:
             ctx.evaluate(cross_entropy, ctx.config["eval"])
@@ -313,7 +141,7 @@ def batch_norm(ctx: Any) -> None:
 
 
 def raises_on_one(ctx: Any) -> None:
-    model = model_of(ctx)
+    model = fully_sharded(ctx)
 
     def loss_fn(m: nn.Module, batch: Any) -> Any:
         if ctx.mesh.get_local_rank() == 1:
@@ -361,64 +189,7 @@ def test_sharded_model_without_a_gang_is_refused() -> None:
     assert "is a DTensor" in outcome.error and "processes_per_worker" in outcome.error
 
 
-# --------------------------------------------------------------------------------- the kill matrix
-
-
-def each_process_of_each_rank(
-    point: str, workers: int, tmp_path: Any, processes: int = 2
-) -> tuple[WorkerFault, ...]:
-    """One after another dies at `point`, with all gangs there."""
-    victims = [(rank, process) for rank in range(workers) for process in range(processes)]
-    files = [str(tmp_path / f"{rank}-{process}") for rank, process in victims]
-    return tuple(
-        WorkerFault(
-            point,
-            rank=rank,
-            process=process,
-            world_size=workers,
-            once=file,
-            after=tuple(files[:number]),
-            settled=True,
-        )
-        for number, ((rank, process), file) in enumerate(zip(victims, files, strict=True))
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_any_number_of_gangs_has_the_digest_of_one(workers: int, undisturbed: RunOutcome) -> None:
-    outcome, run = group(gangs(workers), trains)
-    assert outcome.digest == undisturbed.digest, losses_of(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [p for p in IN_A_STEP if p != "buffers"])
-def test_any_process_may_die_at_any_point_of_a_step(point: str, tmp_path: Any) -> None:
-    faults = each_process_of_each_rank(point, 2, tmp_path)
-    config = {"body_s": 0.05}
-    spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config=config)
-    outcome, run = with_faults(spec, trains, faults)
-    assert outcome.workers_lost == len(faults), losses_of(run)
-    expected, _ = group(gangs(1, steps=outcome.step), trains)
-    assert outcome.digest == expected.digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("point", ["forming", "sending_state", "receiving_state"])
-def test_process_may_die_while_a_joiner_gets_the_state(
-    point: str, process: int, tmp_path: Any
-) -> None:
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    faults = (
-        WorkerFault("backward", rank=2, world_size=3, once=first, settled=True),
-        WorkerFault(point, world_size=3, process=process, once=second, after=(first,)),
-    )
-    spec = gangs(3, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
-    outcome, run = with_faults(spec, trains, faults)
-    assert (outcome.error, outcome.workers_lost) == (None, 2), losses_of(run)
-    expected, _ = group(gangs(1, steps=outcome.step), trains)
-    assert outcome.digest == expected.digest
+# ---------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.slow
@@ -445,23 +216,20 @@ def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_p
     script = [(8, when_committed(url, 8, each_loses_one))]
     outcome, run = group(spec, never_put_off(trains), faults=faults, script=script, url=url)
     assert (outcome.error, outcome.workers_lost) == (None, 4), losses_of(run)
-    expected, _ = group(gangs(1, steps=12), trains)
-    assert outcome.digest == expected.digest
+    assert outcome.digest == undisturbed(12)
 
 
 @pytest.mark.slow
 def test_gangs_join_and_leave_while_they_train() -> None:
     spec = gangs(1, steps=24, config={"body_s": 0.05})
-    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, min_workers=1))
     outcome, run = group(spec, trains, script=[resize(2, 3), resize(12, 2)])
-    expected, _ = group(gangs(1, steps=24), trains)
-    assert outcome.digest == expected.digest, losses_of(run)
+    assert outcome.digest == undisturbed(24), losses_of(run)
 
 
 def dies_in_a_collective(ctx: Any) -> None:
     """In each generation of two, process ctx.config["process"] of some worker dies in a step while
     the others of its worker wait for it in the forward pass: DEATHS times."""
-    model = model_of(ctx)
+    model = fully_sharded(ctx)
     folder = Path(ctx.config["folder"])
 
     def loss_fn(m: nn.Module, batch: Any) -> Any:
@@ -503,7 +271,7 @@ def test_death_within_a_collective_of_torch_is_no_error_of_user_code(
 
 @pytest.mark.slow
 def test_evaluation_goes_on_where_one_process_had_heard_all_and_another_had_not(
-    undisturbed: RunOutcome, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
     """Process 1 of a worker dies when its process 0 has sent its results, and before its own are
     sent. So the survivor's processes know of different results."""
@@ -516,11 +284,11 @@ def test_evaluation_goes_on_where_one_process_had_heard_all_and_another_had_not(
     spec = gangs(2, min_workers=1, config={"hold": {2: 2}})
     outcome, run = group(spec, trains, faults=faults)
     assert outcome.workers_lost == 1, losses_of(run)
-    assert outcome.digest == undisturbed.digest
+    assert outcome.digest == undisturbed()
 
 
 @pytest.mark.slow
-def test_frozen_process_is_found_by_heartbeats(undisturbed: RunOutcome, tmp_path: Any) -> None:
+def test_frozen_process_is_found_by_heartbeats(tmp_path: Any) -> None:
     """Whichever of its worker it is. One that hangs is found after five minutes."""
     once = str(tmp_path / "once")
     fault = WorkerFault(
@@ -532,7 +300,7 @@ def test_frozen_process_is_found_by_heartbeats(undisturbed: RunOutcome, tmp_path
     )
     outcome, run = group(spec, trains, faults=(fault,))
     assert outcome.workers_lost == 1, losses_of(run)
-    assert outcome.digest == undisturbed.digest
+    assert outcome.digest == undisturbed()
 
 
 @pytest.mark.slow
@@ -549,5 +317,4 @@ def test_bit_that_flips_in_the_part_of_any_process_is_found(tmp_path: Any) -> No
     outcome, run = group(spec, never_put_off(trains), faults=(fault,), script=script, url=url)
     assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
     assert flipped.exists() and any("back to step 4" in text for text in texts_of(run))
-    expected, _ = group(gangs(1, steps=12), trains)
-    assert outcome.digest == expected.digest
+    assert outcome.digest == undisturbed(12)

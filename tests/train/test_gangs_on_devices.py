@@ -4,7 +4,12 @@ fake GPU tells apart. The weights are those of the processor."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +22,6 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause, StopRequested
 from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
-from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.gang import gang_kind
@@ -32,35 +36,47 @@ from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import ENDLESS, goes_on, group, losses_of
+from tests.train.gang.parallelisms import (
+    CONTEXT_PARALLEL,
+    FULLY_SHARD,
+    Parallelism,
+    fully_sharded,
+    gangs,
+    trains,
+)
+from tests.train.gang.test_parallelisms import (
+    IN_A_STEP_OF_GANGS,
+    calm,
+    check_kill_while_a_joiner_gets_the_state,
+    check_kills_of_each_process,
+    connects,
+)
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 from tests.train.test_device_faults import lost
-from tests.train.test_gangs import connects, each_process_of_each_rank, gangs, model_of, trains
-from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 
-SLOW = pytest.mark.slow
+SLOW, ROOT = pytest.mark.slow, Path(__file__).parents[2]
 
 
-def calm(steps: int, train: Any = trains, **config: Any) -> RunOutcome:
-    """One worker on the processor."""
-    outcome, run = group(gangs(1, steps=steps, config=config), train)
-    assert outcome.error is None, losses_of(run)
-    return outcome
+@pytest.mark.parametrize("parallelism", [FULLY_SHARD, CONTEXT_PARALLEL], ids=lambda one: one.name)
+def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(
+    parallelism: Parallelism, tmp_path: Any
+) -> None:
+    fault = WorkerFault("gather", rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
+    spec = connects(parallelism.spec(2, min_workers=1, standby=1), 2, tmp_path)
+    train = faults_while_switched(parallelism.train)
+    outcome, run = group(spec, train, faults=(fault,), device=SimulatedDevice())
+    assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
+    assert (tmp_path / "switched").exists()
+    assert (outcome.digest, outcome.inexact_because) == (calm(parallelism)[0].digest, ())
 
 
 @SLOW
-@pytest.mark.parametrize("point", [p for p in IN_A_STEP if p != "buffers"])
+@pytest.mark.parametrize("point", IN_A_STEP_OF_GANGS)
 def test_any_process_may_die_at_any_point_of_a_step_on_devices(point: str, tmp_path: Any) -> None:
-    faults = each_process_of_each_rank(point, 2, tmp_path)
-    spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
-    trained = faults_while_switched(trains)
-    outcome, run = with_faults(
-        connects(spec, 2, tmp_path), trained, faults, device=SimulatedDevice()
-    )
-    assert outcome.workers_lost == len(faults), losses_of(run)
-    assert outcome.digest == calm(outcome.step).digest
+    check_kills_of_each_process(FULLY_SHARD, point, tmp_path, SimulatedDevice())
 
 
 @SLOW
@@ -69,15 +85,8 @@ def test_any_process_may_die_at_any_point_of_a_step_on_devices(point: str, tmp_p
 def test_process_may_die_while_a_joiner_gets_the_state_of_devices(
     point: str, process: int, tmp_path: Any
 ) -> None:
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    faults = (
-        WorkerFault("backward", rank=2, world_size=3, once=first, settled=True),
-        WorkerFault(point, world_size=3, process=process, once=second, after=(first,)),
-    )
-    spec = gangs(3, steps=ENDLESS, min_workers=1, standby=1, config={"body_s": 0.05})
-    outcome, run = with_faults(spec, trains, faults, device=SimulatedDevice())
-    assert (outcome.error, outcome.workers_lost) == (None, 2), losses_of(run)
-    assert outcome.digest == calm(outcome.step).digest
+    device = SimulatedDevice()
+    check_kill_while_a_joiner_gets_the_state(FULLY_SHARD, process, point, tmp_path, device)
 
 
 @SLOW
@@ -88,11 +97,11 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
     outcome, run = group(first, trains, url=str(tmp_path), device=SimulatedDevice())
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())
-    assert (outcome.step, outcome.digest) == (8, calm(8).digest), losses_of(run)
+    assert (outcome.step, outcome.digest) == (8, calm(FULLY_SHARD)[0].digest), losses_of(run)
 
 
 def device_of_process_1_fails(ctx: Any) -> None:
-    model, done = model_of(ctx), [0]
+    model, done = fully_sharded(ctx), [0]
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         here = ctx.mesh.get_local_rank() == 1 and ctx.world_size == 2 and done[0] >= 2
@@ -114,8 +123,22 @@ def test_device_fault_of_any_process_is_told_as_one_of_its_worker(tmp_path: Any)
     assert outcome.error is None, losses_of(run)
     [line] = lost(run)
     assert line["cause"] == Cause.DEVICE_FAULT and "device-side assert" in line["reason"]
-    alone = calm(outcome.step, device_of_process_1_fails, file=config["file"])
-    assert outcome.digest == alone.digest
+    alone = gangs(1, steps=outcome.step, config={"file": config["file"]})
+    assert outcome.digest == group(alone, device_of_process_1_fails)[0].digest
+
+
+@SLOW
+@pytest.mark.parametrize("parallelism", [FULLY_SHARD, CONTEXT_PARALLEL], ids=lambda one: one.name)
+def test_gangs_on_a_fake_gpu_mix_no_devices_and_have_the_digest_of_the_processor(
+    parallelism: Parallelism,
+) -> None:
+    path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
+    command = [sys.executable, "-m", "tests.train.gang.on_a_fake_gpu", parallelism.name]
+    environment = os.environ | {"PYTHONPATH": path}
+    told = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=300.0, check=True, stdout=subprocess.PIPE
+    )
+    assert json.loads(told.stdout) == [None, calm(parallelism)[0].digest, []]
 
 
 # -------------------------------------------------------------------------------- what one tells
