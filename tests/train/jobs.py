@@ -34,7 +34,8 @@ def hold(ctx: Any, step: Any) -> None:
     sizes, gate = ctx.config.get("hold", {}), ctx.config.get("gates", {}).get(step.number)
     size, pause = sizes.get(step.number, sizes.get(0)), ctx.config.get("pause")
     # The group changes as soon as this body lets it, or never will: who stops takes nobody in.
-    changes = [control._over, lambda: control._planned, lambda: control.stop_reason]
+    # What the first process of a worker has heard of a stop counts: it is agreed at a loop head.
+    changes = [control._over, lambda: control._planned, lambda: control._stop]
 
     def wait_for(condition: Callable[[], Any]) -> None:
         eventually(lambda: control.agreed(bool(condition())))  # all processes of a worker together
