@@ -13,10 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from elastic_dp.testing.process_worker_group import preload
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import (
-    group,
-    losses_of,
-)
+from tests.runs import group, losses_of
 from tests.train.gang.parallelisms import (
     GPT,
     HEADS,

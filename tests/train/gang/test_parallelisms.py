@@ -108,7 +108,7 @@ def test_loss_of_a_process_costs_its_gang_and_no_step(
 def test_run_that_was_stopped_goes_on_with_another_number_of_gangs_and_the_same_rows(
     parallelism: Parallelism, tmp_path: Any
 ) -> None:
-    """Its last checkpoint is exported whole, and other rows for the processes are refused."""
+    """The last checkpoint is exported whole, and other rows for the processes are refused."""
     first = parallelism.spec(2, steps=4)
     first = dataclasses.replace(first, checkpoint=CheckpointConfig(every_steps=2))
     outcome, run = group(first, parallelism.train, url=str(tmp_path))
