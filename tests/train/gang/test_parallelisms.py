@@ -147,10 +147,14 @@ def test_sizes_that_do_not_divide_the_processes_and_gpus_are_refused_by_name() -
     for processes in (1, 3):
         with pytest.raises(SpecError, match="tensor_parallel_size is 2 and processes_per_worker"):
             ScalingConfig(processes_per_worker=processes, tensor_parallel_size=2)
-    with pytest.raises(SpecError, match="tensor_parallel_size is 2, which does not work on GPUs"):
-        ScalingConfig(
-            processes_per_worker=2, tensor_parallel_size=2, resources_per_worker={"GPU": 2}
-        )
+    for context in (1, 2):
+        with pytest.raises(SpecError, match="tensor_parallel_size is 2, which does not work on G"):
+            ScalingConfig(
+                processes_per_worker=2 * context,
+                tensor_parallel_size=2,
+                context_parallel_size=context,
+                resources_per_worker={"GPU": 2 * context},
+            )
     for processes in (1, 3, 4):
         with pytest.raises(SpecError, match="context_parallel_size is 2 and processes_per_worker"):
             ScalingConfig(processes_per_worker=processes, context_parallel_size=2)
