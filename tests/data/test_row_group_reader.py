@@ -279,6 +279,60 @@ def test_store_error_is_raised_and_the_read_is_tried_again_next_time():
     reader.close()
 
 
+def test_only_who_waits_for_a_row_group_is_woken_when_it_arrives():
+    go = threading.Event()
+    groups = FakeRowGroups([10] * 8, before=lambda number: number == 0 and go.wait(PATIENCE_S))
+    reader = opened(groups, 1 << 20)
+    wait, waits, found = reader._arrived.wait, list[int](), dict[int, object]()
+
+    def counted() -> None:
+        waits.append(1)
+        wait()
+
+    reader._arrived.wait = counted
+    waiting = threading.Thread(target=lambda: found.update(reader.take((1, 0), [0])))
+    waiting.start()
+    eventually(lambda: waits)
+    reader.plan([((step, 0), [step]) for step in range(2, 8)])
+    eventually(lambda: reader.groups_read == 6)
+    assert len(waits) == 1 and not found
+    go.set()
+    waiting.join(PATIENCE_S)
+    assert list(found) == [0]
+    reader.close()
+
+
+def test_thread_beyond_the_limit_leaves_the_memory_that_it_frees_to_another():
+    goes = [threading.Event() for _ in range(3)]
+    goes[2].set()
+    readers: dict[str, int] = {}
+
+    def before(number: int) -> None:
+        readers[threading.current_thread().name] = number
+        assert goes[number].wait(PATIENCE_S)
+
+    class GrowingWhileRead(FakeRowGroups):
+        reading_bytes = property(lambda self: 2 * self.nbytes)
+
+    groups, limit = GrowingWhileRead([10] * 3, before=before), 2
+    room_for_two = 4 * int(groups.nbytes[0])
+    reader = opened(groups, room_for_two, threads=2, at_once=lambda: limit)
+    reader.plan([((1, 0), [0]), ((2, 0), [1])])
+    eventually(lambda: len(readers) == 2)
+    found: dict[int, object] = {}
+    waiting = threading.Thread(target=lambda: found.update(reader.take((3, 0), [2])))
+    waiting.start()
+    eventually(lambda: (3, 0) in reader._resident.waiting)
+    limit = 1
+    stays, ends = (readers[f"elastic-dp-read-{number}"] for number in (0, 1))
+    goes[stays].set()
+    eventually(lambda: reader.groups_read == 1)
+    goes[ends].set()
+    waiting.join(PATIENCE_S)
+    assert list(found) == [2]
+    reader.close()
+
+
 def test_a_changed_plan_wakes_who_waits_and_so_does_closing():
     go, reading = threading.Event(), threading.Event()
 

@@ -111,7 +111,8 @@ class RowGroupReader:
         """The row groups among `groups` that are in memory, at least one of them, by number.
 
         They stay in memory until `release`. A row group that cannot be decoded is given as its
-        BadShard. Raises what reading raised, and PlanChanged after `forget`.
+        BadShard. Raises what reading raised, and PlanChanged after `forget`. Two threads must not
+        wait for one key.
         """
         with self._lock:
             self._start()
@@ -222,7 +223,8 @@ class RowGroupReader:
             with self._lock:
                 self._resident.landed(group, content, nbytes)
                 self.groups_read += 1
-                self._arrived.notify_all()
+                if self._resident.is_waited_for(group):
+                    self._arrived.notify_all()
                 self._change_limit()
                 content = None  # no reference must remain when the memory is reused
                 ask = self.groups_read % READS_PER_PLAN == 1 and self._may_ask()
@@ -238,6 +240,7 @@ class RowGroupReader:
             with self._lock:
                 while not self._closed:
                     if number >= self._limit:
+                        self._work.notify()  # another thread goes on instead of this one
                         self._spare.wait()
                     elif (group := self._resident.next_to_read()) is None and not self._may_ask():
                         self._work.wait()

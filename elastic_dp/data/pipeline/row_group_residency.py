@@ -118,6 +118,10 @@ class RowGroupResidency:
     def end_waiting(self, key: Key) -> None:
         self.waiting.discard(key)
 
+    def is_waited_for(self, group: ResidentRowGroup) -> bool:
+        """Whether a `take` waits for a key that needs the row group."""
+        return not self.waiting.isdisjoint(group.uses)
+
     def pin(self, groups: Sequence[ResidentRowGroup]) -> None:
         """Keeps these in memory while rows are copied from them."""
         for group in groups:
