@@ -7,12 +7,14 @@ All read the same rows (token_rows.py), in turn, several times; a ratio is the m
 single rounds.
 
 - local: files in the page cache, beside a bare pyarrow loop over the row groups, and with `--peers`
-  beside litdata, mosaicml streaming, Hugging Face datasets and Ray Data (data_local.py, peers/).
+  beside litdata, mosaicml streaming, Hugging Face datasets, WebDataset and Ray Data (data_local.py,
+  peers/).
 - store: an S3-like server with 20 ms before each answer (slow_store.py), beside hand-written loops
   (data_store.py).
 - waiting, memory: see data_budget.py.
-- packing: documents packed while training, beside rows packed before (data_packing.py).
-- images: JPEG files decoded while training, with `--peers` beside the same and WebDataset
+- packing: documents packed while training, beside rows packed before, and with `--peers` beside the
+  same and trl (data_packing.py, peers/packing.py).
+- images: JPEG files decoded while training, with `--peers` beside the same without trl
   (data_images.py, peers/images.py).
 
 Parts that are not measured keep their last results. Those of images are a file of their own.
@@ -54,7 +56,7 @@ def main() -> None:
         if "memory" in given.part:
             yield "memory", data_budget.memory(given.folder)
         if "packing" in given.part:
-            yield "packing", data_packing.measure(given.folder, given.rounds)
+            yield "packing", data_packing.measure(given.folder, given.rounds, given.peers)
 
     path = RESULTS / "data.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {}

@@ -536,6 +536,7 @@ PEERS = {
     "litdata": "litdata",
     "mosaicml": "mosaicml streaming",
     "ray_data": "Ray Data",
+    "trl": "trl",
     "webdataset": "WebDataset",
 }
 
@@ -547,11 +548,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
             f"Rows per second, {ours}, beside a loop that only reads and decodes ({bare})", found
         )
     rows = {name: found["median"] for name, found in r["local"]["rows_per_s"].items()}
-    peers = {name: found["median"] for name, found in r["local"]["peers_rows_per_s"].items()}
     for order in ("in order", "shuffled"):
-        others = {
-            PEERS[name.removesuffix(f" {order}")]: n for name, n in peers.items() if order in name
-        }
+        others = peers_of(r["local"]["peers_rows_per_s"], order)
         ours = rows[f"parquet {order}"]
         yield Row(
             f"Thousand rows of 4 KiB a second, {order}",
@@ -560,6 +558,7 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
             "ahead",
             ours > max(others.values()),
         )
+    yield from packing(r.get("packing", {}))
     for name, sizes in r["memory"].items():
         if name.startswith("row groups"):
             target = r["memory"]["target_growth_to_budget"]
@@ -598,6 +597,30 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
             f"{min(changes):.2%} to {max(changes):.2%}",
             f"at most {waiting['target_share']:.0%}",
             max(changes) <= waiting["target_share"],
+        )
+
+
+def peers_of(found: dict[str, Any], order: str) -> dict[str, float]:
+    """Those that were measured in this order, by their names."""
+    return {
+        PEERS[name.removesuffix(f" {order}")]: one["median"]
+        for name, one in found.items()
+        if isinstance(one, dict) and name.endswith(f" {order}")
+    }
+
+
+def packing(r: dict[str, Any]) -> Iterator[Row]:
+    for shuffle, order in (("none", "in order"), ("rows", "shuffled")):
+        if not (others := peers_of(r.get("peers_rows_per_s", {}), order)):
+            continue
+        ours = r[f"shuffle={shuffle}, rows_per_s"]
+        alone, both = ours["packed_alone"], ours["packed"]
+        yield Row(
+            f"Thousand rows of 1,024 tokens a second, packed from documents, {order}",
+            f"{alone / 1000:.0f}, and with `position_ids` and `document_ids` {both / 1000:.0f}; "
+            + ", ".join(f"{name} {n / 1000:.1f}" for name, n in others.items()),
+            "ahead",
+            alone > max(others.values()),
         )
 
 
