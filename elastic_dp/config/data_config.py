@@ -21,6 +21,7 @@ from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
 _PACK_COLUMNS = ("position_ids", "document_ids")
+_MOST_TOKENS = 2**31 - 1
 FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds", "litdata"]
 
 
@@ -224,6 +225,11 @@ class DataConfig(_Order):
 
     def _check_pack(self) -> None:
         whole_number("DataConfig.pack", self.pack, 1)
+        if self.pack is not None and self.pack > _MOST_TOKENS:
+            raise SpecError(
+                f"DataConfig.pack is {self.pack}, must be at most {_MOST_TOKENS}, the largest "
+                "number of position_ids, which are int32"
+            )
         self._check_pack_columns()
         if self.pack is None:
             return

@@ -68,10 +68,12 @@ class PackedOrder:
         self._group_tokens: Ints = np.asarray(group_tokens, dtype=np.int64)
         self.num_tokens, self.length = int(self._group_tokens.sum()), length
         rows = -(-self.num_tokens // length) if tail == "short" else self.num_tokens // length
+        if not self.num_tokens:
+            raise DataError("DataConfig.pack: the documents have no token")
         if not rows:
             raise DataError(
                 f"the documents have {self.num_tokens} tokens together, too few for one row of "
-                f"DataConfig.pack={length}; lower pack"
+                f'DataConfig.pack={length}; lower pack, or pad the row with tail="short"'
             )
         self._rows = Order(
             group_rows=[rows],

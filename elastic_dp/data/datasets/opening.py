@@ -14,6 +14,7 @@ from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.length_grouped import check_lengths
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
+from elastic_dp.data.datasets.packed_micro_batches import packed_row_bytes
 from elastic_dp.data.datasets.sharded import (
     StreamingDataset,
     StreamingEvaluation,
@@ -162,7 +163,7 @@ def _packed_order(
     config: DataConfig, index: Index, virtual_workers: int, shuffle: Any, tail: Any
 ) -> PackedOrder:
     assert config.pack is not None and index.tokens is not None, "an index of another config"
-    return PackedOrder(
+    order = PackedOrder(
         group_tokens=index.tokens,
         length=config.pack,
         group_bytes=index.nbytes,
@@ -172,6 +173,15 @@ def _packed_order(
         shuffle=shuffle,
         tail=tail,
     )
+    row_bytes = packed_row_bytes(config, index.nbytes, order)
+    rows = min(config.micro_batch_size, -(-order.num_tokens // config.pack))
+    if row_bytes * rows > config.memory_bytes:
+        raise DataError(
+            f"a micro-batch of {rows} rows of DataConfig.pack={config.pack} takes "
+            f"{_mib(row_bytes * rows)}, more than DataConfig.memory_bytes, which is "
+            f"{_mib(config.memory_bytes)}; lower pack or micro_batch_size, or raise memory_bytes"
+        )
+    return order
 
 
 def _row_groups(

@@ -92,6 +92,13 @@ class _Part(NamedTuple):
     runs: _Runs
 
 
+def packed_row_bytes(config: DataConfig, group_bytes: Ints, order: PackedOrder) -> int:
+    """About so many bytes has a packed row."""
+    ids_bytes = _ID.itemsize * len(config.pack_columns)
+    token_bytes = int(group_bytes.sum()) // order.num_tokens + ids_bytes
+    return max(1, token_bytes * order.length)
+
+
 class PackedStream(MicroBatchStream):
     def __init__(
         self,
@@ -102,9 +109,8 @@ class PackedStream(MicroBatchStream):
     ) -> None:
         packed = order.base if isinstance(order, GrowingOrder) else order
         assert isinstance(packed, PackedOrder)
-        ids_bytes = _ID.itemsize * len(config.pack_columns)
-        token_bytes = int(row_groups.nbytes.sum()) // packed.num_tokens + ids_bytes
-        super().__init__(config, row_groups, max(1, token_bytes * packed.length), **options)
+        row_bytes = packed_row_bytes(config, row_groups.nbytes, packed)
+        super().__init__(config, row_groups, row_bytes, **options)
         self._order, self._packed = order, packed
         self._layouts: OrderedDict[tuple[int, int], _Layout] = OrderedDict()
         self._lock = Lock()

@@ -38,13 +38,15 @@ def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -
     rows_of = None if config.filter is None else RowFilter(config.filter, index.schema)
     used = [] if rows_of is None else rows_of.fields
     read = list(dict.fromkeys([column, *(leaf.name for leaf in leaves(used))]))
+    # A footer counts null tokens as it counts empty lists, and those that are filled are tokens.
+    is_in_footers = rows_of is None and column not in (config.fill_nulls or {})
 
     def count(number: int) -> Ints:
         source = sources[index.shards["source"][number].as_py()]
         path = path_of(source.store.path, index.name(number), source.listed.is_file)
         shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
         first, end = index.group_bounds[number : number + 2].tolist()
-        if isinstance(source.format, Parquet) and rows_of is None:
+        if isinstance(source.format, Parquet) and is_in_footers:
             with reading_footer(shard):
                 known = source.format.list_values(shard, column)
             if known is not None:
