@@ -91,7 +91,7 @@ class DataConfig(_Order):
     - `memory_bytes`: limit for the row groups that one worker holds or is reading.
     - `cache_dir`: a folder of each machine in which its workers keep what they read from the store,
       for the next epochs and runs; an absolute path. Files of the machine itself are not copied.
-    - `cache_bytes`: limit for the files in `cache_dir`.
+    - `cache_bytes`: limit for what the cache keeps in `cache_dir`, which may hold other files.
     - `on_bad_shard`: "fail" the run if a row group cannot be decoded, or "skip" its rows and report
       them.
     - `max_bad_fraction`: the run fails if more than this fraction of the rows is skipped (with

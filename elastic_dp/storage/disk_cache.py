@@ -1,15 +1,19 @@
 """A cache of ranges of objects in a folder of this machine, shared by its processes.
 
-    FOLDER/lock               held while space is taken or freed, and while a data set is opened
-    FOLDER/used               the bytes that are taken; the files never have more
-    FOLDER/boot               the boot of the machine whose files these are
-    FOLDER/DATASET/open       a process that reads the data set holds a shared lock on it
-    FOLDER/DATASET/RANGE      a complete range
-    FOLDER/DATASET/RANGE.part one that a process reads from the store, with a lock on the file
+    FOLDER/cache.lock                held while space is taken or freed, or a data set is opened
+    FOLDER/cache.used                the bytes that are taken; the files never have more
+    FOLDER/cache.boot                the boot of the machine whose files these are
+    FOLDER/DATASET.ranges/open       a process that reads the data set holds a shared lock on it
+    FOLDER/DATASET.ranges/RANGE      a complete range
+    FOLDER/DATASET.ranges/RANGE.part one that a process reads from the store, with a lock on it
+
+- FOLDER may hold files and folders of others, such as a whole disk does. Only what has these names
+  is counted or deleted.
 
 - A process may be killed at any point. A range gets its name when it is complete, its space is
   taken before it is written, and the locks of a process end with it.
 - Files are not synced to the disk, so those of an earlier boot are deleted.
+- A limit that is lower than before is reached when a data set is opened, by deleting ranges.
 - Ranges are read again in every epoch. When the budget is used up, replacing some of them by others
   would only make all of them be read from the store, so they stay, and what does not fit is not
   kept. Space comes from data sets that no process has open: the one that was opened first is
@@ -38,6 +42,7 @@ _WAIT_S = 10.0  # for another process, which may be stopped; then the cache is n
 _POLL_S = 0.005
 _FULL_S = 30.0  # how long no space is looked for after there was none
 _RECENT_S = 1.0
+_LOCK, _USED, _BOOT, _RANGES = "cache.lock", "cache.used", "cache.boot", ".ranges"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _on_read: list[Callable[[int, int], None]] = []
 
@@ -62,7 +67,7 @@ class DiskCache:
         self, folder: str, limit_bytes: int, dataset: str, say: Callable[[str], None]
     ) -> None:
         self._folder, self._limit_bytes, self._say = Path(folder), limit_bytes, say
-        self._dataset = self._folder / _digest(dataset)
+        self._dataset = self._folder / f"{_digest(dataset)}{_RANGES}"
         self._lock = threading.Lock()
         self._open: int | None = None  # the descriptor of the data set's "open"
         self._bytes_read = 0
@@ -100,6 +105,8 @@ class DiskCache:
 
     def _read(self, key: str, nbytes: int, fetch: Callable[[], Buffer]) -> tuple[Buffer, bool]:
         """Return the content, and whether the cache had it."""
+        if not nbytes:
+            return fetch(), False  # there is no mapped memory of no bytes
         path, part = self._dataset / _digest(key), None
         try:
             self._open_once()
@@ -204,11 +211,11 @@ class DiskCache:
             self._set_used(max(0, self._used() - nbytes))
 
     def _set_used(self, used: int) -> None:
-        (self._folder / "used").write_text(str(used))
+        (self._folder / _USED).write_text(str(used))
 
     def _used(self) -> int:
         try:
-            return int((self._folder / "used").read_text())
+            return int((self._folder / _USED).read_text())
         except (FileNotFoundError, ValueError):  # a process was killed while it wrote the number
             return self._count()
 
@@ -221,6 +228,18 @@ class DiskCache:
             if dataset != self._dataset and _is_unused(dataset):
                 shutil.rmtree(dataset, ignore_errors=True)
                 used = self._count()
+        return used
+
+    def _shrink(self) -> int:
+        """Delete other data sets, then ranges of this one, until the limit holds. Return the used
+        bytes. Processes that have mapped a range keep its content."""
+        used = self._make_room(0)
+        for path in self._dataset.iterdir():
+            if used <= self._limit_bytes:
+                break
+            if path.name != "open" and path.suffix != ".part":
+                used -= path.stat().st_size
+                path.unlink()
         return used
 
     def _count(self) -> int:
@@ -237,13 +256,13 @@ class DiskCache:
 
     def _datasets(self) -> list[Path]:
         """The folders of data sets, the one first that was opened first."""
-        folders = [path for path in self._folder.iterdir() if path.is_dir()]
+        folders = [path for path in self._folder.glob(f"*{_RANGES}") if path.is_dir()]
         return sorted(folders, key=_opened_at)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Raises TimeoutError if a process that is stopped has it."""
-        lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if not _lock_within(lock, _WAIT_S):
                 raise TimeoutError("another process holds its lock")
@@ -260,13 +279,15 @@ class DiskCache:
         """Create what is missing, and return a descriptor with a shared lock on the data set."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            boot, at = _boot_id(), self._folder / "boot"
+            boot, at = _boot_id(), self._folder / _BOOT
             if not at.exists() or at.read_text() != boot:
                 for dataset in self._datasets():
                     shutil.rmtree(dataset)
                 self._set_used(0)
                 at.write_text(boot)
             self._dataset.mkdir(exist_ok=True)
+            if self._used() > self._limit_bytes:
+                self._set_used(self._shrink())
             opened = os.open(self._dataset / "open", os.O_RDWR | os.O_CREAT, 0o600)
             os.utime(opened)
             fcntl.flock(opened, fcntl.LOCK_SH)

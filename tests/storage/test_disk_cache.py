@@ -44,7 +44,7 @@ class Far:
 
 def files(folder: Path) -> list[Path]:
     """The ranges that are cached or being written."""
-    own = {"lock", "used", "boot", "open"}
+    own = {"cache.lock", "cache.used", "cache.boot", "open"}
     return [path for path in folder.rglob("*") if path.is_file() and path.name not in own]
 
 
@@ -100,6 +100,41 @@ def test_space_of_data_sets_that_nobody_has_open_is_used(tmp_path):
     second.read(*KEYS[:4])
     assert len(second.fetched) == 4
     Far(tmp_path, dataset="first").read(KEYS[0])
+
+
+def test_files_of_others_in_the_folder_are_neither_deleted_nor_counted(tmp_path, monkeypatch):
+    """A folder such as /mnt/nvme, which holds more than the cache."""
+    theirs = [tmp_path / "thesis/text.txt", tmp_path / ("0" * 32) / "open", tmp_path / "boot"]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 50 * PIECE)
+    for boot in ("one", "two"):
+        (tmp_path / "boot id").write_text(boot)
+        monkeypatch.setattr(disk_cache, "_BOOT_ID", tmp_path / "boot id")
+        far = Far(tmp_path, dataset=boot)
+        far.read(*KEYS, *KEYS)  # it is full, and looks for what can be deleted
+        assert far.cache.bytes_read == 10 * PIECE and not far.said
+        far.cache.close()
+        assert [path.read_bytes() for path in theirs] == [b"x" * 50 * PIECE] * 3
+
+
+def test_limit_that_was_lowered_holds_once_the_data_set_is_opened(tmp_path):
+    first = Far(tmp_path)
+    first.read(*KEYS)
+    first.cache.close()
+    other = Far(tmp_path, dataset="other")
+    later = Far(tmp_path, limit=4 * PIECE)
+    later.read(KEYS[0])
+    assert size(tmp_path) <= 4 * PIECE
+    later.read(*KEYS)
+    assert size(tmp_path) == 4 * PIECE and not later.said
+    other.read(*KEYS)
+    assert size(tmp_path) <= 10 * PIECE
+
+
+def test_range_of_no_bytes_is_read(tmp_path):
+    cache = Far(tmp_path).cache
+    assert [bytes(cache.read("x", 0, lambda: b"")) for _ in range(2)] == [b"", b""]
 
 
 def test_range_larger_than_the_limit_is_read_from_the_store(tmp_path):
@@ -177,7 +212,7 @@ def test_full_disk_is_said_once_and_gives_back_what_was_taken(tmp_path, monkeypa
     far.read("y", "y", "x")
     assert far.fetched == ["x", "y", "y"] and len(far.said) == 1
     assert "No space left" in far.said[0]
-    assert len(files(tmp_path)) == 1 and int((tmp_path / "used").read_text()) == PIECE
+    assert len(files(tmp_path)) == 1 and int((tmp_path / "cache.used").read_text()) == PIECE
 
 
 def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
