@@ -389,6 +389,12 @@ def test_no_shard_where_there_is_nothing(tmp_path):
     assert "there is no object of that name or below it; look at the spelling of the buck" in words
 
 
+@pytest.mark.parametrize("name", ["rows.tab", "images.tgz", "LICENSE"])
+def test_no_shard_in_a_file_without_the_ending_of_a_format(name, tmp_path):
+    (tmp_path / name).write_bytes(b"x")
+    assert "it is a file without such an ending; rename it" in no_shard(tmp_path / name)
+
+
 def test_no_shard_in_an_empty_folder(tmp_path):
     assert no_shard(tmp_path).endswith(f"at '{tmp_path}': the folder is empty")
     assert no_shard(tmp_path / "*.parquet").endswith(f"the folder '{tmp_path}/' is empty")

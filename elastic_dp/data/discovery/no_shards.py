@@ -99,6 +99,12 @@ def _empty(shown: str, store: Store, folder: str, base: str) -> str:
         which = "the folder" if base.rstrip("/") == shown.rstrip("/") else f"the folder {base!r}"
         return f"{which} is empty"
     itself = store.local_path(store.path)
+    if itself is not None and os.path.isfile(itself):
+        return (
+            "it is a file without such an ending; rename it as its format is named here, with .gz, "
+            ".zst, .bz2 or .lz4 behind that if it is compressed, or, if it is not compressed, say "
+            "by DataConfig.format what it is"
+        )
     if itself is not None and os.path.islink(itself):
         return f"it is a link to {os.readlink(itself)!r}, where nothing is"
     if local is not None:
