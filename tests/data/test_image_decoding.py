@@ -74,6 +74,16 @@ def test_images_decoded_in_a_process_are_those_decoded_in_threads(tmp_path):
         assert i == j and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [("PNG", np.uint16), ("TIFF", np.int32), ("TIFF", np.float32)])
+def test_images_of_more_than_8_bits_are_refused_and_not_made_white(kind, tmp_path):
+    """As of X-rays and maps of depths: Pillow's `convert("RGB")` makes 255 of all that is above."""
+    deep = encoded(np.arange(0, 60_000, 3_000).reshape(4, 5).astype(kind[1]), kind[0])
+    data = open_data(images(tmp_path, [deep] * 8), virtual_workers=1)
+    with pytest.raises((DataError, UserCodeError), match=r"'image' has pixels of .* mode '[IF]"):
+        data.batch(1, 0)
+    data.close()
+
+
 def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_path):
     gray = encoded(pixels(0)[:, :, 0])
     contents: list[bytes | None] = [gray, encoded(pixels(1)[:3])] * 4

@@ -16,6 +16,7 @@ from elastic_dp.data.pipeline.array_memory import aligned
 from elastic_dp.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
+_DEEP = ("I", "F")  # 16 and 32 bits, integers and floats: Pillow would make all above 255 white
 
 
 def check_images() -> None:
@@ -33,6 +34,11 @@ def _rgb(name: str, content: bytes | None) -> Pixels:
     if content is None:
         raise ValueError(f"column {name!r} is null; leave such rows out by DataConfig.filter")
     with _pillow().open(io.BytesIO(content)) as image:
+        if image.mode.startswith(_DEEP):
+            raise ValueError(
+                f"an image in column {name!r} has pixels of Pillow's mode {image.mode!r}, which "
+                "uint8 does not hold; write it with 8 bits a channel, or decode it in transform"
+            )
         return np.array(image.convert("RGB"))
 
 
