@@ -304,6 +304,14 @@ def test_changed_bytes_in_a_format_with_checksums_are_refused(kind, coding):
         decoded(bytes(content))
 
 
+@pytest.mark.parametrize("coding", ["VORBIS", "OPUS"])
+def test_ogg_streams_that_were_joined_are_refused(coding):
+    """libsndfile reads the first one, and says nothing of the second."""
+    one = encoded(samples(1, 4_000), "OGG", coding)
+    with pytest.raises(ValueError, match=rf"is several Ogg streams, joined at byte {len(one):,};"):
+        decoded(one + one)
+
+
 def test_wav_that_was_written_to_a_pipe_is_read():
     content = bytearray(wav(samples(0)))
     content[40:44] = content[4:8] = b"\xff" * 4  # its writer could not go back to set the lengths

@@ -23,7 +23,7 @@ Clip = npt.NDArray[np.float32]  # [samples], or [channels, samples] of more than
 _MAX_SAMPLES = 1 << 31  # of a channel; libsndfile has 2^63 - 1 for "the header does not say"
 _UNKNOWN_BYTES = 0x7FFF0000  # in a WAV file that was written to a pipe: this many, or more
 _OGG_HEADER = 27  # bytes of the header of a page, before the table of its segments
-_LAST_PAGE = 4  # a flag in the sixth byte of a page
+_FIRST_PAGE, _LAST_PAGE = 2, 4  # flags in the sixth byte of a page
 
 
 def check_audio(rate: int | None) -> None:
@@ -76,7 +76,7 @@ def _clip(where: str, content: bytes | None, rate: int | None) -> tuple[Clip, in
     if len(samples) < wanted:
         raise ValueError(f"{where} is damaged: {len(samples)} of its {wanted} samples are readable")
     if (reason := check(content)) is not None:
-        raise ValueError(f"{where} was cut off: {reason}")
+        raise ValueError(f"{where} {reason}")
     if rate is not None and rate != own_rate:
         samples = _resampled(samples, own_rate, rate)
         own_rate = rate
@@ -108,20 +108,23 @@ def _wav(content: bytes) -> str | None:
         if content[at : at + 4] == b"data":
             rest = len(content) - at - 8
             if rest < nbytes < _UNKNOWN_BYTES:
-                return f"it holds {rest:,} of {nbytes:,} bytes of samples"
+                return f"was cut off: it holds {rest:,} of {nbytes:,} bytes of samples"
             return None
         at += 8 + nbytes + nbytes % 2
-    return "it has no samples"
+    return "was cut off: it has no samples"
 
 
 def _ogg(content: bytes) -> str | None:
-    """The last page of a stream has a flag that says so."""
+    """The last page of a stream has a flag that says so. libsndfile reads the first stream of
+    several that were joined."""
     flags = 0
     for start, end in _ogg_pages(content):
         if content[start : start + 4] != b"OggS" or end > len(content):
-            return f"page at byte {start:,} is incomplete"
+            return f"was cut off: page at byte {start:,} is incomplete"
+        if flags & _LAST_PAGE and content[start + 5] & _FIRST_PAGE:
+            return f"is several Ogg streams, joined at byte {start:,}; write them as one"
         flags = content[start + 5]
-    return None if flags & _LAST_PAGE else "its last page is missing"
+    return None if flags & _LAST_PAGE else "was cut off: its last page is missing"
 
 
 def _ogg_pages(content: bytes) -> Iterator[tuple[int, int]]:
