@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,11 @@ def _plain(value: Any, name: str, number: int) -> Any:
                 f"IterableData.dataset: {name!r} of row {number} is a tensor of {value.dtype}, "
                 f"which no array holds ({error}); convert it, for example to float32"
             ) from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(
+            f"IterableData.dataset: {name!r} of row {number} is a masked array, whose mask would "
+            "be lost; fill it, as by value.filled(0)"
+        )
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, str | bytes):
         return np.array(value)
     return value
@@ -203,15 +209,24 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
     inner = kind
     while pa.types.is_list(inner):
         inner = inner.value_type
-    flat = np.concatenate([value.ravel() for value in values])
-    found = pa.array(flat.astype(flat.dtype.newbyteorder("=")))
-    found = found if found.type == inner else found.cast(inner)
+    found = pa.concat_arrays([_flat(same, inner) for _, same in groupby(values, _dtype_of)])
     for axis in reversed(range(values[0].ndim)):
         lengths = [
             np.full(math.prod(value.shape[:axis]), value.shape[axis], np.int64) for value in values
         ]
         found = pa.ListArray.from_arrays(_offsets(lengths), found)
     return found
+
+
+def _dtype_of(value: npt.NDArray[Any]) -> np.dtype[Any]:
+    return value.dtype
+
+
+def _flat(values: Iterable[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array:
+    """The items of arrays of one type. NumPy would round integers beside floats; Arrow raises."""
+    flat = np.concatenate([value.ravel() for value in values])
+    found = pa.array(flat.astype(flat.dtype.newbyteorder("=")))
+    return found if found.type == kind else found.cast(kind)
 
 
 def _offsets(lengths: list[npt.NDArray[np.int64]]) -> pa.Array:

@@ -226,6 +226,11 @@ def test_rows_in_a_folder_are_shared_by_runs_also_on_s3(tmp_path, moto):
         ([{"x": []}], "'x' has no value in the first 1 rows"),
         ([{"x": [1, "a"]}], "the list 'x' of row 0 has int64 and string"),
         ([{"x": 0.5}, {"x": 2**60 + 1}], "'x' of rows 0 to 1 cannot be stored as double"),
+        (
+            [{"x": np.array([0.5])}, {"x": np.array([2**53 + 1])}],
+            "'x' of rows 0 to 1 cannot be stored as list<item: double>",
+        ),
+        ([{"x": np.ma.array([1, 2], mask=[0, 1])}], "'x' of row 0 is a masked array"),
         ([{"x": 2**70}], "'x' of rows 0 to 0 cannot be stored as int64"),
         ([{1: 2}], r"row 0 has the keys \[1\]"),
         ([{"x": np.ones(2)}, {"x": np.ones((2, 2))}], "'x' is list<.*> in row 1"),
