@@ -18,6 +18,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 _LOOKED_AT = 3  # of the most and the least loaded ranks, for each copy that is moved
+# By how much the largest part of the primaries may grow so that lone holders are primaries: their
+# copies need not be made before the next step then. Of the part, or bytes, if these are more.
+_MORE_PART, _MORE_BYTES = 64, 256 << 10
 
 
 class Holders(NamedTuple):
@@ -172,11 +175,12 @@ class _Assignment:
 
     def holders(self, alone: Mapping[int, int]) -> list[Holders]:
         """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. A
-        rank is the primary of what it `alone` holds now, unless some rank would have more for it:
-        all members reserve memory by the largest part."""
+        rank is the primary of what it `alone` holds now, unless some rank would have notably more
+        for it: all members reserve memory by the largest part."""
         kept, most = self._primaries(alone)
         free, least = self._primaries({})
-        return kept if most <= least else free
+        more = max(_MORE_BYTES, self._limit // (2 * _MORE_PART))
+        return kept if most <= least + more else free
 
     def _primaries(self, alone: Mapping[int, int]) -> tuple[list[Holders], int]:
         """Returns the pairs, and the most bytes of which a rank is the primary. It is that of what

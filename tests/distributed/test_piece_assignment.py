@@ -94,6 +94,23 @@ def test_loss_moves_only_the_copies_that_were_lost():
     assert moved(after, held, sizes) <= 1.05 * lost
 
 
+@pytest.mark.parametrize("victim", range(4))
+def test_lone_holders_are_primaries_where_parts_grow_little(victim):
+    """Nothing moves before the next step where the largest part of a primary grows by 1/64 for it,
+    or by 256 KiB."""
+    # Of a GPT with 8 blocks of width 512: by the byte another division is nearly always evener.
+    block = [2048] * 4 + [MIB] * 3 + [6144, MIB, 2048] + [MIB] * 4 + [8192] + [MIB] * 4 + [2048]
+    sizes = [MIB // 2, MIB // 8, *(8 * block), 2048, 2048, MIB // 2]
+    ranks = [rank for rank in range(4) if rank != victim]
+    before = assign_pieces(sizes, 4)
+    held = [{ranks.index(rank) for rank in one.ranks if rank != victim} for one in before]
+    after = assign_pieces(sizes, 3, (), held)
+    alone = [number for number, one in enumerate(held) if len(one) == 1]
+    assert alone and all({after[number].primary} == held[number] for number in alone)
+    _, primary = loads(after, sizes, 3)
+    assert max(primary) <= sum(sizes) / 3 + MIB
+
+
 def test_join_moves_only_the_part_of_the_joiner():
     sizes = [MIB] * 600
     held = [set(one.ranks) for one in assign_pieces(sizes, 7)]
