@@ -444,9 +444,9 @@ def test_loss_of_a_whole_node_costs_no_state():
 
 def dies_in_rounds(train, rank, passes, first, second):
     """Pieces are copied in many rounds, those of backups while steps run. Once the file `first`
-    exists, this rank counts how often a round is about to be sent or has arrived, and dies with the
-    number `passes`; it makes the file `second`."""
-    send, arrive = PieceRound.__init__, PieceRound.arrive
+    exists, this rank counts how often a round is about to begin or to be sent, or has arrived, and
+    dies with the number `passes`; it makes the file `second`."""
+    begin, send, arrive = PieceRound.__init__, PieceRound.send, PieceRound.arrive
 
     def cut(ctx):
         session, passed = ctx._session, itertools.count(1)
@@ -457,16 +457,21 @@ def dies_in_rounds(train, rank, passes, first, second):
                 second.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def sends(*given):
+        def begins(*given):
             count()
-            send(*given)
+            begin(*given)
+
+        def sends(this):
+            if this._sending is None:
+                count()
+            send(this)
 
         def arrives(*given):
             arrived = arrive(*given)
             count()
             return arrived
 
-        PieceRound.__init__, PieceRound.arrive = sends, arrives
+        PieceRound.__init__, PieceRound.send, PieceRound.arrive = begins, sends, arrives
         piece_exchange.ROUND_BYTES = backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
         train(ctx)
 
@@ -474,7 +479,7 @@ def dies_in_rounds(train, rank, passes, first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", range(1, 5))
+@pytest.mark.parametrize("passes", range(1, 7))
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_loss_while_pieces_are_copied_has_the_digest_of_the_undisturbed_run(rank, passes, tmp_path):
     """The second loss comes before, between and after the rounds in which the copies that the first

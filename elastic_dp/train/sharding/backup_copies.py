@@ -2,9 +2,10 @@
 
 Behind a loss, pieces of which one holder is left have it as their primary, as far as all members
 have equal parts so, and train on. Their backups get the state in the first steps of the generation:
-some before each step's forward pass, on the way while it runs. They have the gradient of that step
-like all holders, so they take part in its commit. Until then a piece has one holder, and is lost
-with it.
+some in each step. Members tell each other the sizes while its forward and backward pass runs, so
+nobody waits for them, and send the state behind it, together with the gradients. The backups have
+the gradient of that step like all holders, so they take part in its commit. Until then a piece has
+one holder, and is lost with it.
 
 All other copies are made before the first step, as where a joiner is given its part: nobody may let
 go of a piece before another member has it.
@@ -50,25 +51,31 @@ class BackupCopies:
         self.before = rounds_of([move for move in moves if move.piece not in later], sizes)
         limit = max(STEP_BYTES, sum(sizes) // (STEP_PART * group.world_size))
         self._rounds = rounds_of([move for move in moves if move.piece in later], sizes, limit)
-        self._sent: PieceRound | None = None
+        self._round: PieceRound | None = None  # of this step
         self.received_bytes = 0  # in steps
 
     @property
     def are_made(self) -> bool:
         """Whether none is missing, or on its way."""
-        return not self._rounds and self._sent is None
+        return not self._rounds and self._round is None
 
-    def send(self, states: Mapping[int, State]) -> None:
-        """Sends the copies of the next step, if there are any. Raises GroupError."""
+    def begin(self, states: Mapping[int, State]) -> None:
+        """Begins with the copies of the next step, if there are any, and waits for nobody. Raises
+        GroupError."""
         if self._rounds:
-            self._sent = PieceRound(self._group, self._rounds.pop(0), states)
+            self._round = PieceRound(self._group, self._rounds.pop(0), states)
+
+    def send(self) -> None:
+        """Sends these copies. Raises GroupError."""
+        if self._round is not None:
+            self._round.send()
 
     def take(self, device: torch.device) -> dict[int, State]:
         """Waits for what is on its way, and returns the state of the pieces that arrive, as of the
         last commit. `device`: of the parameters. Raises GroupError."""
-        if self._sent is None:
+        if self._round is None:
             return {}
-        arrived = dict(self._sent.arrive(device))
-        self.received_bytes += self._sent.nbytes
-        self._sent = None
+        arrived = dict(self._round.arrive(device))
+        self.received_bytes += self._round.nbytes
+        self._round = None
         return arrived

@@ -17,7 +17,7 @@ import torch
 from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.distributed.piece_assignment import Move
-from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import from_flat, on_host, to_flats
 from elastic_dp.train.sharding.piece_updates import State
 
@@ -25,12 +25,16 @@ ROUND_BYTES = 4 << 20  # of parameters, between two members
 
 
 class PieceRound:
-    """Pieces on their way. What is sent is a copy of their state as it is now."""
+    """Pieces on their way. What is sent is their state as it is now, which must not change before
+    `send`.
+
+    Members first tell each other how many bytes they send, for which nobody waits before `send`.
+    """
 
     def __init__(
         self, group: ProcessGroup, moves: Sequence[Move], states: Mapping[int, State]
     ) -> None:
-        """Sends what this member is to send. Raises GroupError."""
+        """Tells the others what this member is to send. Raises GroupError."""
         self._group = group
         outgoing: defaultdict[int, list[int]] = defaultdict(list)
         for move in moves:
@@ -40,24 +44,35 @@ class PieceRound:
             _pack({n: states[n] for n in outgoing[rank]}) if outgoing[rank] else []
             for rank in range(group.world_size)
         ]
-        vectors = on_host(group, list(chain.from_iterable(sent)))
-        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *vectors])
-        mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
-        table = torch.empty(len(sent) ** 2, dtype=torch.int64)
-        group.wait(group.all_gather(table, mine))
-        self._sizes = table.view(len(sent), len(sent))[:, group.rank].tolist()
+        self._vectors = on_host(group, list(chain.from_iterable(sent)))
+        self._mine = torch.tensor([sum(x.numel() for x in one) for one in sent], dtype=torch.int64)
+        self._table = torch.empty(len(sent) ** 2, dtype=torch.int64)
+        self._telling = group.all_gather(self._table, self._mine)
+        self._sending: Operation | None = None
+
+    def send(self) -> None:
+        """Sends the pieces. Raises GroupError."""
+        if self._sending is not None:
+            return
+        group = self._group
+        group.wait(self._telling)
+        self._sizes = self._table.view(group.world_size, -1)[:, group.rank].tolist()
         self._arrived = torch.empty(sum(self._sizes), dtype=torch.uint8)
-        self._operation = group.all_to_all(self._arrived, flat, self._sizes, mine.tolist())
+        flat = torch.cat([self._arrived[:0], *self._vectors])
+        self._vectors = []
+        self._sending = group.all_to_all(self._arrived, flat, self._sizes, self._mine.tolist())
 
     @property
     def nbytes(self) -> int:
-        """What this member receives."""
+        """What this member receives, once it has sent what it is to send."""
         return len(self._arrived)
 
     def arrive(self, device: torch.device) -> list[tuple[int, State]]:
         """Waits for the pieces that this member receives, and returns their state. `device`: of the
         parameters. Raises GroupError."""
-        self._group.wait(self._operation)
+        self.send()
+        assert self._sending is not None
+        self._group.wait(self._sending)
         return [
             piece
             for flat in self._arrived.split(self._sizes)

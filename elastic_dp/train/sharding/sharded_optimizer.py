@@ -174,8 +174,8 @@ class ShardedOptimizer:
         return self._group is None or self._group.world_size <= ALL_HOLD
 
     def begin(self) -> None:
-        """Begins an attempt at a step: what another attempt prepared does not count any more. Sends
-        the next copies of pieces that have no backup.
+        """Begins an attempt at a step: what another attempt prepared does not count any more.
+        Begins with the next copies of pieces that have no backup.
 
         Raises LoopError if user code wrote to the optimizer's state, which nothing would read, and
         GroupError.
@@ -190,7 +190,12 @@ class ShardedOptimizer:
         self._prepared = self._gather = self._adding = self._norm = None
         if self._copies is not None:
             self._take_copies()
-            self._copies.send(self.held)
+            self._copies.begin(self.held)
+
+    def send_copies(self) -> None:
+        """Sends them. All members call it at the same point of a step. Raises GroupError."""
+        if self._copies is not None:
+            self._copies.send()
 
     def _take_copies(self) -> None:
         """Holds the copies that were sent, once they have arrived."""
@@ -203,7 +208,7 @@ class ShardedOptimizer:
         it. Raises GroupError."""
         while self._copies is not None and not self.backups_are_made:
             self._take_copies()
-            self._copies.send(self.held)
+            self._copies.begin(self.held)
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""

@@ -257,6 +257,8 @@ class StepRunner:
             self.gradients.send()
         else:  # before the header goes out: all members launch collectives in the same order
             self.sums.reduce()
+        if self.state.sharding is not None:
+            self.state.sharding.send_copies()
         self.pass_point("sent", step)
         extremes: list[torch.Tensor] | None = None
         if group.on_device is None:
