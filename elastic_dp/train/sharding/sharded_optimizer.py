@@ -337,12 +337,12 @@ class ShardedOptimizer:
         piece, its parameters and its state. `targets`: memory for the parameters."""
         copies_gradients = self._updates.may_write_to_gradients  # which are needed again
         for some in self._chunks(numbers):
-            tensors, states = {}, {n: _copy(self.held[n]) for n in some}
+            tensors, states = {}, {n: self.held[n] for n in some}
             for n in some:
                 present = self._of_piece(n)
                 tensors[n] = targets[n].copy_(present) if n in targets else present.clone()
             given = {n: gradients[n].clone() if copies_gradients else gradients[n] for n in some}
-            self._updates.run(tensors, given, states)
+            self._updates.run(tensors, given, states, copies=True)
             for n in some:
                 take(n, tensors[n], states[n])
 
@@ -362,10 +362,10 @@ class ShardedOptimizer:
         return tensors * dtype.itemsize * piece.numel
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Yields these pieces in lists of about COPIED_BYTES of parameters."""
+        """Yields these pieces in lists of about COPIED_BYTES of parameters, small ones together."""
         limit = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
         chunk, size = list[int](), 0
-        for number in numbers:
+        for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)
             size += self.sizes[number]
             if size >= limit:
@@ -496,10 +496,3 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
-
-
-def _copy(state: State) -> State:
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
