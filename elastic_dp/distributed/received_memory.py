@@ -1,5 +1,6 @@
 """What is received first of all buckets, in one piece for each dtype, where the finished sums go to
-some members only: then it is free until the next step, for the updated parameters of all members.
+some members only: then it is free until the next step, for the updated parameters of all members,
+and for the squares of the gradient's units, which travel with them.
 Sums that are rounded (gradient_rounding.py) lie in the memory for the parameters, too.
 
 A generation uses the memory of the last one again, unless an operation may still access it.
@@ -14,6 +15,7 @@ import torch
 
 from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
 from elastic_dp.distributed.gradient_buckets import GradientBucket
+from elastic_dp.distributed.gradient_units import elements_per_unit
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 # Memory of the generation before, and the operations of that which may access it.
@@ -41,11 +43,13 @@ class ReceivedMemory:
         if plan.needed is None:
             return {}
         self._group = plan.on_host
+        added_bytes = _most_units(plan) * torch.float64.itemsize
         parts: dict[int, torch.Tensor] = {}
         for dtype in {bucket.dtype for bucket in buckets}:
             mine = [bucket for bucket in buckets if bucket.dtype == dtype]
             sizes = [_room(plan.first_received(b), b.rounding.dtype, dtype) for b in mine]
-            updated = plan.most_sent_first(dtype) * plan.group.world_size
+            added = math.ceil(added_bytes / dtype.itemsize)
+            updated = (plan.most_sent_first(dtype) + added) * plan.group.world_size
             numel = max(sum(sizes), updated)
             memory = _usable(before.pop(dtype, None), numel)
             if memory is None:
@@ -61,6 +65,18 @@ class ReceivedMemory:
             flying = self._group.in_flight  # also of what lies elsewhere
             self._before = {dtype: (memory, flying) for dtype, memory in self.by_dtype.items()}
         self.by_dtype, self._group = {}, None
+
+
+def _most_units(plan: ReductionPlan) -> int:
+    """Returns the most units of which some rank is the first that needs them. It sends a number for
+    each of them with the parameters."""
+    assert plan.needed is not None
+    units = [0] * plan.group.world_size
+    for p, ranges in plan.needed.items():
+        size = elements_per_unit(p.dtype)
+        for one in ranges:
+            units[one.ranks[0]] += math.ceil((one.last - one.first) / size)
+    return max(units)
 
 
 def _room(numel: int, dtype: torch.dtype, room: torch.dtype) -> int:

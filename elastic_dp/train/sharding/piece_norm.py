@@ -2,14 +2,17 @@
 
 Each primary computes the sums of squares of its units. All members gather them, and everyone folds
 them along the tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
+
+They are gathered by themselves, or travel with something else that all members gather.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,11 +55,16 @@ class PieceNorm:
                 places[unit] = at
         self._places = torch.tensor(places, dtype=torch.int64).to(self._device)
 
+    @property
+    def nbytes(self) -> int:
+        """What each member gives to a norm."""
+        return self._most * torch.float64.itemsize
+
     @torch.no_grad()
-    def launch(
+    def begin(
         self, gradients: Mapping[int, torch.Tensor], *, wide: bool, finite: bool | None = None
     ) -> PendingNorm:
-        """Begins to add up the norm. Raises GroupError.
+        """Begins to add up the norm.
 
         `gradients` has a flat tensor for each piece that this rank holds and that has a gradient.
         `wide`: the gradient of some parameter is in fp64. `finite`: whether all elements of
@@ -76,31 +84,47 @@ class PieceNorm:
                 bool(torch.isfinite(gradients[n]).all()) for n in gradients
             )
         squares = torch.nn.functional.pad(squares, (0, self._most - len(squares)))
-        operation = None
-        if self._group.world_size > 1 and self._most:
-            mine, squares = squares, squares.new_empty(self._group.world_size * self._most)
-            operation = self._group.transport.all_gather(squares, mine)
-        return PendingNorm(self._group, squares, self._places, operation, finite, wide)
+        return PendingNorm(self._group, squares, self._places, finite, wide)
 
 
-class PendingNorm(NamedTuple):
+@dataclass(slots=True)
+class PendingNorm:
     """A norm that the members are adding up."""
 
     group: ProcessGroup
-    squares: torch.Tensor  # of all ranks
-    places: torch.Tensor  # of the units in them
-    operation: Any  # None: there is nothing to wait for
+    mine: torch.Tensor  # the squares of this rank, as many as each one has
+    places: torch.Tensor  # of the units in those of all ranks
     finite: bool  # whether each element that this rank holds is
     wide: bool
+    _squares: torch.Tensor | None = None  # of all ranks
+    _operation: Any = None  # None: there is nothing to wait for
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the squares of the other ranks are neither here nor on their way."""
+        return self._squares is None
+
+    def launch(self) -> None:
+        """Gathers the squares of all ranks by themselves. Raises GroupError."""
+        self._squares = self.mine
+        if self.group.world_size > 1 and self.mine.numel():
+            self._squares = self.mine.new_empty(self.group.world_size * self.mine.numel())
+            self._operation = self.group.transport.all_gather(self._squares, self.mine)
+
+    def take(self, squares: torch.Tensor) -> None:
+        """Takes the squares of all ranks, of shape (world size, n) in bytes, which have come with
+        something else, instead of `launch`."""
+        self._squares = squares.contiguous().view(torch.float64).view(-1)
 
     def arrive(self) -> torch.Tensor:
         """Returns the norm, as `gradient_norm` does. Call it once. Raises GroupError.
 
         On a device nothing waits for it but what is launched there later.
         """
-        if self.operation is not None:
-            self.group.transport.wait(self.operation)
-        norm = fold_squares(self.squares[self.places]).sqrt()
+        if self._operation is not None:
+            self.group.transport.wait(self._operation)
+        assert self._squares is not None
+        norm = fold_squares(self._squares[self.places]).sqrt()
         return norm if self.wide else norm.float()
 
     def agreed(self, norm: torch.Tensor, *, confirms: bool = False) -> float | None:

@@ -250,13 +250,17 @@ class ShardedOptimizer:
             if self._parameters[self.pieces[n].parameter] in used
         }
         wide = any(p.dtype == torch.float64 for p in used)
-        adding = self._norms.launch(gradients, wide=wide, finite=finite)
+        adding = self._norms.begin(gradients, wide=wide, finite=finite)
+        gather = self._gather_of([p in used for p in self._parameters], memory)
+        if clip_norm is not None or self._group.on_device is not None or not gather.can_add:
+            adding.launch()
+        else:
+            gather.add(adding.mine)
         if clip_norm is not None:
             self._norm = adding.arrive()
             if self._group.on_device is None and adding.agreed(self._norm) is None:
                 return False
             clip(gradients.values(), clip_norm, self._norm)
-        gather = self._gather_of([p in used for p in self._parameters], memory)
         shaped = {
             n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
             for n in [*gather.targets, *gather.backed]
@@ -286,9 +290,8 @@ class ShardedOptimizer:
             for number, piece in enumerate(self.pieces)
             if used[piece.parameter] and self._updates.has(number)
         ]
-        gather = ParameterGather(
-            self._group, self._parameters, self.pieces, self.holders, updated, memory
-        )
+        layout = self._group, self._parameters, self.pieces, self.holders
+        gather = ParameterGather(*layout, updated, memory, self._norms.nbytes)
         self._kept_gather = used, gather
         return gather
 
@@ -315,6 +318,8 @@ class ShardedOptimizer:
             backed = [n for n in gather.backed if n in self.held]
             self._update_copies(backed, prepared.gradients, note)
         gather.wait()
+        if adding.is_open:
+            adding.take(gather.added())
         told = [adding.arrive() if self._norm is None else self._norm]
         if digests:
             told.append(gather.differ(digests))

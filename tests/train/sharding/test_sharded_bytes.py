@@ -49,7 +49,10 @@ def sent(monkeypatch):
     ("wire", "of_gradients"), [(None, 1), ("bf16", 1 / 2), ("int8", 257 / 1024)]
 )
 @pytest.mark.parametrize("world_size", [3, 4, 8])
-def test_step_sends_little_more_than_a_replicated_one(world_size, wire, of_gradients, sent):
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_step_sends_little_more_than_a_replicated_one(
+    clip_norm, world_size, wire, of_gradients, sent
+):
     shares = [[(rank, rank + 1)] for rank in range(world_size)]
 
     def train(group):
@@ -74,7 +77,7 @@ def test_step_sends_little_more_than_a_replicated_one(world_size, wire, of_gradi
             gradients.reduce()
             held = gradients.complete_held(1.0)
             memory = gradients.received_memory
-            assert sharding.prepare(step, held, set(parameters), 1.0, memory)
+            assert sharding.prepare(step, held, set(parameters), clip_norm, memory)
             (flat,) = sharding._gather._flats  # no memory is made for it
             assert flat.data_ptr() == memory[torch.float32].data_ptr()
             assert sharding.gather(compares=True)[0] is not None
