@@ -52,6 +52,8 @@ class ParameterGather:
         self.targets: dict[int, torch.Tensor] = {}
         self._arrive: dict[int, torch.Tensor] = {}
         self.backed: list[int] = []  # what this member holds and does not send
+        self._views: list[torch.Tensor] = []  # of the parameters, for what arrives
+        self._places: list[int] = []
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number in sorted(updated):
             by_dtype.setdefault(self._parameter(number).dtype, []).append(number)
@@ -142,8 +144,12 @@ class ParameterGather:
     @torch.no_grad()
     def install(self) -> None:
         """Writes what has arrived to the parameters."""
-        for number, arrived in self._arrive.items():
-            self._pieces[number].of(self._parameter(number)).copy_(arrived)
+        places = [p.data_ptr() for p in self._parameters]
+        if places != self._places:  # of which the views are
+            of_pieces = (self._pieces[n].of(self._parameter(n).detach()) for n in self._arrive)
+            self._views, self._places = list(of_pieces), places
+        if self._views:
+            torch._foreach_copy_(self._views, list(self._arrive.values()))
 
     @property
     def sent_bytes(self) -> int:

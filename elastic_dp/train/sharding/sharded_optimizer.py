@@ -367,8 +367,10 @@ class ShardedOptimizer:
         return tensors * dtype.itemsize * piece.numel
 
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Yields these pieces in lists of about COPIED_BYTES of parameters, small ones together."""
+        """Yields these pieces in lists of about COPIED_BYTES of parameters, the small ones first;
+        all in one where all copies are kept."""
         limit = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
+        limit = max(limit, ALL_KEPT_BYTES if len(self._small) == len(self.held) else 0)
         chunk, size = list[int](), 0
         for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)
