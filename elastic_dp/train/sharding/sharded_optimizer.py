@@ -108,12 +108,7 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------------- a generation
 
-    def open(
-        self,
-        group: ProcessGroup,
-        generation: int,
-        topology: Sequence[Sequence[int]],
-    ) -> int:
+    def open(self, group: ProcessGroup, generation: int, topology: Sequence[Sequence[int]]) -> int:
         """Gives each member the pieces that it is to hold in this generation, but for backups of
         pieces that one member alone holds: these are copied in its first steps. All members are at
         the same step. Returns the number of bytes received.
@@ -124,8 +119,7 @@ class ShardedOptimizer:
         self._prepared = None
         world_size, rank = group.world_size, group.rank
         held = self._holders_now(group)
-        lost = sum(not ranks for ranks in held)
-        if lost:
+        if lost := sum(not ranks for ranks in held):
             raise PiecesLost(
                 f"{lost} of the {len(self.pieces)} pieces of the optimizer's state were on lost "
                 "workers alone"
