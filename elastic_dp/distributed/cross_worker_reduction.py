@@ -116,10 +116,9 @@ class ReductionPlan:
                 numel[one.ranks[0]] += one.last - one.first
         return max(numel)
 
-    def route(self, bucket: GradientBucket) -> PieceRoute | None:
-        """Returns where the finished parts of a bucket go; None: to all."""
-        if self.needed is None:
-            return None
+    def route(self, bucket: GradientBucket) -> PieceRoute:
+        """Returns where the finished parts of a bucket go, if not to all."""
+        assert self.needed is not None
         assert self.rounds, "a sum that is not divided is needed by all"
         rounding, group, ranges = bucket.rounding, self.group, []
         for p, cut in zip(bucket.parameters, bucket.cuts, strict=False):
@@ -224,8 +223,11 @@ class BucketReduction:
         bucket: GradientBucket,
         pool: GradientBufferPool,
         first: torch.Tensor | None = None,
+        route: PieceRoute | None = None,
+        pieces: torch.Tensor | None = None,
     ) -> None:
-        """`first`: memory for `plan.first_received(bucket)` elements, if the caller has it."""
+        """`route`: of the plan. With one, the memory `first` for `plan.first_received(bucket)`
+        elements, and `pieces` for what this rank needs, are the caller's."""
         self.bucket, self._plan = bucket, plan
         self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
         self._waiting = 0  # parameters that have not fired yet in this leaf
@@ -253,22 +255,22 @@ class BucketReduction:
                 *([self._buffer(pool, numel) for numel in sizes] for sizes in received[1:]),
             ]
             self._total = self._total[: world_size * chunk]
-        self._route = plan.route(bucket)
-        if self._route is not None:
+        self._route = route
+        if route is not None:
+            assert pieces is not None
             # What is received is added up at the beginning of its memory, and sent from behind it.
             self._part, self._sending = self._total[:chunk], self._total[chunk:]
-            self._sending = self._sending[: sum(self._route.sent)]
-            self._total = self._of_pieces(sum(self._route.received), bucket.rounding.dtype)
+            self._sending, self._total = self._sending[: sum(route.sent)], pieces
         # The finished sum in the dtype of the parameters.
         self._result = self._total
         if bucket.is_rounded:
             numel = len(self._total) // bucket.rounding.record * bucket.rounding.block
             self._result = (
                 self._buffer(pool, numel, bucket.dtype)
-                if self._route is None
-                else self._of_pieces(numel, bucket.dtype)
+                if route is None
+                else torch.empty(numel, dtype=bucket.dtype, device=bucket.device)
             )
-        self.total_views = [] if self._route is not None else bucket.views(self._result)
+        self.total_views = [] if route is not None else bucket.views(self._result)
         self.begin()
 
     def _buffer(
@@ -279,11 +281,6 @@ class BucketReduction:
         memory = pool.take(dtype or rounding.dtype, self.bucket.device, numel, padding)
         self._memory.append(memory)
         return memory[:numel]
-
-    def _of_pieces(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for the pieces that this rank needs: that of the pool is for a whole
-        bucket."""
-        return torch.empty(numel, dtype=dtype, device=self.bucket.device)
 
     # ----------------------------------------------------------------------------- step
 

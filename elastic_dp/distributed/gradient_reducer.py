@@ -138,15 +138,15 @@ class GradientReducer:
         assert self._plan is not None
         self._exchanges = []
         self._pool.collect()
-        first = self._received.open(self._plan, self._layout.buckets)
+        given = self._received.open(self._plan, self._layout.buckets)
         self._exchanges = [
-            BucketReduction(self._plan, bucket, self._pool, first.get(bucket.number))
+            BucketReduction(self._plan, bucket, self._pool, *given.get(bucket.number, ()))
             for bucket in (self._layout.buckets if self._sends else ())
         ]
         self._turns = [one for _ in self._plan.rounds or (None,) for one in self._exchanges]
         self._next = 0
         self._pool.keep_host_memory_only()
-        if first:
+        if given:
             self._pool.clear()  # it has memory to receive in, too
 
     def _arrange(self) -> None:

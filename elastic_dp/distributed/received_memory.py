@@ -1,7 +1,9 @@
-"""What is received first of all buckets, in one piece for each dtype, where the finished sums go to
-some members only: then it is free until the next step, for the updated parameters of all members,
-and for the squares of the gradient's units, which travel with them.
-Sums that are rounded (gradient_rounding.py) lie in the memory for the parameters, too.
+"""Memory of the buckets for what is received where the finished sums go to some members only.
+
+What is received first of all buckets is in one piece for each dtype. Then it is free until the next
+step, for the updated parameters of all members, and for the squares of the gradient's units, which
+travel with them. Sums that are rounded (gradient_rounding.py) lie in the memory for the parameters,
+too. What a member needs of the finished sums is in another piece.
 
 A generation uses the memory of the last one again, unless an operation may still access it.
 """
@@ -16,10 +18,21 @@ import torch
 from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.gradient_units import elements_per_unit
+from elastic_dp.distributed.memory_shortage import are_large
+from elastic_dp.distributed.piece_routes import PieceRoute
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
-# Memory of the generation before, and the operations of that which may access it.
+# What memory is for, and its dtype; that of the generation before, and the operations of that
+# which may access it.
+_Kind = tuple[str, torch.dtype]
 _Before = tuple[torch.Tensor, Collection[Operation]]
+
+# Of a small model so many times what is needed is reserved, since the next generation may need
+# more, and touching new memory takes milliseconds in which all wait. What is not touched costs
+# none.
+_RESERVED = 2
+
+BucketMemory = tuple[torch.Tensor, PieceRoute, torch.Tensor]
 
 
 class ReceivedMemory:
@@ -27,8 +40,10 @@ class ReceivedMemory:
 
     def __init__(self) -> None:
         self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
-        self._before: dict[torch.dtype, _Before] = {}
+        self._pieces: dict[torch.dtype, torch.Tensor] = {}
+        self._before: dict[_Kind, _Before] = {}
         self._group: ProcessGroup | None = None
+        self._is_small = False
 
     @property
     def is_withheld(self) -> bool:
@@ -37,34 +52,57 @@ class ReceivedMemory:
 
     def open(
         self, plan: ReductionPlan, buckets: Sequence[GradientBucket]
-    ) -> dict[int, torch.Tensor]:
-        """Returns the part of each bucket, by its number."""
-        before, self._before, self.by_dtype = self._before, {}, {}
+    ) -> dict[int, BucketMemory]:
+        """Returns for each bucket, by its number, memory for what is received of it first, its
+        route, and memory for what this member needs of its finished sum."""
+        before, self._before, self.by_dtype, self._pieces = self._before, {}, {}, {}
         if plan.needed is None:
             return {}
         self._group = plan.on_host
+        self._is_small = not plan.on_device and not are_large(
+            p for bucket in buckets for p in bucket.parameters
+        )
         added_bytes = _most_units(plan) * torch.float64.itemsize
-        parts: dict[int, torch.Tensor] = {}
+        routes = {bucket.number: plan.route(bucket) for bucket in buckets}
+        first: dict[int, torch.Tensor] = {}
         for dtype in {bucket.dtype for bucket in buckets}:
             mine = [bucket for bucket in buckets if bucket.dtype == dtype]
             sizes = [_room(plan.first_received(b), b.rounding.dtype, dtype) for b in mine]
             added = math.ceil(added_bytes / dtype.itemsize)
             updated = (plan.most_sent_first(dtype) + added) * plan.group.world_size
             numel = max(sum(sizes), updated)
-            memory = _usable(before.pop(dtype, None), numel)
-            if memory is None:
-                memory = torch.empty(numel, dtype=dtype, device=mine[0].device)
+            memory = self._take(before, ("first", dtype), numel, mine[0].device)
             for bucket, part in zip(mine, memory[: sum(sizes)].split(sizes), strict=True):
-                parts[bucket.number] = part.view(bucket.rounding.dtype)
+                first[bucket.number] = part.view(bucket.rounding.dtype)
             self.by_dtype[dtype] = memory
-        return parts
+        pieces: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.rounding.dtype for bucket in buckets}:
+            mine = [bucket for bucket in buckets if bucket.rounding.dtype == dtype]
+            sizes = [sum(routes[bucket.number].received) for bucket in mine]
+            memory = self._take(before, ("pieces", dtype), sum(sizes), mine[0].device)
+            for bucket, part in zip(mine, memory[: sum(sizes)].split(sizes), strict=True):
+                pieces[bucket.number] = part
+            self._pieces[dtype] = memory
+        return {number: (first[number], routes[number], pieces[number]) for number in routes}
+
+    def _take(
+        self, before: dict[_Kind, _Before], kind: _Kind, numel: int, device: torch.device
+    ) -> torch.Tensor:
+        memory = _usable(before.pop(kind, None), numel)
+        if memory is None:
+            reserved = _RESERVED * numel if self._is_small else numel
+            memory = torch.empty(reserved, dtype=kind[1], device=device)
+        return memory
 
     def close(self) -> None:
         """Ends the generation, whose group is still open."""
         if self._group is not None:
             flying = self._group.in_flight  # also of what lies elsewhere
-            self._before = {dtype: (memory, flying) for dtype, memory in self.by_dtype.items()}
-        self.by_dtype, self._group = {}, None
+            kept = {("first", dtype): memory for dtype, memory in self.by_dtype.items()}
+            if self._is_small:  # or else they are not kept until the next generation
+                kept |= {("pieces", dtype): memory for dtype, memory in self._pieces.items()}
+            self._before = {kind: (memory, flying) for kind, memory in kept.items()}
+        self.by_dtype, self._pieces, self._group = {}, {}, None
 
 
 def _most_units(plan: ReductionPlan) -> int:

@@ -88,3 +88,29 @@ def test_step_sends_little_more_than_a_replicated_one(
     norm = 2 * 8 * (model // 1024)
     mean = sum(of_each(world_size, train)) / world_size - norm
     assert mean <= (1 + of_gradients * (1 + 1 / world_size)) * model
+
+
+def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatch):
+    """Each member needs a larger part then, and touching new memory takes time."""
+    monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
+    made = [Member(ADAM, SHAPES, torch.float32) for _ in range(4)]
+    for member in made[1:]:
+        member.take_over(made[0], joins=True)
+    members = [(member, GradientReducer(member.parameters)) for member in made]
+
+    def places(group):
+        torch.set_num_threads(1)
+        member, gradients = members[group.rank]
+        member.sharding.open(group, group.world_size, ())
+        shares = [[(rank, rank + 1)] for rank in range(3)]
+        shares.append([(3, 4)]) if group.world_size == 4 else shares[2].append((3, 4))
+        gradients.open(group, shares, 4, True, (), member.sharding.needed())
+        (exchange,) = gradients._exchanges
+        memory = exchange._total, gradients.received_memory[torch.float32]
+        gradients.close()
+        member.sharding.close()
+        return len(memory[0]), [x.data_ptr() for x in memory]
+
+    before, after = of_each(4, places)[:3], of_each(3, places)
+    assert sum(numel for numel, _ in after) > sum(numel for numel, _ in before)
+    assert [where for _, where in after] == [where for _, where in before]
