@@ -578,8 +578,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
                 f"Parquet from a store with {name}, {order}, beside the best hand-written "
                 "loop with as many requests in flight",
                 f"{found['ratio']:.2f} [{low:.2f}, {high:.2f}]",
-                f"at least {store['target']}",
-                found["ratio"] >= store["target"],
+                f"at least {found['target']}",
+                found["ratio"] >= found["target"],
             )
     waiting = r["waiting"]
     for kind in ("sleep", "compute"):

@@ -85,7 +85,7 @@ class ChunkPacker:
     def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
         """Whether a chunk of `rows` rows ends between these two micro-batches."""
         if rows + following.rows <= self._rows_at_once and (
-            rows * 2 < self._rows_at_once or not self._parts(last.work, following.work)
+            rows * 4 < self._rows_at_once or not self._parts(last.work, following.work)
         ):
             return False
         return following.step >= self._together(last.step)
