@@ -76,7 +76,7 @@ def test_images_decoded_in_a_process_are_those_decoded_in_threads(tmp_path):
 
 @pytest.mark.parametrize("kind", [("PNG", np.uint16), ("TIFF", np.int32), ("TIFF", np.float32)])
 def test_images_of_more_than_8_bits_are_refused_and_not_made_white(kind, tmp_path):
-    """X-rays and maps of depths are such: Pillow's `convert("RGB")` makes 255 of all that is above."""
+    """X-rays and maps of depths: Pillow's `convert("RGB")` makes 255 of all that is above it."""
     deep = encoded(np.arange(0, 60_000, 3_000).reshape(4, 5).astype(kind[1]), kind[0])
     data = open_data(images(tmp_path, [deep] * 8), virtual_workers=1)
     with pytest.raises((DataError, UserCodeError), match=r"'image' has pixels of .* mode '[IF]"):
