@@ -24,10 +24,10 @@ member whose collectives were aborted would hand on whatever it has, as if it we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -41,6 +41,7 @@ from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_wh
 from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.sharding.backup_copies import BackupCopies
 from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
+from elastic_dp.train.sharding.kept_copies import copies_to_keep
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
 from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
@@ -52,11 +53,6 @@ COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or 
 # The same on a device, which is given its work in few large pieces. It updates no more in place at
 # a time, either: torch's optimizers make temporary tensors for all that they update together.
 COPIED_BYTES_ON_DEVICE = 64 << 20
-# Pieces that are updated once, and whose copies are kept until the commit, in bytes of their state:
-# all that a member holds, if they are no more than this, or else the smallest: of one, and of all.
-ALL_KEPT_BYTES = 32 << 20
-SMALL_BYTES = 1 << 19
-KEPT_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -346,13 +342,8 @@ class ShardedOptimizer:
                 take(n, tensors[n], states[n])
 
     def _small_pieces(self) -> AbstractSet[int]:
-        """Returns the smallest of the pieces that this member holds, or all of few."""
-        sizes = {n: self._state_bytes(n) for n in self.held}
-        if sum(sizes.values()) <= ALL_KEPT_BYTES:
-            return set(self.held)
-        small = sorted((size, n) for n, size in sizes.items() if size <= SMALL_BYTES)
-        ends = accumulate(size for size, _ in small)
-        return {n for (_, n), end in zip(small, ends, strict=True) if end <= KEPT_BYTES}
+        """Returns those of the pieces that this member holds that are updated once."""
+        return copies_to_keep({n: self._state_bytes(n) for n in self.held})
 
     def _state_bytes(self, number: int) -> int:
         """Returns the size of the state of a piece if the optimizer keeps two moments."""
@@ -363,8 +354,9 @@ class ShardedOptimizer:
     def _chunks(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yields these pieces in lists of about COPIED_BYTES of parameters, the small ones first;
         all in one where all copies are kept."""
-        limit = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
-        limit = max(limit, ALL_KEPT_BYTES if len(self._small) == len(self.held) else 0)
+        limit: float = COPIED_BYTES_ON_DEVICE if self._is_asynchronous else COPIED_BYTES
+        if len(self._small) == len(self.held):
+            limit = math.inf
         chunk, size = list[int](), 0
         for number in sorted(numbers, key=self.sizes.__getitem__):
             chunk.append(number)

@@ -19,7 +19,12 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
-from elastic_dp.train.sharding import backup_copies, parameter_gather, sharded_optimizer
+from elastic_dp.train.sharding import (
+    backup_copies,
+    kept_copies,
+    parameter_gather,
+    sharded_optimizer,
+)
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.pieces import part_of
 from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE_BY_NAME
@@ -45,8 +50,8 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 4096)
-    monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 0)
+    monkeypatch.setattr(kept_copies, "KEPT_BYTES", 4096)
+    monkeypatch.setattr(kept_copies, "ALL_KEPT_BYTES", 0)
 
 
 class Member:
@@ -487,7 +492,7 @@ def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
 def test_small_state_is_updated_once(once, monkeypatch):
     """A large one is updated before the commit and behind it, which takes less memory."""
     if once:
-        monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 1 << 20)
+        monkeypatch.setattr(kept_copies, "ALL_KEPT_BYTES", 1 << 20)
     updated, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):
