@@ -1,5 +1,5 @@
-"""Of which pieces the copies that a step has updated are kept until its commit, which then need not
-update them again: that takes memory, and saves the time of small updates."""
+"""Chooses the pieces whose copies, which a step has updated, are kept until its commit. They need
+not be updated again then: that takes memory, and saves the time of small updates."""
 
 from __future__ import annotations
 
