@@ -384,10 +384,12 @@ def sharding_changes(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
     sharded, replicated = r
     same, pause, moved = targets(list(r)).values()
+    more, low, high = sharded["more_ms"]
     where = f"{sharded['parameters']} parameters, {sharded['workers']} workers"
     yield Row(
         f"Pause after SIGKILL with and without it, {where}, {len(sharded['pauses_ms'])} kills each",
-        f"{sharded['median_pause_ms']:.0f} and {replicated['median_pause_ms']:.0f} ms",
+        f"{sharded['median_pause_ms']:.0f} and {replicated['median_pause_ms']:.0f} ms; "
+        f"at the same point of a step {more:.0f} [{low:.0f}, {high:.0f}] more",
         f"{MORE_MS:.0f} ms more",
         pause,
     )
