@@ -96,8 +96,8 @@ def test_step_with_a_checkpoint_receives_no_more_than_another_one(tmp_path):
     outcome, _ = group(spec, train, url=str(tmp_path / "run"))
     check(outcome, plain, spec)
     assert steps_of(tmp_path / "run")[-2:] == [10, 12]
-    # Each of three joins takes a step, so all are there in the fourth, of which the last to come may
-    # find everything done.
+    # Each of three joins takes a step, so all are there in the fourth one.
+    # The last to come may find everything done in that.
     for rank in range(4):
         at = {step: int((counts / f"{rank}-{step}").read_text()) for step in range(5, 13)}
         by_step = {step: at[step + 1] - at[step] for step in range(5, 12)}
