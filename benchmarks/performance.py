@@ -553,13 +553,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
     for order in ("in order", "shuffled"):
         others = peers_of(r["local"]["peers_rows_per_s"], order)
         ours = rows[f"parquet {order}"]
-        yield Row(
-            f"Thousand rows of 4 KiB a second, {order}",
-            f"{ours / 1000:.0f} (Parquet); "
-            + ", ".join(f"{name} {n / 1000:.0f}" for name, n in others.items()),
-            "ahead",
-            ours > max(others.values()),
-        )
+        name, shown = f"Thousand rows of 4 KiB a second, {order}", f"{ours / 1000:.0f} (Parquet)"
+        yield ahead(name, shown, ours, others, digits=0)
     yield from packing(r.get("packing", {}))
     for name, sizes in r["memory"].items():
         if name.startswith("row groups"):
@@ -617,13 +612,15 @@ def packing(r: dict[str, Any]) -> Iterator[Row]:
             continue
         ours = r[f"shuffle={shuffle}, rows_per_s"]
         alone, both = ours["packed_alone"], ours["packed"]
-        yield Row(
-            f"Thousand rows of 1,024 tokens a second, packed from documents, {order}",
-            f"{alone / 1000:.0f}, and with `position_ids` and `document_ids` {both / 1000:.0f}; "
-            + ", ".join(f"{name} {n / 1000:.1f}" for name, n in others.items()),
-            "ahead",
-            alone > max(others.values()),
-        )
+        name = f"Thousand rows of 1,024 tokens a second, packed from documents, {order}"
+        ids = f"and with `position_ids` and `document_ids` {both / 1000:.0f}"
+        yield ahead(name, f"{alone / 1000:.0f}, {ids}", alone, others, digits=1)
+
+
+def ahead(name: str, shown: str, ours: float, others: dict[str, float], *, digits: int) -> Row:
+    """Thousands a second: ours as it is `shown`, and those of the others."""
+    of_others = ", ".join(f"{other} {n / 1000:.{digits}f}" for other, n in others.items())
+    return Row(name, f"{shown}; {of_others}", "ahead", ours > max(others.values()))
 
 
 def data_cache(r: dict[str, Any]) -> Iterator[Row]:
