@@ -144,9 +144,14 @@ class PackedOrder:
     def tokens_of(self, row_group: int) -> int:
         return int(self._group_tokens[row_group])
 
+    @property
+    def has_order_of_documents(self) -> bool:
+        """Whether the documents of a row group have another order than in the file."""
+        return self._rows.shuffle == "rows"
+
     def documents(self, epoch: int, row_group: int, count: int) -> Ints | None:
         """Return the order of the `count` documents of a row group; None for file order."""
-        if self._rows.shuffle != "rows":
+        if not self.has_order_of_documents:
             return None
         key = np.uint64(derive(_DOCUMENTS, self._rows.seed, epoch, row_group))
         return permute(np.arange(count), np.uint64(count), key)

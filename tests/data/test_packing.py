@@ -120,13 +120,8 @@ def check(rows: list[Row], ids: Any = range(DOCUMENTS)) -> None:
     assert sum(0 in row["input_ids"] for row in rows) <= 1
 
 
-@pytest.mark.parametrize("gathered", [1, 1 << 30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_token_is_packed_once_for_one_worker_and_for_three(
-    kind, gathered, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(packed_micro_batches, "_GATHERED", gathered)
-    monkeypatch.setattr(packed_micro_batches, "_TOKENS_AT_ONCE", 2 * LENGTH + 1)
+def test_each_token_is_packed_once_for_one_worker_and_for_three(kind, tmp_path):
     config = packed(tmp_path / "in", kind)
     alone = epoch_of(config, 1)
     assert alone == epoch_of(config, 3)
@@ -134,6 +129,37 @@ def test_each_token_is_packed_once_for_one_worker_and_for_three(
     other = epoch_of(config, 1, epoch=1)
     check(other)
     assert alone != other
+
+
+def test_documents_are_laid_in_the_order_of_one_epoch_after_that_of_another():
+    lengths = np.array([3, 0, 5, 1])
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    line = packed_micro_batches._Line({"x": np.arange(9, dtype=np.int16)}, begins, None)
+    for numbers in ([2, 0, 3, 1], [3, 1, 2, 0], None, [1, 3, 0, 2]):
+        line = line.in_order(None if numbers is None else np.array(numbers))
+        wanted = [np.arange(9)[begins[n] : begins[n + 1]] for n in numbers or range(4)]
+        assert line["x"].tolist() == np.concatenate(wanted).tolist()
+        assert np.diff(line.begins).tolist() == lengths[numbers or range(4)].tolist()
+
+
+def test_one_row_group_gives_each_epoch_its_own_order(tmp_path):
+    (folder := tmp_path / "in").mkdir()
+    parquet(folder / "0", range(6))
+    options: dict[str, Any] = {"micro_batch_size": 1, "pack": LENGTH, "tail": "short"}
+    config = DataConfig(str(folder), **options, epochs=4)
+    data = open_data(config, virtual_workers=1)
+    steps = data.steps_per_epoch
+    data.read_ahead(1, range(1))
+    found = [rows_of(data.batch(step, 0)) for step in range(1, 1 + 4 * steps)]
+    data.close()
+    for epoch in range(4):
+        rows = [row for step in found[epoch * steps : (epoch + 1) * steps] for row in step]
+        check(rows, range(6))
+        alone = open_data(config, virtual_workers=1)  # first of all this epoch
+        each = (alone.batch(1 + epoch * steps + step, 0) for step in range(steps))
+        assert rows == [row for batch in each for row in rows_of(batch)]
+        alone.close()
+    assert found[:steps] != found[steps : 2 * steps]
 
 
 MADE = ("position_ids", "document_ids")

@@ -51,7 +51,8 @@ class _StreamCall:
 
 class MicroBatchStream(ABC):
     """A `MicroBatchSource` (see micro_batches.py). `row_bytes`: of a row of a micro-batch, about.
-    `open_row_groups`: for which there must be memory."""
+    `open_row_groups`: for which there must be memory. `copy_bytes`: of what is made of a row group
+    before that is dropped."""
 
     last_step: int | None = None
 
@@ -67,6 +68,7 @@ class MicroBatchStream(ABC):
         threads: int,
         stores: Sequence[Store],
         cache: DiskCache | None,
+        copy_bytes: int = 0,
     ) -> None:
         self._config, self._row_groups, self._pin = config, row_groups, pin
         self._seed, self._stores, self._cache = config.seed, stores, cache
@@ -81,6 +83,8 @@ class MicroBatchStream(ABC):
         one_more = int(row_groups.reading_bytes.max() + row_groups.nbytes.max())
         floor = max(largest_bytes(row_groups, open_row_groups), one_more)
         spare = max(0, config.memory_bytes - floor)
+        copy_bytes = min(copy_bytes, spare)
+        spare -= copy_bytes
         ahead = min(config.memory_bytes // AHEAD_PART, spare)
         slack = min(config.memory_bytes // SLACK_PART, spare - ahead)
         self._micro_batches = MicroBatches(
@@ -92,7 +96,7 @@ class MicroBatchStream(ABC):
         )
         self.reader = RowGroupReader(
             row_groups,
-            config.memory_bytes - ahead - slack,
+            config.memory_bytes - ahead - slack - copy_bytes,
             threads=threads,
             at_once=lambda: _at_once(threads, cache),
             keep=keep,

@@ -5,8 +5,9 @@ document, and the number of its document in the row.
 as row groups arrive, one at a time, as rows are: a packed row that begins in one row group and ends
 in another does not need both in memory.
 
-Every token is copied once, straight to its place. Rows that follow each other in the line are one
-run: in file order a run is one copy, in another order one copy for each document. Only the places
+Where documents have another order than in the file, Arrow's `take` lays them end to end once a row
+group has arrived, and what it gives takes the row group's place in memory. So the tokens of a row,
+and of rows that follow each other in the line, are one run, which is one copy. Only the places
 where documents begin are kept until all is copied; positions and numbers follow from them.
 
 Padding, which only the last row of an epoch with tail="short" has, is 0, and its document is -1.
@@ -14,11 +15,11 @@ Padding, which only the last row of an epoch with tail="short" has, is 0, and it
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -38,39 +39,37 @@ from elastic_dp.sampling import GrowingOrder, PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
-# Pieces of documents with a smaller mean number of tokens are gathered: to copy one by itself costs
-# as much as to gather so many tokens.
-_GATHERED = 96
 # Slices of a memoryview take two thirds of the time of an array's, and longer ones should not keep
 # other threads from Python.
 _LONG = 1 << 16
-_TOKENS_AT_ONCE = (
-    1 << 15
-)  # where arrays with an item for each token are needed, to stay in the cache
-_DOCUMENTS_KEPT = 1 << 22  # whose order is kept, of row groups; 16 bytes each
 _NAMED = 3  # segments, in an error message
 
 Work = tuple[Ints, Segments, int]  # row groups, what the rows consist of, epoch
 _Move = tuple[int, int, int, int]  # first and last + 1 of the row group's tokens, and of the output
 
 
-class _Layout(NamedTuple):
-    """Documents of a row group in the order of an epoch. `is_file_order`: it is that of the file.
-    `begins` int64 [documents + 1]: the first
-    token of each in that order. `sources` int64 [documents]: in the file's order."""
+class _Line(dict[str, Array]):
+    """The columns of a row group, flat: its documents end to end, in the order of an epoch.
 
-    is_file_order: bool
-    begins: Ints
-    sources: Ints
+    `begins` int64 [documents + 1]: the first token of each. `numbers` int64 [documents]: which
+    document of the file each is; None: they are in the order of the file.
+    """
 
+    def __init__(self, columns: Mapping[str, Array], begins: Ints, numbers: Ints | None) -> None:
+        super().__init__(columns)
+        self.begins, self.numbers = begins, numbers
 
-class _Pieces(NamedTuple):
-    """Parts of documents or of row groups: `lengths[i]` tokens from token `sources[i]` of the row
-    group go to `places[i]` in the output."""
-
-    sources: Ints
-    places: Ints
-    lengths: Ints
+    def in_order(self, numbers: Ints | None) -> _Line:
+        if numbers is None and self.numbers is None:
+            return self
+        places = np.arange(len(self.begins) - 1)
+        if self.numbers is not None:
+            places[self.numbers] = places.copy()
+        if numbers is not None:
+            places = places[numbers]
+        begins = np.concatenate([[0], np.cumsum(np.diff(self.begins)[places])])
+        columns = {name: _taken(values, self.begins, places) for name, values in self.items()}
+        return _Line(columns, begins, numbers)
 
 
 class _Runs(NamedTuple):
@@ -87,8 +86,7 @@ class _Runs(NamedTuple):
 class _Part(NamedTuple):
     """Runs of a row group that is in memory."""
 
-    columns: Columns
-    layout: _Layout
+    line: _Line
     runs: _Runs
 
 
@@ -110,10 +108,12 @@ class PackedStream(MicroBatchStream):
         packed = order.base if isinstance(order, GrowingOrder) else order
         assert isinstance(packed, PackedOrder)
         row_bytes = packed_row_bytes(config, row_groups.nbytes, packed)
-        super().__init__(config, row_groups, row_bytes, **options)
+        copy_bytes = int(row_groups.nbytes.max()) if packed.has_order_of_documents else 0
+        super().__init__(config, row_groups, row_bytes, copy_bytes=copy_bytes, **options)
         self._order, self._packed = order, packed
-        self._layouts: OrderedDict[tuple[int, int], _Layout] = OrderedDict()
-        self._lock = Lock()
+        # By epoch and row group, as long as they are in memory
+        self._lines: WeakValueDictionary[tuple[int, int], _Line] = WeakValueDictionary()
+        self._laying = Lock()
 
     def masked(self, step: int, virtual_worker: int) -> int:
         return 0  # `on_bad_shard="skip"` is refused
@@ -177,33 +177,33 @@ class PackedStream(MicroBatchStream):
         return failed
 
     def _parts(
-        self, wanted: Mapping[int, Sequence[_Runs]], here: Mapping[int, Columns | BadShard]
+        self, wanted: Mapping[int, Sequence[_Runs]], here: dict[int, Columns | BadShard]
     ) -> list[_Part]:
-        return [
-            _Part(columns, self._layout(runs.epoch, row_group, columns), runs)
-            for row_group, columns in here.items()
-            if not isinstance(columns, BadShard)
-            for runs in wanted[row_group]
-        ]
+        parts = list[_Part]()
+        for row_group, columns in here.items():
+            if isinstance(columns, BadShard):
+                continue
+            for runs in wanted[row_group]:
+                # What was read is not referred to any more while the next one is laid
+                here[row_group] = columns = self._line(runs.epoch, row_group, columns)
+                parts.append(_Part(columns, runs))
+        return parts
 
-    def _layout(self, epoch: int, row_group: int, columns: Columns) -> _Layout:
+    def _line(self, epoch: int, row_group: int, columns: Columns) -> _Line:
+        """`columns`: the row group as it was read, or in the order of any epoch."""
         key = epoch, row_group
-        with self._lock:
-            if key in self._layouts:
-                self._layouts.move_to_end(key)
-                return self._layouts[key]
-        bounds = self._bounds(row_group, columns)
-        order = self._packed.documents(epoch, row_group, len(bounds) - 1)
-        sources, lengths = bounds[:-1], np.diff(bounds)
-        if order is not None:
-            sources, lengths = sources[order], lengths[order]
-        layout = _Layout(order is None, np.concatenate([[0], np.cumsum(lengths)]), sources)
-        with self._lock:
-            self._layouts[key] = layout
-            kept = sum(len(each.sources) for each in self._layouts.values())
-            while kept > _DOCUMENTS_KEPT and len(self._layouts) > 1:
-                kept -= len(self._layouts.popitem(last=False)[1].sources)
-        return layout
+        with self._laying:  # producers often want the same row group at the same time
+            line = self._lines.get(key)
+            if line is None:
+                if isinstance(columns, _Line):
+                    line = columns
+                else:
+                    flat = {name: _flat(column) for name, column in columns.items()}
+                    line = _Line(flat, self._bounds(row_group, columns), None)
+                order = self._packed.documents(epoch, row_group, len(line.begins) - 1)
+                line = self._lines[key] = line.in_order(order)
+                self.reader.replace(row_group, line)
+        return line
 
     def _bounds(self, row_group: int, columns: Columns) -> Ints:
         """The bounds of documents in the row group. Raises DataError if columns differ in them, or
@@ -244,24 +244,17 @@ class _PackedRows:
         epochs are shuffled, and what NumPy costs is the number of calls."""
         if not parts:
             return
-        pieces, cuts = _runs_of(parts)
-        self._runs.append((pieces.places, pieces.lengths))
-        is_file_order, num_tokens = parts[0].layout.is_file_order, int(pieces.lengths.sum())
-        if self._ids or not is_file_order:
-            of_documents = _cut_at_documents(parts, pieces, cuts)
-            self._begins.append(of_documents[0].places)
-            if not is_file_order:
-                pieces, cuts = of_documents
-        is_gathered = not is_file_order and num_tokens < _GATHERED * len(pieces.lengths)
-        moves = [] if is_gathered else _moves(pieces)
+        _, starts, lengths, places = zip(*(part.runs for part in parts), strict=True)
+        cuts = [0, *accumulate(map(len, starts))]
+        runs = _Runs(0, *map(np.concatenate, (starts, lengths, places)))
+        self._runs.append((runs.places, runs.lengths))
+        if self._ids:
+            self._begins.append(_begins_of(parts, runs, cuts))
+        bounds = runs.starts, runs.starts + runs.lengths, runs.places, runs.places + runs.lengths
+        moves = list(zip(*(each.tolist() for each in bounds), strict=True))
         for part, (low, high) in zip(parts, pairwise(cuts), strict=True):
-            for name, column in part.columns.items():
-                values: Array = column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[assignment]
-                out = self._room(name, values.dtype)
-                if is_gathered:
-                    _gather(values, _Pieces(*(of_all[low:high] for of_all in pieces)), out)
-                else:
-                    _copy(values, moves[low:high], out)
+            for name, values in part.line.items():
+                _copy(values, moves[low:high], self._room(name, values.dtype))
 
     def _room(self, name: str, dtype: np.dtype[Any]) -> Array:
         """The output of a column, flat."""
@@ -339,51 +332,26 @@ def _by_row_group(
     return found
 
 
-def _runs_of(parts: Sequence[_Part]) -> tuple[_Pieces, list[int]]:
-    """The runs of all parts, and the number of the first one of each part [parts + 1]."""
-    _, starts, lengths, places = zip(*(part.runs for part in parts), strict=True)
-    cuts = [0, *accumulate(map(len, starts))]
-    return _Pieces(*map(np.concatenate, (starts, places, lengths))), cuts
-
-
-def _cut_at_documents(
-    parts: Sequence[_Part], runs: _Pieces, cuts: Sequence[int]
-) -> tuple[_Pieces, list[int]]:
-    """Cuts the runs of `_runs_of` at the ends of documents. Returns the same for the pieces."""
-    # The documents that the parts touch are laid end to end: `begins` there, `sources` in the row
-    # group. A run lies by the part's number of `shifts` later there than in its row group's order.
-    begins, sources, shifts, end = list[Ints](), list[Ints](), list[int](), 0
-    for layout, of_part in ((part.layout, part.runs) for part in parts):
-        first, stop = of_part.starts[0], of_part.starts[-1] + of_part.lengths[-1]
-        low = layout.begins.searchsorted(first, side="right") - 1
-        high = layout.begins.searchsorted(stop)
-        shift = end - int(layout.begins[low])
-        begins.append(layout.begins[low:high] + shift)
-        sources.append(layout.sources[low:high])
-        shifts.append(shift)
-        end = int(layout.begins[high]) + shift
-    begin = np.concatenate([*begins, [end]])
-    source = np.concatenate(sources)
-
-    starts = runs.sources + np.repeat(shifts, np.diff(cuts))
-    stops = starts + runs.lengths
-    low_of = np.searchsorted(begin, starts, side="right") - 1
-    counts = np.searchsorted(begin, stops) - low_of
+def _begins_of(parts: Sequence[_Part], runs: _Runs, cuts: Sequence[int]) -> Ints:
+    """Where runs and documents begin in the output. `cuts` [parts + 1]: the first run of each part
+    among the `runs` of all."""
+    # The documents that the parts touch are laid end to end. A run lies by the part's number of
+    # `shifts` later there than in its row group.
+    begins, shifts, end = list[Ints](), list[int](), 0
+    for line, of_part in parts:
+        low = line.begins.searchsorted(of_part.starts[0])
+        high = line.begins.searchsorted(of_part.starts[-1] + of_part.lengths[-1])
+        shifts.append(end - int(of_part.starts[0]))
+        begins.append(line.begins[low:high] + shifts[-1])
+        end = int(of_part.starts[-1] + of_part.lengths[-1]) + shifts[-1]
+    begin = np.concatenate(begins)
+    starts = runs.starts + np.repeat(shifts, np.diff(cuts))
+    low_of = begin.searchsorted(starts)
+    counts = begin.searchsorted(starts + runs.lengths) - low_of
     ends = np.cumsum(counts)
     document = np.arange(ends[-1]) + np.repeat(low_of + counts - ends, counts)
-    piece_starts, piece_stops = begin[document], begin[document + 1]
-    piece_sources = source[document]
-    # A run may begin and end within a document
-    piece_starts[ends - counts], piece_stops[ends - 1] = starts, stops
-    piece_sources[ends - counts] += starts - begin[low_of]
-    places = piece_starts + np.repeat(runs.places - starts, counts)
-    lengths = piece_stops - piece_starts
-    piece_cuts = np.concatenate([[0], ends])[cuts]
-    if not lengths.all():  # documents may be empty
-        kept = lengths > 0
-        piece_sources, places, lengths = piece_sources[kept], places[kept], lengths[kept]
-        piece_cuts = np.concatenate([[0], np.cumsum(kept)])[piece_cuts]
-    return _Pieces(piece_sources, places, lengths), piece_cuts.tolist()
+    places = begin[document] + np.repeat(runs.places - starts, counts)
+    return np.concatenate([runs.places, places])
 
 
 def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
@@ -391,12 +359,6 @@ def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
     that Arrow has kept, where `np.repeat` would get fresh pages, which takes longer than all."""
     runs = pa.RunEndEncodedArray.from_arrays(ends, pa.array(values.astype(_ID)))
     return aligned(view(pc.run_end_decode(runs)).reshape(shape))
-
-
-def _moves(pieces: _Pieces) -> list[_Move]:
-    sources, places, lengths = pieces
-    bounds = sources, sources + lengths, places, places + lengths
-    return list(zip(*(each.tolist() for each in bounds), strict=True))
 
 
 def _copy(values: Any, moves: Sequence[_Move], out: Any) -> None:
@@ -410,21 +372,17 @@ def _copy(values: Any, moves: Sequence[_Move], out: Any) -> None:
         out[place:stop] = values[source:source_stop]
 
 
-def _gather(values: Array, pieces: _Pieces, out: Array) -> None:
-    """Like `_copy`, for short pieces: many at once by their indices."""
-    sources, places, lengths = pieces
-    before = np.cumsum(lengths) - lengths
-    block = before // _TOKENS_AT_ONCE
-    cuts = [0, *(np.flatnonzero(np.diff(block)) + 1).tolist(), len(block)]
-    follows = (places + lengths)[:-1] == places[1:]
-    for low, high in pairwise(cuts):
-        here = slice(low, high)
-        index = np.repeat(sources[here] - (before[here] - before[low]), lengths[here])
-        index += np.arange(len(index))
-        gathered = values.take(index)
-        first = low + np.concatenate([[0], np.flatnonzero(~follows[low : high - 1]) + 1])
-        runs = np.add.reduceat(lengths[here], first - low)
-        _copy(gathered, _moves(_Pieces(before[first] - before[low], places[first], runs)), out)
+def _taken(values: Array, begins: Ints, numbers: Ints) -> Array:
+    """The documents `numbers` of `values`, end to end. To Arrow each is an item of bytes, which it
+    copies as one."""
+    buffers = [None, pa.py_buffer(begins * values.itemsize), pa.py_buffer(values)]
+    documents = pa.Array.from_buffers(pa.large_binary(), len(begins) - 1, buffers)
+    taken = documents.take(pa.array(numbers)).buffers()[2]
+    return np.frombuffer(taken, values.dtype, len(values))
+
+
+def _flat(column: Column) -> Array:
+    return column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[return-value]
 
 
 def _bounds_of(column: Column) -> Ints:

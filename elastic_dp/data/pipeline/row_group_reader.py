@@ -138,6 +138,13 @@ class RowGroupReader:
                 self._resident.unpin(key, number)
             self._look_for_work()
 
+    def replace(self, number: int, content: Columns) -> None:
+        """Call this between `take` and `release`: `content` takes the place of what was read. It
+        needs no more memory."""
+        with self._lock:
+            if not self._closed:
+                self._resident[number].content = content
+
     def own(self, key: Key, number: int) -> int | None:
         """Call this after `take`, instead of `release`: the caller takes a row group over, if
         nothing else needs it.
