@@ -9,8 +9,9 @@ behind an ordinary beginning. Delayed gradients are those of predicted weights
 (`edp.WeightPrediction`). The moments of the inner optimizer go on (`edp.InnerMoments`), second
 moments as they are; with `wire="bf16"` a step sends 1.5 times an ordinary step's bytes. The loss at
 the end is that of the final weights on rows that no run trains on, so it means the same for each
-setting. Each training is written down when it is over, and a run that was cut off goes on from
-there. `--draw` makes `docs/assets/compression.svg`, and needs matplotlib (`pip install
+setting. Each training is written down with all its settings when it is over, and a run that was cut
+off goes on from there: results of the same settings are kept, all others are measured again.
+`--draw` makes `docs/assets/compression.svg`, and needs matplotlib (`pip install
 'elastic_dp[bench]'`). Ends with 1 if the mean loss at the end differs by more than the standard
 deviation of the seeds.
 """
@@ -40,8 +41,11 @@ from jobs.gpt import CACHE, GPT, loss_fn, write_shards
 NAME = "compression_loss"
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "compression.svg"
 WIDTH, HEADS, LAYERS = 160, 4, 3  # of the model: 1.03 million parameters
+ROWS, VIRTUAL_WORKERS = 1, 2  # of a micro-batch; of the job
 WARM_UP = 0.2  # a part of the run
 BETA = 0.9  # of its momentum
+CLIP_NORM = 1.0
+SECOND_MOMENTS = "whole"  # of `edp.InnerMoments`
 WINDOW = 40  # batches whose mean training loss is a point of a curve
 HELD_OUT, HELD_OUT_EVERY = 512, 40  # rows, and how far apart they are
 INNER_STEPS, INNER_WIRE = 8, "bf16"
@@ -85,6 +89,26 @@ def momenta(steps: int) -> float:
     return math.prod((BETA * (1 - 0.5 * 0.96**step) for step in range(1, steps + 1)), start=1.0)
 
 
+def settings_of(setting: str, steps: int) -> dict[str, Any]:
+    """Return everything on which a training of so many batches depends, but for its seed, as JSON
+    has it. A result is kept with it."""
+    found = {
+        "job": job_of(setting, steps),
+        "rates": RATES[setting],
+        "model": [WIDTH, HEADS, LAYERS],
+        "optimizer": options(RATES[setting]),
+        "rows": ROWS,
+        "virtual_workers": VIRTUAL_WORKERS,
+        "warm_up": WARM_UP,
+        "clip_norm": CLIP_NORM,
+        "second_moments": SECOND_MOMENTS if setting == "inner" else None,
+        "window": WINDOW,
+        "held_out": [HELD_OUT, HELD_OUT_EVERY],
+    }
+    as_json: dict[str, Any] = json.loads(json.dumps(found))
+    return as_json
+
+
 def train(ctx: edp.TrainContext) -> None:
     rates, before = ctx.config["rates"], ctx.inner_steps_before  # batches before a step
     model: Any = GPT(WIDTH, HEADS, LAYERS)
@@ -108,16 +132,16 @@ def train(ctx: edp.TrainContext) -> None:
     optimizer: torch.optim.Optimizer
     how: dict[str, Any]
     if ctx.config["inner"]:
-        model.moments = edp.InnerMoments(model, second_moments="whole")
+        model.moments = edp.InnerMoments(model, second_moments=SECOND_MOMENTS)
         optimizer = torch.optim.SGD(model.moments.outer_groups(), lr=1.0)
-        how = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
+        how = {"inner_optimizer": inner, "inner_clip_norm": CLIP_NORM}
     else:
         optimizer = nadam(model.parameters(), rates)
         if ctx.config["ahead"]:
             optimizer = edp.WeightPrediction(
                 model.parameters(), torch.optim.NAdam, ahead=ctx.config["ahead"], **options(rates)
             )
-        how = {"scheduler": scheduled(optimizer, 0), "clip_norm": 1.0}
+        how = {"scheduler": scheduled(optimizer, 0), "clip_norm": CLIP_NORM}
     losses: list[float] = []
     for step in ctx.steps(model, optimizer, loss_fn, **how):
         done = before(step.number + 1)
@@ -178,8 +202,8 @@ def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
                 "ahead": given.get("staleness"),  # as many updates as a gradient is late
                 "held_out": held_out,
             },
-            data=edp.DataConfig(rows, micro_batch_size=1, seed=seed),
-            scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
+            data=edp.DataConfig(rows, micro_batch_size=ROWS, seed=seed),
+            scaling=edp.ScalingConfig(max_workers=1, virtual_workers=VIRTUAL_WORKERS),
             **given,
         )
         trainer.fit(local=True)
@@ -190,11 +214,12 @@ def trained(seed: int, setting: str, steps: int, rates: Rates) -> Found:
 
 
 def measure(seeds: int, steps: int, before: dict[str, Any]) -> dict[str, Any]:
-    """Train what is not in `before` with these rates, and write each training down when it is
+    """Train what is not in `before` with the same settings, and write each training down when it is
     over."""
-    results: dict[str, Any] = {"steps": steps, "rates": RATES, "found": {}}
-    for setting, rates in RATES.items():
-        same = before.get("steps") == steps and before["rates"].get(setting) == rates
+    settings = {setting: settings_of(setting, steps) for setting in RATES}
+    results: dict[str, Any] = {"steps": steps, "settings": settings, "found": {}}
+    for setting, mine in settings.items():
+        same = before.get("settings", {}).get(setting) == mine
         results["found"][setting] = before["found"].get(setting, {}) if same else {}
     for setting, rates in RATES.items():
         found = results["found"][setting]

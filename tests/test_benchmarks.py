@@ -1,5 +1,6 @@
 """A benchmark that misses a target says which, and ends with 1."""
 
+import copy
 import inspect
 import json
 import shutil
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks import (
     command_line,
+    compression_loss,
     coordinator_scale,
     data_cache,
     first_five_minutes,
@@ -382,3 +384,65 @@ def test_gpu_check_of_overhead_fails_unless_the_host_waits_once_in_each_step():
         gpu_checks.check_waits(waits)
     with pytest.raises(gpu_checks.Wrong, match="0 times"):
         gpu_checks.check_waits(waits[1:])
+
+
+def settings_of_a_training(value, path=()):
+    """(path, value) of each number, word or null among the settings of a training."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in items:
+        if isinstance(one, dict | list):
+            yield from settings_of_a_training(one, (*path, key))
+        else:
+            yield (*path, key), one
+
+
+def test_loss_of_compression_is_kept_only_with_the_same_settings(monkeypatch):
+    """Each setting of the recorded results is changed in turn; the others' results stay."""
+    kept = json.loads((report.RESULTS / "compression_loss.json").read_text())["results"]
+    trained = []
+    monkeypatch.setattr(compression_loss, "write", lambda *_: None)
+    monkeypatch.setattr(
+        compression_loss,
+        "trained",
+        lambda seed, setting, *_: trained.append((setting, seed)) or {"held_out": 0.0},
+    )
+    seeds, steps = 5, kept["steps"]
+    assert compression_loss.measure(seeds, steps, kept)["found"] == kept["found"]
+    assert trained == []
+    paths = [*settings_of_a_training(kept["settings"])]
+    assert len(paths) > 50
+    for (setting, *path, last), value in paths:
+        changed = copy.deepcopy(kept)
+        of = changed["settings"][setting]
+        for key in path:
+            of = of[key]
+        of[last] = f"not {value}"
+        trained.clear()
+        found = compression_loss.measure(seeds, steps, changed)["found"]
+        assert trained == [(setting, seed) for seed in range(seeds)], (setting, path, last)
+        assert all(found[name] == kept["found"][name] for name in found if name != setting)
+    before_settings_were_kept = {name: one for name, one in kept.items() if name != "settings"}
+    trained.clear()
+    compression_loss.measure(1, steps, before_settings_were_kept)
+    assert trained == [(setting, 0) for setting in kept["found"]]
+
+
+# Of the benchmark of compression's loss: what no training depends on.
+NO_SETTING = {"NAME", "SVG", "RATES", "LOOKS", "CACHE"}
+
+
+def test_each_constant_of_the_loss_of_compression_is_among_its_settings(monkeypatch):
+    """Another value of a constant makes other settings, of one kind of training at least."""
+    names = {name for name in vars(compression_loss) if name.isupper() and name != "GPT"}
+    assert names > NO_SETTING
+
+    def all_settings():
+        return [compression_loss.settings_of(name, 1000) for name in compression_loss.RATES]
+
+    before = all_settings()
+    for name in sorted(names - NO_SETTING):
+        value = getattr(compression_loss, name)
+        with monkeypatch.context() as changes:
+            other = "int8" if isinstance(value, str) else 2 * value
+            changes.setattr(compression_loss, name, other)
+            assert all_settings() != before, name

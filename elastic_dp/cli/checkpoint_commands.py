@@ -92,7 +92,7 @@ def verify(
     else:
         for number, words in wrong.items():
             _out().print(
-                f"step {number}: {'; '.join(words) or 'whole'}", style="red" if words else "green"
+                f"step {number}: {'; '.join(words) or 'intact'}", style="red" if words else "green"
             )
     if any(wrong.values()):
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from typing import Any
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
-from elastic_dp.cluster.worker_logs import not_given, read_logs
+from elastic_dp.cluster.worker_logs import lines_of, not_given, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.run_record import Result, RunOutcome, read_result
@@ -200,7 +200,7 @@ class Run:
             for each, streams in printed.items():
                 if worker in (None, each):
                     for _, text in streams.values():
-                        found = [(each, line) for line in text.splitlines()]
+                        found = [(each, line) for line in lines_of(text)]
                         given.update(found)
                         yield from found if each in after else found[-tail:]
             after |= {

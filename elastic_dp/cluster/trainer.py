@@ -78,22 +78,23 @@ class ElasticTrainer:
     - `sharding`: "optimizer" divides the optimizer's state among the workers, each part on two of
       them (ZeRO-1 with a backup). It needs `exact`. The weights are the same as without.
     - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
-      bits, so that gradients travel in a half or a quarter of the bytes. The result is exact all
-      the same. It is fixed at the run's first start.
-    - `comm_hook`: with `exact=False`, what compresses gradients as `register_comm_hook` of DDP does
-      with torch's hooks: "bf16", "fp16", or "powersgd", which is `PowerSGDConfig()`. A lone worker
+      bits, so that gradients take a half or a quarter of the bytes on the network. The result
+      remains exact. Fixed at the run's first start.
+    - `comm_hook`: with `exact=False`, one of torch's communication hooks for DDP, which compresses
+      gradients: "bf16", "fp16", or "powersgd", which is `PowerSGDConfig()`. A single worker
       compresses nothing.
-    - `staleness`: 1 applies each gradient one step late, so that its sum travels while the next one
-      is computed; `{0: 0, 1000: 1}` does so after 1000 steps. It needs `exact`. The result is exact
-      all the same. It is fixed at the run's first start.
-    - `inner_steps`: each virtual worker makes so many steps of its own, with the `inner_optimizer`
-      of `ctx.steps`, before its change of the weights counts as its gradient (DiLoCo);
-      `{0: 1, 1000: 8}`: one in each of the first 1000 steps, 8 in each later one. It needs `exact`.
-      The result is exact all the same. It is fixed at the run's first start.
-    - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
-      threads of the process that waits for the run. Their exceptions become warnings.
-    - `labels`: strings that the run's status carries.
-    - `runtime_env`: Ray's, for workers and controller.
+    - `staleness`: 1 applies each gradient one step late, so that it is sent while the next one is
+      computed; `{0: 0, 1000: 1}` does so after 1000 steps. It needs `exact`, and the result remains
+      exact. Fixed at the run's first start.
+    - `inner_steps`: the number of local steps that each virtual worker makes with the
+      `inner_optimizer` of `ctx.steps`; the change of its weights then counts as its gradient
+      (DiLoCo). `{0: 1, 1000: 8}`: one in each of the first 1000 steps, 8 in each later one. It
+      needs `exact`, and the result remains exact. Fixed at the run's first start.
+    - `loggers`: functions that are called with each record, and loggers of
+      `elastic_dp.integrations`. They run in threads of the process that waits for the run. Their
+      exceptions become warnings.
+    - `labels`: strings that are part of the run's status.
+    - `runtime_env`: Ray's `runtime_env` for workers and controller.
     - `storage_options`: options for the file system of `storage_path`, such as keys and an
       endpoint. They are not part of the job and are never written.
     """

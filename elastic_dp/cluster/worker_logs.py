@@ -44,6 +44,7 @@ EVERY_S = 5.0
 HEAD_BYTES = 64 << 10
 TAIL_BYTES = 192 << 10
 _FILE = re.compile(r"(.+?)(\.last)?\.log")
+_OF_RAY = (":job_id:", ":actor_name:", ":task_name:")  # its notes on whose output follows
 
 
 def read_logs(
@@ -66,8 +67,13 @@ def read_logs(
         if worker in (None, match[1]):
             with contextlib.suppress(ObjectMissing):  # deleted since it was listed
                 text = bytes(store.read_all(_path(store, match[0]))).decode(errors="replace")
-                for line in text.splitlines()[-tail if tail else None :]:
+                for line in lines_of(text)[-tail if tail else None :]:
                     yield match[0].removesuffix(".log"), line
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a worker's output, without the notes that Ray writes into it."""
+    return [line for line in text.splitlines() if not line.startswith(_OF_RAY)]
 
 
 def not_given(

@@ -18,11 +18,11 @@ class CheckpointConfig:
     have lost their controller. If several are set, whichever is due first counts.
 
     - `every_steps`: make a checkpoint after every step that is a multiple of this.
-    - `every_s`: make one so many seconds after the last one.
+    - `every_s`: make a checkpoint this many seconds after the last one.
     - `every`: "auto" chooses the interval from the cost of a checkpoint and the rate at which all
       workers were lost.
-    - `num_to_keep`: keep so many of the newest, or of the best if `checkpoint_score_attribute` is
-      set; None keeps all. The best and the newest are always kept.
+    - `num_to_keep`: how many of the newest are kept, or of the best if `checkpoint_score_attribute`
+      is set; None keeps all. The best and the newest are always kept.
     - `keep_every`: keep every step that is a multiple of this for ever.
     - `checkpoint_score_attribute`: the logged metric that ranks checkpoints. The value is the one
       that the loop body of the checkpoint's own step has logged; a checkpoint without a value is

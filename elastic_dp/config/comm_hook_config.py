@@ -12,19 +12,18 @@ from elastic_dp.errors import SpecError
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDConfig:
     """The arguments of torch's `PowerSGDState` (Vogels et al. 2019, arXiv:1905.13727), for
-    `ElasticTrainer(comm_hook=…, exact=False)`. The defaults are torch's, but that of
+    `ElasticTrainer(comm_hook=…, exact=False)`. The defaults are those of torch, except that of
     `orthogonalization_epsilon`.
 
-    - `matrix_approximation_rank`: each gradient of shape (n, …) that is large enough, as a matrix
-      of n rows, travels as two of so many columns.
-    - `start_powerSGD_iter`: so many first steps of the run are not compressed.
-    - `min_compression_rate`: a gradient is compressed where that divides its size by more than
-      this.
-    - `use_error_feedback`: each worker adds to its gradient what compression lost of its last one.
-    - `warm_start`: a step begins with the column space that the one before it has found.
-    - `orthogonalization_epsilon`: is added to norms that are divided by. With 0, the default of
-      torch, the gradient of a parameter without any is not finite, which fails the run.
-    - `batch_tensors_with_same_shape`: gradients of one shape are compressed together.
+    - `matrix_approximation_rank`: the rank of the approximation. A gradient of shape (n, …) that is
+      large enough is taken as a matrix of n rows, and sent as two matrices with this many columns.
+    - `start_powerSGD_iter`: how many steps at the start of the run are not compressed.
+    - `min_compression_rate`: a gradient is compressed if that divides its size by more than this.
+    - `use_error_feedback`: each worker adds to its gradient what compression lost of the last one.
+    - `warm_start`: a step starts from the column space that the step before it found.
+    - `orthogonalization_epsilon`: added to norms before dividing by them. With 0, the default of
+      torch, a gradient of zeros becomes not finite, which fails the run.
+    - `batch_tensors_with_same_shape`: compress gradients of the same shape together.
     """
 
     matrix_approximation_rank: int = 1

@@ -54,10 +54,13 @@ class DataConfig(_Order):
     - `source_column`: the name of an int64 column that says from which source a row is, counted
       from 0 in the order of `url`.
     - `source_options`: options of single sources that have weights: {url: {"columns": [...],
-      "transform": function, "epochs": 3}} (`SourceOptions` says more).
+      "transform": function, "epochs": 3}}. The transform, `transform(batch, rng)`, gets the rows of
+      this source in a micro-batch, before `DataConfig.transform`, and returns as many. After its
+      epochs a source leaves the mixture.
     - `format`: the format of the shards; None: by the endings of their names.
-    - `csv_options`: how CSV files are written: `delimiter`, `encoding`, `null_values`
-      (`CsvOptions` says more).
+    - `csv_options`: how CSV files are written: {"delimiter": ";", "encoding": "latin-1",
+      "null_values": ["n/a"]}. By default the delimiter is a comma, or a tab in .tsv files, the
+      encoding UTF-8, and the words for null are those of pyarrow, in columns of numbers.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which

@@ -14,23 +14,22 @@ class FailureConfig:
 
     `heartbeat_timeout_s` is the one timeout to set; those that are None follow from it.
 
-    - `heartbeat_timeout_s`: a worker whose heartbeats are missing for so long is evicted.
-    - `heartbeat_interval_s`: a worker sends a heartbeat so often (default: 0.25 s, or an eighth of
-      `heartbeat_timeout_s` if that is less). Shorter ones make planned changes sooner; longer ones
-      cost the controller of thousands of workers less.
-    - `lease_s`: a worker that no controller has answered for so long stops training (default: 2 ×
+    - `heartbeat_timeout_s`: a worker that sends no heartbeat for this long is evicted.
+    - `heartbeat_interval_s`: the time between two heartbeats of a worker (default: 0.25 s, or an
+      eighth of `heartbeat_timeout_s` if that is less). With a shorter one, planned changes come
+      sooner; with a longer one, thousands of workers cost the controller less.
+    - `lease_s`: a worker that no controller has answered for this long stops training (default: 2 ×
       `heartbeat_timeout_s`).
-    - `forming_timeout_s`: how long the forming of a group may take (default:
-      `heartbeat_timeout_s`).
+    - `forming_timeout_s`: how long a group may take to form (default: `heartbeat_timeout_s`).
     - `hang_timeout_s`: how long a live worker may keep the others waiting in a step before it is
       replaced. The loop body, evaluations and waits for data do not count. The limit is six times
       as long while its process computes, and in its first step. Default: 300 s, or 20 × the median
       step if that is longer.
     - `release_timeout_s`: a worker that was asked to leave is killed after this.
-    - `compare_weights_every`: compare the weights of all members after so many steps, and after
-      every step that is checkpointed; None: never. If they differ, all members are replaced, and
-      the run goes back to the newest checkpoint from before. (Not with `exact=False`, where
-      machines of different kinds may differ.)
+    - `compare_weights_every`: compare the weights of all members after each step that is a multiple
+      of this, and after every step that is checkpointed; None: never. If they differ, all members
+      are replaced, and the run goes back to the newest checkpoint from before. (Not with
+      `exact=False`, where machines of different kinds may differ.)
     - `max_losses_without_progress`: lost workers.
     - `max_out_of_memory`: workers that ran out of memory.
     - `max_losses_of_micro_batch`: workers that died while running the same micro-batch.
@@ -40,9 +39,9 @@ class FailureConfig:
       before the wait is reported.
     - `run_lease_s`: how long another cluster waits before it takes over a run whose controller no
       longer renews its lease.
-    - `orphan_timeout_s`: workers that no controller has answered for so long exit, and drivers stop
-      asking (default: 60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait for a
-      lost head).
+    - `orphan_timeout_s`: workers that no controller has answered for this long exit, and drivers
+      stop asking (default: 60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait
+      for a lost head).
 
     The four `max_…` budgets limit failures in a row, without a committed step in between, before
     the run fails; the pauses between attempts grow. Failures at the same time count as one. A

@@ -33,31 +33,32 @@ class ScalingConfig:
     """How many workers a job has, of what size, and on which nodes.
 
     - `min_workers`, `max_workers`: bounds of the number of workers that train.
-    - `virtual_workers`: V fixes the math: the global batch is V micro-batches whatever the number
-      of workers. It defaults to `max_workers` at the run's first start. A batch that grows: numbers
-      by the step after which they hold, `{0: 8, 2000: 16}`; at most as many workers train as the
-      first one says.
-    - `standby`: workers that are kept warm without a rank.
-    - `warm_processes`: on each node with a worker, so many processes wait that have imported torch
-      and this package, for replacements of workers. They start when the group is whole. Each takes
-      some 0.3 GB of memory, and no CPU, GPU or rank while it waits. Never tried with GPUs.
+    - `virtual_workers`: the number V of virtual workers. The global batch is V micro-batches for
+      any number of workers. Defaults to `max_workers` at the run's first start. For a batch that
+      grows, a dict: `{0: 8, 2000: 16}` has 8 virtual workers in the first 2,000 steps, and 16 from
+      then on; at most as many workers train as the first number says.
+    - `standby`: the number of workers that are kept ready without a rank, to replace lost ones.
+    - `warm_processes`: the number of idle processes on each node with a worker. They have imported
+      torch and this package, so a replacement of a worker starts faster in one of them. They start
+      once the group is complete. Each takes some 0.3 GB of memory, and no CPU, GPU or rank. Never
+      tried with GPUs.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
-    - `processes_per_worker`: a worker is so many processes of one node, over which its model is
-      sharded (see `TrainContext.mesh`). Each has rows of its own, so a global batch is so many
-      times V micro-batches. It is fixed at the run's first start. On GPUs each process has one, so
-      "GPU" is the same number.
-    - `tensor_parallel_size`: so many neighbours among these have the same rows, for torch's
-      `parallelize_module`, so a global batch has so many times fewer micro-batches. It divides
-      `processes_per_worker`, and is fixed at the run's first start.
-    - `context_parallel_size`: so many processes of a worker, which must then be all of them, or all
-      that differ in tensor parallelism, have the same rows, and each computes the loss of a part of
-      the positions. It is fixed at the run's first start.
-    - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
-      the worker's CPUs. Each process of a worker has so many, by default its share of the CPUs.
-    - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
-      soon be ready, and so long after the last join, so that a burst of new nodes stops the group
-      once or twice. It does not wait if it takes the last place, or if no other worker builds its
+    - `processes_per_worker`: the number of processes of a worker, all on one node, over which its
+      model is sharded (see `TrainContext.mesh`). Each process has rows of its own, so a global
+      batch is V × `processes_per_worker` micro-batches. On GPUs each process has one, so "GPU" is
+      the same number. Fixed at the run's first start.
+    - `tensor_parallel_size`: the number of neighbouring processes of a worker that have the same
+      rows, for torch's `parallelize_module`. It must divide `processes_per_worker`, and divides the
+      number of micro-batches of a global batch. Fixed at the run's first start.
+    - `context_parallel_size`: the number of processes of a worker that have the same rows, and
+      compute the loss of a part of the positions each. Times `tensor_parallel_size`, it must be
+      `processes_per_worker`. Fixed at the run's first start.
+    - `threads_per_worker`: the number of torch's threads in each process, part of the job because
+      it changes bits. Default: the worker's CPUs, divided by `processes_per_worker`.
+    - `stabilization_s`: how long a worker that is ready to join waits for others that will soon be
+      ready, and after the last join, so that a burst of new nodes stops the group once or twice. It
+      does not wait if it takes the last place, or if no other worker builds its
       model.
     - `balance`: "equal", or "measured": a slower worker runs fewer virtual workers if that makes a
       step at least a tenth shorter. If a worker that runs a single virtual worker delays the others
@@ -69,8 +70,8 @@ class ScalingConfig:
     On nodes with Ray's labels:
 
     - `market`: "spot", "on-demand", "spot-first" (on-demand if no spot node is available) or "any".
-    - `min_on_demand`: so many of the workers are requested on on-demand nodes whatever the market,
-      and stay when others can leave.
+    - `min_on_demand`: the number of workers that are requested on on-demand nodes, whatever the
+      market. They stay when others can leave.
     - `zones`: each worker is requested in the zone with the fewest workers, and in any other if
       that has no room.
     - `label_selector`: other labels of its node, in Ray's syntax: {"ray.io/accelerator-type":

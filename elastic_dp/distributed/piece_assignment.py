@@ -3,18 +3,20 @@
 Each piece has a primary and a backup. The backup is on another node, and in another zone, where
 that keeps the loads balanced: no member holds more than its part of the bytes, give or take two
 pieces, so the memory of a member is known before. With one member there is no backup, and two
-members hold everything.
+members hold everything. If no node has more than half of the members, no piece has both copies on
+one node, as far as sizes of pieces allow.
 
 What members hold stays where it is as far as the balance allows. After a loss only the lost copies
-are made again; a joiner is given its part, and nothing else moves. Pairs of members share about
-equally many pieces, so that the copies that are lost with a member are spread over all others.
+are made again; a joiner is given its part, and nothing else moves, unless both copies of a piece
+are on one node and one of them can be on another. Pairs of members share about equally many pieces,
+so that the copies that are lost with a member are spread over all others.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 _LOOKED_AT = 3  # of the most and the least loaded ranks, for each copy that is moved
@@ -73,6 +75,7 @@ def assign_pieces(
         if len(ranks) <= 1 and piece not in kept:
             assignment.place(piece, *assignment.best_pair(everyone))
     assignment.balance()
+    assignment.separate()
     return assignment.holders(kept)
 
 
@@ -169,9 +172,82 @@ class _Assignment:
         """Moves copies from ranks with more than their part to those with less."""
         while (move := self._next_move()) is not None:
             pair, index, rank, receiver = move
-            piece = self._pieces[pair].pop(index)
-            self._count(*pair, -self._sizes[piece])
-            self.place(piece, receiver, pair[0] if pair[1] == rank else pair[1])
+            self._move(pair, index, rank, receiver)
+
+    def _move(self, pair: tuple[int, int], index: int, rank: int, receiver: int) -> None:
+        piece = self._pieces[pair].pop(index)
+        self._count(*pair, -self._sizes[piece])
+        self.place(piece, receiver, _other(pair, rank))
+
+    def separate(self) -> None:
+        """Moves copies to other nodes where both holders of a piece are on one, as after joins that
+        came one by one: the first members had to hold what others hold now. Loads stay as even as
+        they are, so a node that gives a copy away takes one of a piece of which it has none. If it
+        has more than half of the members, there is none left for some of its pieces."""
+        for node in self._nodes():
+            near = [p for p in self._pieces if p[0] in node and p[1] in node and self._pieces[p]]
+            if not near or len(node) == len(self._ranks):
+                continue
+            far = [p for p in self._pieces if p[0] not in node and p[1] not in node]
+            # The last ones first: there an exchange separates both pieces.
+            far.sort(key=lambda p: (self._distances[p[0]][p[1]] == 0, p))
+            outside = [rank for rank in self._ranks if rank not in node]
+            for pair in near:
+                while self._pieces[pair] and (
+                    self._give_away(pair, outside)
+                    or self._exchange(pair, far)
+                    or self._take(pair, far)
+                ):
+                    while far and not self._pieces[far[-1]]:
+                        far.pop()
+
+    def _nodes(self) -> list[set[int]]:
+        found = {tuple(r for r in self._ranks if row[r] == 0) for row in self._distances}
+        return [set(node) for node in sorted(found)]
+
+    def _give_away(self, pair: tuple[int, int], outside: Sequence[int]) -> bool:
+        """Moves a copy of a piece of `pair` to a rank on another node, if one has room for it."""
+        index = len(self._pieces[pair]) - 1
+        size = self._sizes[self._pieces[pair][index]]
+        giver = max(pair, key=self._load.__getitem__)
+        receiver = min(outside, key=self._load.__getitem__)
+        if not self._stays_even({giver: -size, receiver: size}):
+            return False
+        self._move(pair, index, giver, receiver)
+        return True
+
+    def _exchange(self, pair: tuple[int, int], far: Sequence[tuple[int, int]]) -> bool:
+        """Exchanges a copy of a piece of `pair` for one of a piece of `far`."""
+        index = len(self._pieces[pair]) - 1
+        size = self._sizes[self._pieces[pair][index]]
+        for other in reversed(far):
+            for theirs in range(len(self._pieces[other]) - 1, -1, -1):
+                more = self._sizes[self._pieces[other][theirs]] - size
+                for giver, receiver in product(pair, other):
+                    if self._stays_even({giver: more, receiver: -more}):
+                        self._move(other, theirs, receiver, giver)
+                        self._move(pair, index, giver, receiver)
+                        return True
+        return False
+
+    def _take(self, pair: tuple[int, int], far: Sequence[tuple[int, int]]) -> bool:
+        """Moves a copy of a piece of `far` to a rank of `pair`, which can give more away then."""
+        receiver = min(pair, key=self._load.__getitem__)
+        for other in reversed(far):
+            giver = max(other, key=self._load.__getitem__)
+            for index in range(len(self._pieces[other]) - 1, -1, -1):
+                size = self._sizes[self._pieces[other][index]]
+                if self._stays_even({giver: -size, receiver: size}):
+                    self._move(other, index, giver, receiver)
+                    return True
+        return False
+
+    def _stays_even(self, more: Mapping[int, int]) -> bool:
+        """Returns whether loads differ by at most two pieces if ranks get so many bytes more, or by
+        no more than they differ now."""
+        after = [load + more.get(rank, 0) for rank, load in enumerate(self._load)]
+        now = max(self._load) - min(self._load)
+        return max(after) - min(after) <= max(2 * self._largest, now)
 
     def holders(self, alone: Mapping[int, int]) -> list[Holders]:
         """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. A
@@ -228,11 +304,13 @@ class _Assignment:
     def _best_move(
         self, givers: Sequence[int], receivers: Sequence[int], may_come_closer: bool
     ) -> tuple[tuple[int, int], int, int, int] | None:
-        """Returns the move after which pairs share most evenly. `may_come_closer`: the two holders
-        may then share a node that they did not share before."""
+        """Returns the move that brings the two holders farthest from each other, and after which
+        pairs share most evenly. `may_come_closer`: the two may then share a node that they did not
+        share before."""
         tolerance, distances = 2 * self._largest, self._distances
         moves = [
             (
+                distances[other][giver] - distances[other][receiver],
                 self._shared[other][receiver] - self._shared[other][giver],
                 giver,
                 receiver,
@@ -245,12 +323,16 @@ class _Assignment:
             if other not in (giver, receiver)
             and (may_come_closer or distances[other][giver] <= distances[other][receiver])
         ]
-        for _, giver, receiver, other in sorted(moves):
+        for _, _, giver, receiver, other in sorted(moves):
             pair, gap = _pair(giver, other), self._load[giver] - self._load[receiver]
             for index in range(len(self._pieces[pair]) - 1, -1, -1):
                 if 0 < self._sizes[self._pieces[pair][index]] < gap:
                     return pair, index, giver, receiver
         return None
+
+
+def _other(pair: tuple[int, int], rank: int) -> int:
+    return pair[0] if pair[1] == rank else pair[1]
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:

@@ -248,9 +248,9 @@ class Order:
             way_out = "" if self.num_rows == 0 else ', or set tail="short" for a smaller last batch'
             raise DataError(
                 f"the data set has {self.num_rows} rows, fewer than one global batch of {need} "
-                f"({self.virtual_workers} virtual workers × micro_batch_size "
-                f"{self.micro_batch_size}); "
-                f"add rows, lower micro_batch_size or virtual_workers{way_out}"
+                f"(micro_batch_size {self.micro_batch_size} × {self.virtual_workers} micro-batches,"
+                " one for each virtual worker and inner step); add rows, or lower "
+                f"micro_batch_size, virtual_workers or inner_steps{way_out}"
             )
 
 

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from elastic_dp.threads import background
 
@@ -116,11 +116,27 @@ class _ReadGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Arguments that operations write although their schema does not say so.
+_ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
+
+
 class _Deferred(TorchDispatchMode):
     """Queues the operations of a thread. What returns a new tensor is done at once with whatever
-    the inputs hold, for the sake of its shape, and once more in its turn."""
+    the inputs hold, for the sake of its shape, and once more in its turn; what it writes meanwhile
+    are copies. Random numbers are drawn at once, as the host of a GPU determines them: by its
+    seed and the number of those before them. Raises NotImplementedError for what cannot be done
+    twice."""
 
     READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"})
+    # What these draw does not depend on what the inputs hold.
+    FILLS = frozenset(
+        f"{name}_"
+        for name in (
+            *("bernoulli", "cauchy", "exponential", "geometric"),
+            *("log_normal", "normal", "random", "uniform"),
+        )
+    )
+    LIKE = frozenset({"rand_like", "randint_like", "randn_like"})
 
     def __init__(self, stream: _SimulatedStream) -> None:
         super().__init__()
@@ -137,19 +153,37 @@ class _Deferred(TorchDispatchMode):
         written = [
             given[argument.name]
             for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or argument.name in _ALSO_WRITTEN.get(name, ())
         ]
-        if written:
+        has_inputs = any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs)))
+        if torch.Tag.nondeterministic_seeded in func.tags and has_inputs:
+            return self._draw(func, name, args, kwargs)
+        returns_new = [value.alias_info is None for value in func._schema.returns]
+        if written and not any(returns_new):
             self._stream.put(partial(func, *args, **kwargs))
             if not func._schema.returns:
                 return None
             return written[0] if len(func._schema.returns) == 1 else tuple(written)
-        result = func(*args, **kwargs)
-        is_view = any(value.alias_info is not None for value in func._schema.returns)
-        has_inputs = any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs)))
-        if not is_view and has_inputs:
+        if written and not all(returns_new):
+            raise NotImplementedError(f"the simulated device cannot queue aten::{name}")
+        copies = {id(one): one.clone() for one in written if one is not None}
+        mine, named = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
+        result = func(*mine, **named)
+        if any(returns_new) and has_inputs:
             self._stream.put(partial(_do_again, func, args, kwargs, result))
         return result
+
+    def _draw(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name in self.LIKE:
+            return func(*args, **kwargs)
+        if name not in self.FILLS:
+            raise NotImplementedError(f"the simulated device cannot draw aten::{name} in its turn")
+        target = args[0]
+        drawn = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
+        func(drawn, *args[1:], **kwargs)
+        self._stream.put(partial(target.copy_, drawn))
+        return target
 
 
 def _do_again(func: Any, args: Any, kwargs: Any, result: Any) -> None:

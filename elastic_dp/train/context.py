@@ -28,12 +28,13 @@ _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of th
 class Step:
     """One committed step, equal on every worker.
 
-    `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True
-    on the last step of one. `loss`, `weight` and `metrics` are means and sums over the whole global
-    batch; `lr` is the first parameter group's in this step; `noise` holds estimates for the
-    gradient noise scale, or None (see `NoiseScale`); `grad_norm` is computed when it is read
-    (before clipping), in the step's own loop body. The gradients themselves are gone by then:
-    `p.grad` is None in every body.
+    - `number`: the number of the step, from 1.
+    - `epoch`: the pass over the data, from 0; `epoch_end` is True on its last step.
+    - `loss`, `metrics`: means over the global batch; `weight`: the sum of its weights.
+    - `lr`: the learning rate of the first parameter group in this step.
+    - `noise`: estimates for the gradient noise scale (see `NoiseScale`), or None.
+
+    Gradients are not available in the loop's body: `p.grad` is None there. Read `grad_norm`.
     """
 
     def __init__(self, record: StepRecord, session: WorkerSession) -> None:

@@ -36,7 +36,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 class InnerMoments(nn.Module):
-    """The moments of an Adam within `inner_optimizer`, to be registered in the model:
+    """The moments of an Adam in `inner_optimizer`. Register them in the model:
 
         model.moments = edp.InnerMoments(model)
         outer = torch.optim.SGD(model.moments.outer_groups(), lr=1.0)
@@ -45,13 +45,13 @@ class InnerMoments(nn.Module):
             optimizer = torch.optim.AdamW(model.moments.weights, lr=4e-4)
             return model.moments.go_on(optimizer, step=ctx.inner_steps_before(step))
 
-    Each step begins with the mean of the moments that the virtual workers had at the end of the
-    last one. For torch's Adam, AdamW, NAdam and RAdam. `weights` are the parameters of the model
-    that require a gradient now and have elements.
+    Each step starts with the mean of the moments that the virtual workers had at the end of the
+    last step. They are for torch's Adam, AdamW, NAdam and RAdam. `weights` are the parameters of
+    the model that have elements and require a gradient when this is made.
 
-    `second_moments`: "factored", only the means of their rows and columns go on, so that a step
-    sends about twice the weights; or "whole", all of them do, as their square roots, so that it
-    sends three times the weights. Raises SpecError.
+    `second_moments`: "factored" keeps the means of rows and columns only, so that a step sends
+    about twice the bytes of the weights; "whole" keeps all, as square roots, and sends three times
+    the bytes. Raises SpecError for other values.
     """
 
     weights: Sequence[nn.Parameter]

@@ -30,8 +30,8 @@ def batch_lr(
 
     - `batch`: its size, or sizes by the step after which they hold: `ctx.virtual_workers`.
     - `base`: in the same unit as `batch`.
-    - `warmup_steps`: over so many steps the factor rises in equal parts: from 0 at the start, and
-      where the batch grows from what it was before.
+    - `warmup_steps`: the number of steps over which the factor rises linearly: from 0 at the start,
+      and from its previous value where the batch grows.
 
     The function is pure, so several may be multiplied:
     `LambdaLR(optimizer, lambda step: batch_lr_of(step) * decay(step))`.

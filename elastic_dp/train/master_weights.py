@@ -26,8 +26,8 @@ class MasterWeights(torch.optim.Optimizer):
     - `params` and `options`: those of `optimizer_class`, whose groups and defaults this has.
     - `optimizer_class`: a class of `torch.optim`. All of its state is in fp32.
 
-    Parameters in fp32 are updated as always. The state of a parameter has the key "master" beside
-    those of the class. Raises SpecError.
+    Parameters in fp32 are updated without a copy. The state of a parameter has the key "master" in
+    addition to those of the class. Raises SpecError for other classes.
     """
 
     def __init__(

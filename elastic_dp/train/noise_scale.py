@@ -55,9 +55,8 @@ class NoiseScale:
     """Smooths the estimates of `Step.noise`, each of which is far too noisy by itself.
 
     Pass it as `state={"noise": noise}`, so that joiners and checkpoints have it, and call `update`
-    in the loop's body. |G|² and tr(Σ) are smoothed by themselves, by exponential moving averages,
-    and divided afterwards, as the paper does. `decay`: the share that an average keeps in an
-    update.
+    in the loop's body. |G|² and tr(Σ) are smoothed separately, by exponential moving averages, and
+    then divided, as in the paper. `decay`: the fraction of an average that an update keeps.
     """
 
     def __init__(self, *, decay: float = 0.99) -> None:

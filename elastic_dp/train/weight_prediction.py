@@ -20,14 +20,15 @@ class WeightPrediction(MasterWeights):
 
     - `params` and `options`: those of `optimizer_class`, whose groups and defaults this has.
     - `optimizer_class`: a class of `torch.optim`, which updates the weights.
-    - `ahead`: how many updates, one number or numbers by how many updates were made before, as
-      `staleness` takes them by the step. A parameter is its weights plus so many times their last
-      change. So a late gradient is about that of the weights to which it is applied. 1 is right for
-      an optimizer that looks one update ahead by itself, such as NAdam, 2 for Adam.
+    - `ahead`: how many updates to predict: a number, or a dict by the number of updates made
+      before, as `staleness` has it by the step. A parameter is its weight plus `ahead` times the
+      last change of the weight, so a late gradient approximates that of the weights to which it is
+      applied. Use 1 for an optimizer that looks one update ahead itself, such as NAdam, and 2 for
+      Adam.
 
     The weights of a parameter are its state "master"; those of parameters in bfloat16 and float16
     are in fp32, as in `MasterWeights`. The forward pass, `ctx.evaluate` and exported weights have
-    the prediction. Raises SpecError.
+    the prediction. Raises SpecError for other classes or values.
     """
 
     def __init__(

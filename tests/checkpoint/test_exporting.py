@@ -118,7 +118,7 @@ def test_list_and_verify(run):
     assert listed.exit_code == 0 and "accuracy=0.1" in listed.stdout and "20" in listed.stdout
     assert '"step": 10' in invoke("list", run, "--json").stdout
     verified = invoke("verify", run)
-    assert verified.exit_code == 0 and verified.stdout.count("whole") == 2
+    assert verified.exit_code == 0 and verified.stdout.count("intact") == 2
 
 
 def test_damage_is_told_and_skipped(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_dp.cluster import worker_logs
-from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader
+from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader, read_logs
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
@@ -38,6 +38,15 @@ def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
     assert copy.startswith(b"firstx") and copy.endswith(b"xlast")
     assert "… 9 bytes are left out".encode() in copy
     assert len(copy) < HEAD_BYTES + TAIL_BYTES + 100
+
+
+def test_notes_of_ray_are_no_lines_of_a_worker_s_output(printed, tmp_path):
+    file, keeper = printed
+    file.write(b":job_id:01000000\n:actor_name:WorkerActor\none\n:job_id is a word\ntwo\n")
+    keeper.start().close(60.0)
+    store = Store(str(tmp_path / "run"))
+    assert [*read_logs(store)] == [("w1", "one"), ("w1", ":job_id is a word"), ("w1", "two")]
+    assert [*read_logs(store, "w1", tail=3)] == [*read_logs(store)]  # and take no place
 
 
 def test_log_is_copied_while_the_worker_lives_and_only_when_it_grew(printed, tmp_path, monkeypatch):

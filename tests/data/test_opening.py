@@ -247,8 +247,8 @@ def not_parquet(folder: Path) -> DataConfig:
         (
             too_few,
             (
-                r"15 rows, fewer than one global batch of 16 \(2 virtual workers × "
-                r"micro_batch_size 8\)"
+                r"15 rows, fewer than one global batch of 16 \(micro_batch_size 8 × "
+                r"2 micro-batches, one for each virtual worker"
             ),
         ),
         (not_parquet, r"cannot read the footer of a\.parquet"),

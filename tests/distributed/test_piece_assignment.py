@@ -6,6 +6,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
 
@@ -193,3 +195,66 @@ def test_sixty_four_workers_hold_equal_parts_on_other_nodes_and_little_moves():
     again = assign_pieces(sizes, 64, topology, held)
     check(again, sizes, 64)
     assert moved(again, held, sizes) <= 1.1 * least_bytes_to_move(sizes, 64, held)
+
+
+def topology_of(nodes: list[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The topology of members that lie on these nodes, and the node of each rank. Ranks of a node
+    are consecutive."""
+    return [tuple(Counter(sorted(nodes)).values())], sorted(nodes)
+
+
+def on_one_node(holders: list[Holders], node: list[int], sizes: list[int]) -> Counter[int]:
+    """Bytes by the node that has both copies of them."""
+    found: Counter[int] = Counter()
+    for one, size in zip(holders, sizes, strict=True):
+        if one.backup is not None and node[one.primary] == node[one.backup]:
+            found[node[one.primary]] += size
+    return found
+
+
+def must_be_on_one_node(node: list[int], sizes: list[int]) -> dict[int, int]:
+    """Bytes by the node that has more than half of the members, and so of all copies."""
+    copies = {n: 2 * sum(sizes) * count // len(node) for n, count in Counter(node).items()}
+    return {n: max(0, held - sum(sizes)) for n, held in copies.items()}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    count=st.sampled_from([60, 200]),
+    changes=st.lists(st.integers(-8, 3), min_size=1, max_size=11),
+)
+@example(seed=0, count=200, changes=[0, 1, 1])  # two on the first node, then two on another
+@example(seed=0, count=200, changes=[0, 0, 1, 1, 1, 2, 2, 2])
+@example(seed=0, count=200, changes=[0, 0, 1, 1, -1])  # loads are even, and nothing need move
+def test_copies_are_on_two_nodes_while_workers_join_one_by_one_or_are_lost(seed, count, changes):
+    """A change is the node of a worker that joins, or below 0 the number of one that is lost."""
+    rng = random.Random(seed)
+    sizes = sizes_of(rng, count)
+    nodes, largest = [0], max(sizes)
+    topology, node = topology_of(nodes)
+    holders = assign_pieces(sizes, 1, topology)
+    all_moved = all_least = 0
+    for change in changes:
+        together = on_one_node(holders, node, sizes)
+        if change < 0 and len(node) > 2:
+            lost = -change % len(node)
+            held = [{r - (r > lost) for r in one.ranks if r != lost} for one in holders]
+            nodes.remove(node[lost])
+        elif change >= 0:
+            # Behind those of its node, the joiner moves the ranks of later nodes by one.
+            joined = sum(one <= change for one in node)
+            held = [{r + (r >= joined) for r in one.ranks} for one in holders]
+            nodes.append(change)
+        else:
+            continue
+        topology, node = topology_of(nodes)
+        holders = assign_pieces(sizes, len(node), topology, held)
+        check(holders, sizes, len(node))
+        must = must_be_on_one_node(node, sizes)
+        for n, nbytes in on_one_node(holders, node, sizes).items():
+            assert nbytes <= (must[n] + 2 * len(node) * largest if must[n] else 0)
+        apart = sum(max(0, together[n] - must.get(n, 0)) for n in together)
+        all_moved += moved(holders, held, sizes)
+        all_least += max(least_bytes_to_move(sizes, len(node), held), apart)
+    assert all_moved <= 1.1 * all_least + len(changes) * len(node) * largest

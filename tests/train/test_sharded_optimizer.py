@@ -417,26 +417,31 @@ def node_of(worker):
     return WorkerLocation(node=f"n{int(worker[1:]) % 2}")
 
 
+def later_node_of(worker):  # the fifth worker is on the node of the first four, and later ones not
+    return WorkerLocation(node="n0" if int(worker[1:]) <= 5 else "n1")
+
+
+JOINS = [(5, step) for size in (1, 2, 3, 4) for step in (SizeRequested(size), at_size(size))]
+
+
 @pytest.mark.slow
-def test_loss_of_a_whole_node_costs_no_state():
-    """Two workers on each of two nodes: the copies of each piece are on both nodes."""
+@pytest.mark.parametrize(("joins", "node"), [([], node_of), (JOINS, later_node_of)])
+def test_loss_of_a_whole_node_costs_no_state(joins, node):
+    """Each piece is on both nodes of two workers each, also if they have joined one by one."""
 
     def lose_node(run):
-        processes = dict(run.worker_group.processes)
-        members = [
-            w for w, stage in run.controller.status()["workers"].items() if stage == "member"
-        ]
-        assert len(members) == 4, members
-        for worker in members:
-            if node_of(worker).node == "n0":
-                processes[worker].kill()
+        status = run.controller.status()["workers"].items()
+        lost = [w for w, stage in status if stage == "member" and node(w).node == "n0"]
+        assert len(lost) == 2, status
+        for worker in lost:
+            run.worker_group.processes[worker].kill()
 
-    script = [(5, at_size(4)), (5, lose_node), (5, goes_on), (5, StopRequested("enough"))]
-    spec = job()
-    # A standby could be one of the first four that are ready, three of which may be on one node.
+    script = [(5, at_size(4)), *joins, (5, lose_node), (5, goes_on), (5, StopRequested("enough"))]
+    spec = job(**({"hold": {}} if joins else {}))
+    # A standby could be among the first four, three of which may then be on one node.
     spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=0))
     train = in_small_units(average_and_plateau)
-    outcome, run = group(spec, train, script=script, location=node_of)
+    outcome, run = group(spec, train, script=script, location=node)
     assert outcome.workers_lost == 2, losses_of(run)
     assert not any("optimizer's state" in text for text in texts_of(run))
     check(outcome, average_and_plateau, spec)
