@@ -167,7 +167,7 @@ def test_columns_that_a_source_has_not_are_refused_and_so_is_a_filter_by_others(
     with pytest.raises(DataError, match=r"texts'\]: no column 'id' in its shards, which have"):
         read_index(dataclasses.replace(config, source_options=options))
     with pytest.raises(
-        DataError, match=r"filter uses 'id', which is not among the columns of .*tex"
+        DataError, match=r"filter uses 'id', and .*texts'\]: no column 'id' in its shards"
     ):
         read_index(dataclasses.replace(config, filter=pc.field("id") > 3))
 

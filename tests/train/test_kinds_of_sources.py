@@ -138,6 +138,22 @@ def packing(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"url": str(folder), "pack": PACK}, check
 
 
+def packing_with_filter(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """The documents of `packing` in folders of a language, each beside one that is left out by its
+    score; and those of a language that is left out."""
+    options, check = packing(folder)
+    for shard in range(SHARDS):
+        path = folder / f"{shard}.parquet"
+        kept = pq.read_table(path).column("input_ids").to_pylist()
+        path.unlink()
+        rows = [{"input_ids": one, "score": s} for one in kept for s in (0.1, 0.9)]
+        for language in ("de", "en"):
+            (place := folder / f"language={language}").mkdir(exist_ok=True)
+            pq.write_table(pa.Table.from_pylist(rows), place / path.name, row_group_size=10)
+    good = (pc.field("language") == "en") & (pc.field("score") > 0.8)
+    return {**options, "url": f"{folder}/**", "columns": ["input_ids"], "filter": good}, check
+
+
 def length_groups(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     for shard in range(SHARDS):
         rows = [[i] * (1 + 5 * i % 11) for i in ids_of(shard)]
@@ -302,7 +318,7 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 LONG = (
     *(hive, row_filter, images, audio, tar_gz, json_array, mds, litdata),
-    *(packing, length_groups, weights_by_step, options_of_sources),
+    *(packing, packing_with_filter, length_groups, weights_by_step, options_of_sources),
 )
 
 
@@ -329,7 +345,7 @@ def test_rows_of_a_source_are_trained_on_exactly_once_under_a_kill(
         assert {times[i] for i in ids_of(3)} <= {0, 1}
         assert sum(times[i] for i in ids_of(3)) >= ROWS - 8
     else:
-        ids = range(TOKENS if kind is packing else SHARDS * ROWS)
+        ids = range(TOKENS if kind in (packing, packing_with_filter) else SHARDS * ROWS)
         assert times == dict.fromkeys(ids, EPOCHS)
 
     scaling = ScalingConfig(max_workers=3, min_workers=3, virtual_workers=V, threads_per_worker=1)

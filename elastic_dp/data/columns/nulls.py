@@ -10,7 +10,7 @@ Text and objects (see schema.py) may be null: a null is None.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ NULL_LISTS_WAYS_OUT = (
     "write an empty list for each of them in the shards, or leave the column out by "
     "DataConfig.columns"
 )
+FILTER_WAYS_OUT = (
+    "name the column in DataConfig.fill_nulls if DataConfig.filter may see nulls (a row for which "
+    "it is null is left out), or fill them in the shards"
+)
 
 
 class Nulls:
@@ -63,10 +67,11 @@ class Nulls:
             counts = {leaf.name: rows}
             self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
 
-    def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
+    def refused(self, leaf: pa.Field, *, filled: bool = False, for_filter: bool = False) -> str:
         """Why a column is refused; "" if it is not. `filled`: a value replaces its nulls, which is
-        possible in all but lists of variable length."""
-        if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
+        possible in all but lists of variable length. `for_filter`: it is read for the filter
+        alone."""
+        if may_be_null(leaf.type) or pa.types.is_null(leaf.type) or (for_filter and filled):
             return ""
         column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
         lacking = self._lacking.get(leaf.name)
@@ -74,13 +79,14 @@ class Nulls:
         if leaf.name in self._lists:
             count, shard = self._lists[leaf.name]
             lists = f"null list{'s' * (count != 1)}"
-            return f"{column} {count} {lists}, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
+            ways = FILTER_WAYS_OUT if for_filter else NULL_LISTS_WAYS_OUT
+            return f"{column} {count} {lists}, the first in {shard}{why}; {ways}"
         if leaf.name in self._found and not filled:
             count, shard = self._found[leaf.name]
-            return (
-                f"{column} {count} null{'s' * (count != 1)}, the first in {shard}{why}, which a "
-                f"tensor cannot; {WAYS_OUT}"
-            )
+            ways = FILTER_WAYS_OUT if for_filter else WAYS_OUT
+            which = "" if for_filter else ", which a tensor cannot"
+            nulls = f"null{'s' * (count != 1)}"
+            return f"{column} {count} {nulls}, the first in {shard}{why}{which}; {ways}"
         return ""
 
 
@@ -89,11 +95,13 @@ def check_nulls(
     fills: Mapping[str, Any] | None,
     columns: Iterable[pa.Field],
     parameter: str = "DataConfig.fill_nulls",
+    for_filter: Collection[str] = (),
 ) -> dict[str, Any]:
     """The values that replace nulls, in the types of their columns.
 
     Raises DataError if a value does not fit its column, or if a column has nulls and no value for
-    them. `parameter`: the name of `fills` in messages.
+    them. `parameter`: the name of `fills` in messages. `for_filter`: the names of those that are
+    read for the filter alone.
     """
     kinds = {leaf.name: leaf.type for leaf in columns}
     if missing := [name for name in fills or () if name not in kinds]:
@@ -112,9 +120,21 @@ def check_nulls(
             )
         values[name] = fitting
     for leaf in columns:
-        if message := nulls.refused(leaf, filled=leaf.name in values):
+        alone = leaf.name in for_filter
+        if message := nulls.refused(leaf, filled=leaf.name in values, for_filter=alone):
             raise DataError(message)
     return values
+
+
+def refuse_nulls_for_filter(table: pa.Table, leaf_names: Collection[str], where: str) -> None:
+    """Raises DataError if a column that is read for the filter alone holds nulls. `where`: what
+    `table` is."""
+    while any(pa.types.is_struct(kind) for kind in table.schema.types):
+        table = table.flatten()
+    for leaf, column in zip(table.schema, table.columns, strict=True):
+        if leaf.name in leaf_names and not may_be_null(leaf.type) and (n := count_nulls(column)):
+            found = f"column {leaf.name!r} of {where} holds {n} null{'s' * (n != 1)}"
+            raise DataError(f"{found}; {FILTER_WAYS_OUT}")
 
 
 def may_be_null(kind: pa.DataType) -> bool:

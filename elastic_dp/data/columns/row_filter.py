@@ -3,41 +3,82 @@
 Filters are applied when a data set is opened, to count the rows of each row group, and once more
 whenever a row group is read. Both give the same rows, so the order of rows is arithmetic on these
 counts, and needs no state. As in SQL, a row for which the expression is null is left out.
+
+A filter may use columns that the job does not deliver. These are read for the filter alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from elastic_dp.data.columns.column_types import cast, plain
+from elastic_dp.data.columns.column_types import cast, plain, type_name
+from elastic_dp.data.columns.schema import leaves, top_level
 from elastic_dp.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 _NUMBER = "elastic_dp row number"
 
 
+def columns_of(expression: Any) -> list[str]:
+    """The columns that a pyarrow expression names, each once; a field of a struct is "a.b"."""
+    found, nested, left = list[str](), list[str](), 0
+    for key, value in _serialized(expression):
+        if key == "nested_field_ref":
+            nested, left = [], int(value)
+        elif key == "field_ref" and left:
+            nested.append(value)
+            left -= 1
+            if not left:
+                found.append(".".join(nested))
+        elif key == "field_ref":
+            found.append(value)
+    return list(dict.fromkeys(found))
+
+
+def equalities(values: Mapping[str, Any], fields: Iterable[pa.Field]) -> Any:
+    """The expression that each of `fields` among `values` has its value there."""
+    found = pc.scalar(True)
+    for field in fields:
+        if field.name in values:
+            column, value = pc.field(field.name), pa.scalar(values[field.name], field.type)
+            found &= column == value if value.is_valid else column.is_null()
+    return found
+
+
 class RowFilter:
-    """`schema`: the columns that the job reads. Raises DataError if `expression` names others, or
-    does not fit their types."""
+    """`schema`: the columns that are read of the shards. Raises DataError if `expression` names
+    others, or does not fit their types.
+
+    `fields`: the top-level columns that it uses. `leaves`: the names of those that it needs to be
+    read; "a.b" in a struct.
+    """
 
     def __init__(self, expression: Any, schema: pa.Schema) -> None:
         self._expression = expression
-        fields = [pa.field(field.name, plain(field.type)) for field in schema]
+        used = columns_of(expression)
+        fields = (schema.field(name) for name in top_level(schema, used))
+        self.fields = [pa.field(field.name, plain(field.type)) for field in fields]
+        self.leaves = [leaf.name for leaf in leaves(self.fields, used)]
         try:
-            pa.schema(fields).empty_table().filter(expression)
+            self.schema.empty_table().filter(expression)
         except (pa.ArrowException, TypeError, ValueError) as error:
+            types = ", ".join(f"{f.name!r} is {type_name(f.type)}" for f in self.fields)
             raise DataError(
-                f"DataConfig.filter: {expression} cannot be applied: {error}; it may use the "
-                f"columns that the job reads ({', '.join(map(repr, schema.names))}; see "
-                "DataConfig.columns)"
+                f"DataConfig.filter: {expression} cannot be applied: {error}"
+                + (f"; column {types}" if types else "")
             ) from error
-        self.fields = [field for field in fields if self._needs(field, fields)]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self.fields)
 
     @property
     def names(self) -> list[str]:
@@ -50,14 +91,6 @@ class RowFilter:
         numbered = pa.table(columns | {_NUMBER: np.arange(table.num_rows)})
         kept: Ints = numbered.filter(self._expression).column(_NUMBER).to_numpy()
         return np.sort(kept)  # Arrow does not promise the order
-
-    def _needs(self, field: pa.Field, fields: Iterable[pa.Field]) -> bool:
-        others = pa.schema([other for other in fields if other.name != field.name])
-        try:
-            others.empty_table().filter(self._expression)
-        except pa.ArrowException:
-            return True
-        return False
 
 
 class Selection:
@@ -75,6 +108,30 @@ class Selection:
     def digest(self) -> str:
         """Equal if the same rows of each row group are kept, however the filter is written."""
         return self._content.hexdigest()
+
+
+def _serialized(expression: Any) -> Iterator[tuple[str, str]]:
+    """The calls, literals and columns of an expression, in their order: Arrow writes them as
+    metadata of a schema, with keys that repeat, which only the C data interface gives back."""
+    _, (content,) = expression.__reduce__()
+    capsule = pa.ipc.open_file(content).schema.__arrow_c_schema__()
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    schema = pointer(capsule, b"arrow_schema")
+    # struct ArrowSchema { const char* format; const char* name; const char* metadata; … }
+    at = ctypes.c_size_t.from_address(schema + 2 * ctypes.sizeof(ctypes.c_size_t)).value
+    if not at:  # a literal
+        return
+    sizes = ctypes.sizeof(ctypes.c_int32)
+    count, at = ctypes.c_int32.from_address(at).value, at + sizes
+    for _ in range(count):
+        pair = []
+        for _ in ("key", "value"):
+            length, at = ctypes.c_int32.from_address(at).value, at + sizes
+            pair.append(ctypes.string_at(at, length).decode(errors="replace"))
+            at += length
+        yield pair[0], pair[1]
 
 
 def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:

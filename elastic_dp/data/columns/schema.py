@@ -33,11 +33,16 @@ Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
 class Columns:
-    """Merges the schemas of a data set, shard by shard. `wanted`: the columns that the job
-    names."""
+    """Merges the schemas of a data set, shard by shard.
 
-    def __init__(self, wanted: Sequence[str] | None) -> None:
-        self._wanted = wanted
+    `wanted`: the columns that the job names; None: all. `used`: those that its filter uses, which
+    are read too.
+    """
+
+    def __init__(self, wanted: Sequence[str] | None, used: Sequence[str] = ()) -> None:
+        self._wanted = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
+        self._delivered, self._used = wanted, used
+        self._left_out = frozenset[str]()  # leaves that are read for the filter alone
         # A *kind* of shard: all shards with the same types, of which the same columns are read.
         # Type, first shard that has the column in it
         self._types: dict[str, tuple[pa.DataType, str]] = {}
@@ -104,11 +109,12 @@ class Columns:
         return self._first[1]
 
     def leaves(self) -> list[pa.Field]:
-        """The columns that the job reads. Raises DataError for one that has no tensor."""
+        """The columns that a batch has. Raises DataError for one that has no tensor."""
         self.refuse_missing()
         self.refuse_case()
-        found = self.wanted_leaves()
-        if not found:
+        wanted = leaves(self.schema(), self._delivered)
+        found = [leaf for leaf in wanted if leaf.name not in self._left_out]
+        if not wanted:
             raise DataError("DataConfig.url: the shards have no columns")
         self._refuse_ambiguous(self.schema(), "the shards together", self._wanted)
         for leaf in found:
@@ -116,8 +122,13 @@ class Columns:
         return found
 
     def wanted_leaves(self) -> list[pa.Field]:
-        """Like `leaves`, with those that have no tensor."""
+        """Like `leaves`, with those that have no tensor, and those that the filter uses."""
         return leaves(self.schema(), self._wanted)
+
+    def leave_out(self, is_left_out: Callable[[pa.Field], bool]) -> None:
+        """Leaves columns out of `leaves` that the filter uses, where the job names no columns."""
+        used = leaves(self.schema(), self._used) if self._delivered is None else []
+        self._left_out = frozenset(leaf.name for leaf in used if is_left_out(leaf))
 
     def _leaves_among(self, among: _Names | None) -> list[pa.Field]:
         return self.wanted_leaves() if among is None else leaves(self.schema(), among)
@@ -125,14 +136,15 @@ class Columns:
     def refuse_missing(self) -> None:
         """Raises DataError if no shard has one of the columns that the job names."""
         there = {name for name, _ in _columns_and_structs(self.schema())}
-        missing = [name for name in self._wanted or () if name not in there]
-        if missing:
-            shard, names = self._first
-            shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-            raise DataError(
-                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, "
-                f"which has {shown}"
-            )
+        for field, columns in ("columns", self._delivered), ("filter", self._used):
+            missing = [name for name in columns or () if name not in there]
+            if missing:
+                shard, names = self._first
+                shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+                raise DataError(
+                    f"DataConfig.{field}: no column {', '.join(map(repr, missing))} in {shard}, "
+                    f"which has {shown}"
+                )
 
     def refuse_case(self) -> None:
         """Raises DataError if two columns differ only in case and no shard has both. Most likely

@@ -188,8 +188,8 @@ def _row_groups(
     config: DataConfig, index: Index, timeout_s: float, on_wait: Callable[[str], None] | None
 ) -> tuple[ShardRowGroups, dict[str, Any]]:
     """The row groups, and the options that both kinds of data set take for them."""
-    check_decoded(config.decode, leaves(index.schema))
-    check_lengths(config.group_by_length, leaves(index.schema))
+    check_decoded(config.decode, leaves(index.delivered))
+    check_lengths(config.group_by_length, leaves(index.delivered))
     cache = None
     if config.cache_dir is not None and config.cache_bytes is not None:
         say = on_wait or _log.warning

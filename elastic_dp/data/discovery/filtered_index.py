@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.columns.nulls import refuse_nulls_for_filter
 from elastic_dp.data.columns.row_filter import RowFilter, Selection
-from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import (
     path_of,
 )
@@ -30,15 +30,25 @@ _log = logging.getLogger(__name__)
 
 def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
     """The index with the numbers of rows that the filter keeps. Reads the columns of the filter,
-    of the row groups that may have such rows by their statistics.
+    of the row groups that may have such rows by their statistics and their folder's name. Reads
+    nothing of a shard where the filter uses only what the folder's name says.
 
     Raises BadShard if they cannot be decoded. With `on_bad_shard="skip"` all rows of such a row
     group are kept, since nobody knows which fit: training then skips them as bad ones, and counts
     them for `max_bad_fraction`.
     """
     rows_of = RowFilter(config.filter, index.schema)
-    read = [leaf.name for leaf in leaves(rows_of.fields)]
+    allowed = {name for name, _ in index.columns}.union(config.fill_nulls or {})
+    alone = [name for name in rows_of.leaves if name not in allowed]
     selection = Selection()
+
+    def applied(table: pa.Table, where: str) -> Ints:
+        try:
+            return rows_of.rows(table)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"DataConfig.filter: {config.filter} cannot be applied to {where}: {error}"
+            ) from error
 
     def kept(number: int) -> list[Ints]:
         source = sources[index.shards["source"][number].as_py()]
@@ -46,11 +56,15 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
         shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
         first, end = index.group_bounds[number : number + 2].tolist()
         here = frozenset(range(end - first))
-        if isinstance(source.format, Parquet) and not shard.partition:
+        found = [np.empty(0, np.int64)] * (end - first)
+        if rows_of.names and all(name in shard.partition for name in rows_of.names):
+            row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
+            fits = len(applied(row, shard.name))
+            return [np.arange(n * fits) for n in index.rows[first:end].tolist()]
+        if isinstance(source.format, Parquet):
             with reading_footer(shard):
                 may_match = source.format.may_match(shard, config.filter, rows_of.fields)
             here = here if may_match is None else may_match
-        found = [np.empty(0, np.int64)] * (end - first)
         for group in sorted(here):
             at = RowGroupLocation(
                 group, int(index.starts[first + group]), int(index.ends[first + group])
@@ -58,7 +72,7 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
             rows = int(index.rows[first + group])
             try:
                 with decoding(shard, at):
-                    table = read_table(source.format, shard, at, index.schema, read)
+                    table = read_table(source.format, shard, at, index.schema, rows_of.leaves)
                     refuse_other_count(table.num_rows, rows)
             except BadShard as error:
                 if config.on_bad_shard == "fail":
@@ -66,13 +80,9 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
                 _log.warning("DataConfig.filter: %s", _kept_whole(error))
                 found[group] = np.arange(rows)
                 continue
-            try:
-                found[group] = rows_of.rows(table)
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"DataConfig.filter: {config.filter} cannot be applied to row group {group} of "
-                    f"{shard.name}: {error}"
-                ) from error
+            where = f"row group {group} of {shard.name}"
+            refuse_nulls_for_filter(table, alone, where)  # which no footer may have counted
+            found[group] = applied(table, where)
         return found
 
     with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:

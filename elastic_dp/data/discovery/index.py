@@ -19,7 +19,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
-from elastic_dp.data.columns.row_filter import RowFilter
+from elastic_dp.data.columns.row_filter import columns_of
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.filtered_index import filtered
 from elastic_dp.data.discovery.listed_files import ListedFile, list_warnings
@@ -39,7 +39,7 @@ from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.discovery.source_columns import SourceColumns
-from elastic_dp.data.discovery.token_counts import with_tokens
+from elastic_dp.data.discovery.token_counts import is_packable, with_tokens
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.csv_headers import HeaderLines
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
@@ -85,20 +85,21 @@ def read_index(
     by_source, wanted = config.columns_by_source, config.columns
     if by_source is not None:
         wanted = list(dict.fromkeys(name for of_source in by_source for name in of_source or ()))
-    in_folders = folder_columns(sources, wanted)
+    used = [] if config.filter is None else columns_of(config.filter)
+    in_folders = folder_columns(sources, None if wanted is None else [*wanted, *used])
     types = dict(in_folders.types)
     if (source_column := config.source_column) is not None:
         types[source_column] = pa.int64()
         wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
     refuse_missing(sources, config, types)
-    of_sources = SourceColumns(config)
-    columns, nulls, build, begun = Columns(wanted), Nulls(), Builder(), 0
+    of_sources = SourceColumns(config, used)
+    columns, nulls, build, begun = Columns(wanted, used), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
     leading_zeros: dict[str, str] = {}
     headers = [HeaderLines() for _ in by_source or ("all sources",)]
-    for number, shard, scan in scan_all(sources, config):
+    for number, shard, scan in scan_all(sources, config, used):
         listed = sources[number].listed
         while begun <= number:
             url = urls[begun]
@@ -148,17 +149,21 @@ def read_index(
     of_sources.check()
     for lines in headers:
         lines.check()
-    found = columns.leaves()
+    if config.pack is not None:
+        columns.leave_out(lambda leaf: not is_packable(leaf.type))
+    delivered, found = {leaf.name for leaf in columns.leaves()}, columns.wanted_leaves()
+    for_filter = {leaf.name for leaf in found} - delivered
     refuse_rounded(rounded, found)
     for warning in leading_zero_warnings(leading_zeros, found):
         _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
-    index = build.finish(columns, check_nulls(nulls, config.fill_nulls, found))
+    fills = check_nulls(nulls, config.fill_nulls, found, for_filter=for_filter)
+    index = build.finish(columns, fills)
     index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
+    every = index.rows
     if config.filter is not None:
-        of_sources.check_filter(RowFilter(config.filter, index.schema).names)
         index = filtered(index, config, sources)
-    return index if config.pack is None else with_tokens(index, config, sources)
+    return index if config.pack is None else with_tokens(index, config, sources, every)
 
 
 class Builder:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.columns.schema import top_level
 from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store
@@ -49,8 +50,8 @@ class Index:
       file_format.py), partition (JSON, see `partition`).
     - `groups` [row groups]: columns rows, starts, ends, nbytes (int64); tokens, for packing.
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
-    - `columns`: (name, type and the value that replaces nulls) of the columns that the job reads.
-    - `schema`: of the top-level columns that contain these.
+    - `columns`: (name, type and the value that replaces nulls) of the columns that a batch has.
+    - `schema`: of the top-level columns that contain these, and of those that the filter uses.
     - `selection`: a digest of the rows that the filter keeps; "" without one. `groups` counts only
       these rows.
     - `csv`: the identity of `DataConfig.csv_options`.
@@ -127,6 +128,13 @@ class Index:
             return {}
         values = self.shards["partition"][shard].as_py()
         return {} if values is None else dict(json.loads(values))
+
+    @property
+    def delivered(self) -> pa.Schema:
+        """The part of `schema` that contains `columns`. The others are read for the filter
+        alone."""
+        tops = set(top_level(self.schema, [name for name, _ in self.columns]))
+        return pa.schema([field for field in self.schema if field.name in tops])
 
     @cached_property
     def digest(self) -> str:

@@ -29,11 +29,14 @@ def announce(source: OpenedSource, say: Callable[[str], None]) -> None:
         say(f"scanning {len(entries)} {source.format.name} shard(s), {mib:,.0f} MiB, once")
 
 
-def scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
+def scan_all(
+    sources: list[OpenedSource], config: DataConfig, used: Sequence[str] = ()
+) -> Iterator[tuple[int, int, Scan]]:
     """(source, shard in it, scan) in order. Some scans run ahead; there is never a future for each
-    shard of a large data set."""
+    shard of a large data set. `used`: the columns of the filter, which are read too."""
 
-    columns = config.columns_by_source or (config.columns,) * len(sources)
+    wanted = config.columns_by_source or (config.columns,) * len(sources)
+    columns = [None if of is None else list(dict.fromkeys([*of, *used])) for of in wanted]
 
     def scan(number: int, shard: int) -> Scan:
         source = sources[number]

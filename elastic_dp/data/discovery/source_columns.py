@@ -17,10 +17,11 @@ _NAMES_SHOWN = 20
 
 
 class SourceColumns:
-    """Does nothing if no source has columns of its own."""
+    """Does nothing if no source has columns of its own. `used`: the columns of the filter, which
+    are read of all sources."""
 
-    def __init__(self, config: DataConfig) -> None:
-        self._urls, self._each = config.urls, config.columns_by_source
+    def __init__(self, config: DataConfig, used: Sequence[str] = ()) -> None:
+        self._urls, self._each, self._used = config.urls, config.columns_by_source, used
         self._added = () if config.source_column is None else (config.source_column,)
         self._missing: dict[int, tuple[list[str], list[str]]] = {}  # and the columns that are there
 
@@ -28,12 +29,11 @@ class SourceColumns:
         """The columns that are read of the source's shards; None: all that the job reads."""
         if self._each is None:
             return None
-        return (*(self._each[source] or ()), *self._added)
+        return tuple(dict.fromkeys([*self._own(source), *self._used]))
 
     def add(self, source: int, schema: pa.Schema) -> None:
         """Adds a shard of the source."""
-        among = self.among(source)
-        if among is not None:
+        if (among := self.among(source)) is not None:
             missing, names = self._missing.get(source, ([*among], schema.names))
             self._missing[source] = names_missing(missing, schema), names
 
@@ -52,19 +52,15 @@ class SourceColumns:
     def check(self) -> None:
         """Raises DataError if no shard of a source has one of its columns."""
         for source, (missing, names) in self._missing.items():
+            used = [name for name in missing if name in self._used]
             if missing:
+                what = f"DataConfig.filter uses {used[0]!r}, and " if used else ""
                 raise DataError(
-                    f"{name_of(self._urls[source])}: no column "
+                    f"{what}{name_of(self._urls[source])}: no column "
                     f"{', '.join(map(repr, missing))} in its shards, which have "
                     f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}"
                 )
 
-    def check_filter(self, names: Sequence[str]) -> None:
-        """Raises DataError if the filter uses a column that is not read of all sources."""
-        for url, columns in zip(self._urls, self._each or (), strict=False):
-            left_out = [name for name in names if name not in (*(columns or ()), *self._added)]
-            if left_out:
-                raise DataError(
-                    f"DataConfig.filter uses {left_out[0]!r}, which is not among the columns of "
-                    f"{name_of(url)}; name it there"
-                )
+    def _own(self, source: int) -> tuple[str, ...]:
+        assert self._each is not None
+        return (*(self._each[source] or ()), *self._added)

@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import is_list, plain, type_name
 from elastic_dp.data.columns.row_filter import RowFilter
-from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of
 from elastic_dp.data.discovery.opened_source import OpenedSource
 from elastic_dp.data.discovery.shard_index import Index, shard_at
@@ -30,29 +29,34 @@ from elastic_dp.errors import DataError
 TOKENS = "input_ids"
 
 
-def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
+def with_tokens(
+    index: Index, config: DataConfig, sources: list[OpenedSource], every_row: Ints
+) -> Index:
     """The index with the number of tokens of each row group, without the rows that the filter
-    leaves out. Raises DataError if a column has no value for each token, and BadShard if a row
-    group cannot be decoded."""
-    column = _column_of_tokens(index.schema, config.pack_columns)
+    leaves out. Row groups of which it leaves out all rows are not read, and those of which it keeps
+    all rows are read only where footers do not count their tokens. `every_row` int64 [row groups]:
+    the number of rows without a filter. Raises DataError if a column has no value for each token,
+    and BadShard if a row group cannot be decoded."""
+    column = _column_of_tokens(index.delivered, config.pack_columns)
     rows_of = None if config.filter is None else RowFilter(config.filter, index.schema)
-    used = [] if rows_of is None else rows_of.fields
-    read = list(dict.fromkeys([column, *(leaf.name for leaf in leaves(used))]))
+    read = list(dict.fromkeys([column, *(() if rows_of is None else rows_of.leaves)]))
     # A footer counts null tokens as it counts empty lists, and those that are filled are tokens.
-    is_in_footers = rows_of is None and column not in (config.fill_nulls or {})
+    is_in_footers = column not in (config.fill_nulls or {})
 
     def count(number: int) -> Ints:
         source = sources[index.shards["source"][number].as_py()]
         path = path_of(source.store.path, index.name(number), source.listed.is_file)
         shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
         first, end = index.group_bounds[number : number + 2].tolist()
-        if isinstance(source.format, Parquet) and is_in_footers:
+        kept = index.rows[first:end]
+        whole = kept == every_row[first:end]
+        found, todo = np.zeros(end - first, np.int64), kept > 0
+        if isinstance(source.format, Parquet) and is_in_footers and (whole & todo).any():
             with reading_footer(shard):
                 known = source.format.list_values(shard, column)
             if known is not None:
-                return known
-        found = np.zeros(end - first, np.int64)
-        for group in range(end - first):
+                found[whole], todo = known[whole], todo & ~whole
+        for group in np.flatnonzero(todo).tolist():
             at = RowGroupLocation(
                 group, int(index.starts[first + group]), int(index.ends[first + group])
             )
@@ -72,6 +76,15 @@ def with_tokens(index: Index, config: DataConfig, sources: list[OpenedSource]) -
     return replace(index, groups=index.groups.append_column(field, pa.array(counts)))
 
 
+def is_packable(kind: pa.DataType) -> bool:
+    """Whether a column of this type may have one number for each token."""
+    kind = plain(kind)
+    inner = kind.value_type if is_list(kind) else None
+    return inner is not None and bool(
+        pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    )
+
+
 def _column_of_tokens(schema: pa.Schema, made: Sequence[str]) -> str:
     if twice := [name for name in made if name in schema.names]:
         raise DataError(
@@ -80,13 +93,14 @@ def _column_of_tokens(schema: pa.Schema, made: Sequence[str]) -> str:
             "says what is made"
         )
     for field in schema:
-        kind = plain(field.type)
-        inner = kind.value_type if is_list(kind) else None
-        if inner is None or not (
-            pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
-        ):
+        if not is_packable(field.type):
             raise DataError(
-                f"DataConfig.pack: column {field.name!r} is {type_name(kind)}, and must be a list "
-                "with one number for each token; leave it out by DataConfig.columns"
+                f"DataConfig.pack: column {field.name!r} is {type_name(plain(field.type))}, and "
+                "must be a list with one number for each token; leave it out by DataConfig.columns"
             )
+    if not schema.names:
+        raise DataError(
+            "DataConfig.pack: the filter uses every column, and none of them is a list with one "
+            "number for each token"
+        )
     return TOKENS if TOKENS in schema.names else str(schema.names[0])

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from elastic_dp.data.columns.column_types import lossless, plain_schema
 from elastic_dp.data.columns.mapped_file import stamp_of
 from elastic_dp.data.columns.nulls import may_be_null
+from elastic_dp.data.columns.row_filter import equalities
 from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.encryption import (
     refuse_encrypted_footer,
@@ -135,20 +136,27 @@ class Parquet:
         self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
     ) -> frozenset[int] | None:
         """The row groups that may have a row for which `expression` is true, by the statistics in
-        the footer. `fields`: the columns that it uses. None: unknown, also where the shard has
-        another type than the data set, and for floats, of which statistics do not count NaN."""
+        the footer and the name of the folder. `fields`: the columns that it uses. None: unknown,
+        also where the shard has another type than the data set, and for floats, of which statistics
+        do not count NaN."""
         # Here, since it imports pandas, where that is installed: 50 MB in each worker.
         from pyarrow import dataset
 
         held = _FetchedRanges(shard)
+        schema, in_name = pa.schema(fields), equalities(shard.partition, fields)
+        chosen = dataset.ParquetFileFormat()
+        fragment = chosen.make_fragment(pa.PythonFile(held, mode="r"), partition_expression=in_name)
+        if not any(dataset.FileSystemDataset([fragment], schema, chosen).get_fragments(expression)):
+            return frozenset()  # by the name alone
         held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
-        fragment = dataset.ParquetFileFormat().make_fragment(pa.PythonFile(held, mode="r"))
         there = fragment.physical_schema
         for used in fields:
             number = there.get_field_index(used.name)
-            if number < 0 or there.field(number).type != used.type or _has_floats(used.type):
+            if used.name not in shard.partition and (
+                number < 0 or there.field(number).type != used.type or _has_floats(used.type)
+            ):
                 return None
-        return frozenset(row_group.id for row_group in fragment.subset(expression).row_groups)
+        return frozenset(g.id for g in fragment.subset(expression, schema=schema).row_groups)
 
     def list_values(self, shard: ShardAt, column: str) -> npt.NDArray[np.int64] | None:
         """The number of values in all lists of a column of lists, by row group. None: the footer

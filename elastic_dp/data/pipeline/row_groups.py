@@ -75,11 +75,11 @@ class ShardRowGroups:
         csv = CsvOptions.of(config.csv_options)
         self._formats = {n: open_format(n, csv) for n in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
-        self._leaves, self._schemas = self._read_of_sources(config)
-        self._fields = [[(name, types[name]) for name in names] for names in self._leaves]
         self._filter: RowFilter | None = None
         if config.filter is not None:
             self._filter = RowFilter(config.filter, index.schema)
+        delivered, self._leaves, self._schemas = self._read_of_sources(config)
+        self._fields = [[(name, types[name]) for name in names] for names in delivered]
         self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
@@ -111,22 +111,27 @@ class ShardRowGroups:
         table = read_table(chosen, shard, location, self._schemas[source], self._leaves[source])
         return table if self._filter is None else table.take(self._filter.rows(table))
 
-    def _read_of_sources(self, config: DataConfig) -> tuple[list[list[str]], list[pa.Schema]]:
-        """The leaves that are read of each source, and the top-level columns that contain them."""
+    def _read_of_sources(
+        self, config: DataConfig
+    ) -> tuple[list[list[str]], list[list[str]], list[pa.Schema]]:
+        """The leaves that batches have of each source, those that are read of it, and the
+        top-level columns that contain them."""
         index, every = self._index, [name for name, _ in self._index.columns]
-        names, schemas = list[list[str]](), list[pa.Schema]()
+        used = [] if self._filter is None else self._filter.leaves
+        delivered, names, schemas = list[list[str]](), list[list[str]](), list[pa.Schema]()
         added = () if config.source_column is None else (config.source_column,)
         for source in index.sources:
             if source.columns is None:
-                names.append(every)
+                delivered.append(every)
                 schemas.append(index.schema)
-                continue
-            among = (*source.columns, *added)
-            own = {leaf.name for leaf in leaves(index.schema, among)}
-            names.append([name for name in every if name in own])
-            tops = top_level(index.schema, among)
-            schemas.append(pa.schema([index.schema.field(name) for name in tops]))
-        return names, schemas
+            else:
+                among = (*source.columns, *added)
+                own = {leaf.name for leaf in leaves(index.schema, among)}
+                delivered.append([name for name in every if name in own])
+                tops = top_level(index.schema, [*among, *used])
+                schemas.append(pa.schema([index.schema.field(name) for name in tops]))
+            names.append(list(dict.fromkeys([*delivered[-1], *used])))
+        return delivered, names, schemas
 
     def _format(self, number: int) -> FileFormat:
         return self._formats[self._index.sources[self._source(number)].format]

@@ -1,0 +1,211 @@
+"""Packing with a filter on columns that are not packed: they are read for the filter alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data import read_index
+from elastic_dp.data.columns.row_filter import columns_of
+from elastic_dp.data.discovery.shard_index import Index
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.errors import DataError
+from tests.data.test_packing import LENGTH, B, document, epoch_of
+from tests.data.values import in_place
+
+SHARDS, ROWS = 3, 40  # documents of a shard
+Row = dict[str, Any]
+GOOD = (pc.field("language") == "en") & (pc.field("score") > 0.5)
+
+
+def row(i: int) -> Row:
+    language = (None, "en", "de", "en")[i % 4]
+    return {"input_ids": document(i), "language": language, "score": i % 7 / 7}
+
+
+def is_good(i: int) -> bool:
+    return i % 4 in (1, 3) and i % 7 / 7 > 0.5
+
+
+def table(rows: list[Row]) -> pa.Table:
+    types = {"input_ids": pa.list_(pa.int64()), "language": pa.string(), "score": pa.float64()}
+    return pa.Table.from_pylist(rows, pa.schema({name: types[name] for name in rows[0]}))
+
+
+def parquet(path: Path, rows: list[Row]) -> None:
+    pq.write_table(table(rows), path.with_suffix(".parquet"), row_group_size=7)
+
+
+def parquet_by_polars(path: Path, rows: list[Row]) -> None:
+    pl.from_arrow(table(rows)).write_parquet(path.with_suffix(".parquet"), row_group_size=7)
+
+
+def parquet_by_pandas(path: Path, rows: list[Row]) -> None:
+    pd.DataFrame(rows).to_parquet(path.with_suffix(".parquet"), row_group_size=7)
+
+
+def parquet_by_datasets(path: Path, rows: list[Row]) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).to_parquet(str(path.with_suffix(".parquet")), batch_size=7)
+
+
+def parquet_by_duckdb(path: Path, rows: list[Row]) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    duckdb.from_arrow(table(rows)).write_parquet(str(path.with_suffix(".parquet")))
+
+
+def arrow(path: Path, rows: list[Row]) -> None:
+    made = table(rows)
+    with pa.ipc.new_file(path.with_suffix(".arrow"), made.schema) as file:
+        file.write_table(made, max_chunksize=9)
+
+
+def jsonl(path: Path, rows: list[Row]) -> None:
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def shards(folder: Path, write: Callable[[Path, list[Row]], None] = parquet) -> DataConfig:
+    folder.mkdir()
+    for shard in range(SHARDS):
+        write(folder / str(shard), [row(i) for i in range(shard * ROWS, (shard + 1) * ROWS)])
+    return DataConfig(str(folder), micro_batch_size=B, pack=LENGTH, tail="short", filter=GOOD)
+
+
+def hive(folder: Path) -> DataConfig:
+    """A folder for each language; documents of a shard have all of it or none."""
+    for number, language in enumerate(("de", "en", "fr")):
+        rows = [row(i) for i in range(number * ROWS, (number + 1) * ROWS)]
+        for one in rows:
+            del one["language"]
+        (place := folder / f"language={language}").mkdir(parents=True)
+        parquet(place / "a", rows)
+    return DataConfig(
+        f"{folder}/**", columns=["input_ids"], micro_batch_size=B, pack=LENGTH, tail="short"
+    )
+
+
+def tokens(rows: list[Row]) -> list[int]:
+    each = [zip(r["input_ids"], r["document_ids"], strict=True) for r in rows]
+    return [token for pairs in each for token, number in pairs if number >= 0]
+
+
+def expected(ids: Any) -> list[int]:
+    return sorted(token for i in ids for token in document(i))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        parquet,
+        jsonl,
+        *(
+            pytest.param(write, marks=pytest.mark.slow)
+            for write in (
+                *(parquet_by_polars, parquet_by_pandas, parquet_by_datasets, parquet_by_duckdb),
+                arrow,
+            )
+        ),
+    ],
+)
+def test_documents_are_chosen_by_columns_that_are_not_packed(write, tmp_path):
+    config = shards(tmp_path / "in", write)
+    alone = epoch_of(config, 1)
+    assert alone == epoch_of(config, 3)
+    assert alone[0].keys() == {"input_ids", "position_ids", "document_ids"}
+    assert sorted(tokens(alone)) == expected(i for i in range(SHARDS * ROWS) if is_good(i))
+    named = dataclasses.replace(config, columns=["input_ids"])
+    assert epoch_of(named, 1) == alone
+    assert read_index(named).digest == read_index(config).digest
+    again = Index.from_bytes(read_index(named).to_bytes())
+    assert again.delivered.names == ["input_ids"] and again.num_rows == sum(
+        is_good(i) for i in range(SHARDS * ROWS)
+    )
+
+
+def test_documents_are_chosen_by_columns_in_names_of_folders_without_reading_others(
+    tmp_path, monkeypatch
+):
+    config = hive(tmp_path / "in")
+    english = dataclasses.replace(config, filter=pc.field("language") == "en")
+    rows = epoch_of(english, 1)
+    assert rows == epoch_of(english, 3)
+    assert sorted(tokens(rows)) == expected(range(ROWS, 2 * ROWS))
+    both = dataclasses.replace(config, filter=GOOD)
+    kept = [i for i in range(ROWS, 2 * ROWS) if i % 7 / 7 > 0.5]
+    assert sorted(tokens(epoch_of(both, 3))) == expected(kept)
+
+    decode, read = Parquet.read, list[str]()
+
+    def noting(self, shard, *others):
+        read.append(shard.name)
+        return decode(self, shard, *others)
+
+    monkeypatch.setattr(Parquet, "read", noting)
+    read_index(both)
+    assert {*read} == {"language=en/a.parquet"}
+    read.clear()
+    index = read_index(english)
+    assert not read and index.tokens is not None
+    assert index.tokens.sum() == len(expected(range(ROWS, 2 * ROWS)))
+    one = (pc.field("language") == "en") & (pc.list_value_length(pc.field("input_ids")) < 0)
+    with pytest.raises(DataError, match="no row of 120 fits"):
+        read_index(dataclasses.replace(config, filter=one))
+
+
+def test_filter_uses_columns_that_are_not_named_without_packing_too(tmp_path):
+    config = dataclasses.replace(shards(tmp_path / "in"), pack=None, columns=["input_ids"])
+    found = in_place(config)
+    assert found == {"input_ids": [document(i) for i in range(SHARDS * ROWS) if is_good(i)]}
+
+
+def test_filter_uses_a_field_of_a_struct_beside_another_one_that_is_named(tmp_path):
+    rows = [{"a": i, "b": i % 2} for i in range(9)]
+    pq.write_table(pa.table({"s": rows}), tmp_path / "a.parquet")
+    config = DataConfig(str(tmp_path), columns=["s.a"], micro_batch_size=1)
+    odd = dataclasses.replace(config, filter=pc.field("s", "b") == 1)
+    assert in_place(odd) == {"s.a": [1, 3, 5, 7]}
+
+
+@pytest.mark.parametrize("pack", [None, LENGTH])
+@pytest.mark.parametrize("statistics", [True, False])
+def test_nulls_of_a_filter_column_are_refused_unless_they_are_named(pack, statistics, tmp_path):
+    made = pa.table({"input_ids": [document(i) for i in range(9)], "score": [None, *range(8)]})
+    pq.write_table(made, tmp_path / "a.parquet", write_statistics=statistics)
+    config = DataConfig(
+        str(tmp_path),
+        columns=["input_ids"],
+        micro_batch_size=1,
+        filter=pc.field("score") < 99,
+        pack=pack,
+    )
+    match = r"column 'score' .* 1 null.*name the column in DataConfig\.fill_nulls if"
+    with pytest.raises(DataError, match=match):
+        read_index(config)
+    named = dataclasses.replace(config, fill_nulls={"score": 1})
+    assert read_index(named).num_rows == 8
+
+
+@pytest.mark.parametrize("pack", [None, LENGTH])
+def test_filters_that_cannot_be_applied_are_refused_with_packing_as_without(pack, tmp_path):
+    config = dataclasses.replace(shards(tmp_path / "in"), pack=pack, columns=["input_ids"])
+    with pytest.raises(DataError, match=r"DataConfig\.filter: no column 'lang' in 0\.parquet"):
+        read_index(dataclasses.replace(config, filter=pc.field("lang") == "en"))
+    with pytest.raises(DataError, match=r"DataConfig\.filter: .* column 'language' is string"):
+        read_index(dataclasses.replace(config, filter=pc.field("language") > 3))
+
+
+def test_columns_of_an_expression_are_found_in_calls_and_structs():
+    one = (pc.field("a") == "b") & pc.field("s", "x").isin([1, 2]) | pc.is_null(pc.field("ü: 'q'"))
+    assert columns_of(one) == ["a", "s.x", "ü: 'q'"]
+    assert columns_of(pc.scalar(True)) == []
