@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_dp import MasterWeights
 from elastic_dp.errors import (
     ModelError,
     SpecError,
 )
 from tests.bad_input.jobs import fails, synchronised
 from tests.runs import group, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import adamw, classifier, cross_entropy, loop
 
 
 def test_optimizer_that_does_not_fit_is_refused():
@@ -25,6 +26,44 @@ def test_optimizer_that_does_not_fit_is_refused():
     fails(ModelError, ["Closure", "'closure'"], optimizer=lambda m: Closure(m.parameters()))
     sparse = torch.optim.SparseAdam
     fails(ModelError, ["SparseAdam"], optimizer=lambda m: sparse(m.parameters()))
+
+
+def fused_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_sgd_is_refused_where_it_does_not_train(dtype):
+    """In torch 2.13 it leaves parameters of 16 bits on a processor as they are."""
+    model = classifier().to(dtype)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = model[0].weight.detach().clone()
+    fused_sgd(model).step()
+    if not torch.equal(before, model[0].weight):
+        pytest.skip("this version of torch trains them")
+    words = ["optimizer is SGD with fused=True", str(dtype), "MasterWeights"]
+    fails(ModelError, words, model=lambda: classifier().to(dtype), optimizer=fused_sgd)
+
+
+def test_fused_sgd_trains_where_it_does():
+    """In fp32, and with masters in fp32."""
+
+    def narrow(ctx):
+        model = classifier().to(torch.bfloat16)
+        options = {"lr": 0.1, "momentum": 0.9, "fused": True}
+        before = model[0].weight.detach().clone()
+        loop(ctx, model, MasterWeights(model.parameters(), torch.optim.SGD, **options), in_bf16)
+        assert not torch.equal(before, model[0].weight)
+
+    def in_bf16(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"].bfloat16()).float(), batch["y"])
+
+    def wide(ctx):
+        model = classifier()
+        loop(ctx, model, fused_sgd(model))
+
+    assert all(local(spec_of(steps=2), train).step == 2 for train in (narrow, wide))
 
 
 def test_complex_parameter_is_refused():

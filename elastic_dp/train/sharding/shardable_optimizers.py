@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
-from elastic_dp.train.master_weights import class_of
+from elastic_dp.train.master_weights import MasterWeights, class_of, master_dtype
 
 _WAY_OUT = 'or leave sharding="optimizer" out'
 # As those of torch.optim, of a package that is not imported here.
@@ -74,7 +74,27 @@ def check_shardable(
             'a group of the optimizer has differentiable=True, which sharding="optimizer" cannot '
             f"do: leave it out, {_WAY_OUT}"
         )
+    if kind is torch.optim.Adafactor:
+        _check_epsilon(optimizer)
     _check_memory(optimizer, parameters)
+
+
+def _check_epsilon(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ModelError where Adafactor takes the epsilon of one parameter for another one.
+
+    For eps[0]=None it is that of a dtype: for all parameters of a group that of the first one that
+    has a gradient. A worker that updates only a part of them would take another.
+    """
+    of_masters = isinstance(optimizer, MasterWeights)
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = {master_dtype(p) if of_masters else p.dtype for p in group["params"]}
+        if group["eps"][0] is None and len(dtypes) > 1:
+            names = " and ".join(sorted(map(str, dtypes)))
+            raise ModelError(
+                f"group {number} of Adafactor has parameters of {names}, and eps[0]=None, for "
+                "which torch takes the epsilon of the first one's dtype for all: give eps[0] a "
+                f"number, or make a group for each dtype, {_WAY_OUT}"
+            )
 
 
 def _check_memory(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:

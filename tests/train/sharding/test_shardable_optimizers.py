@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import LoopError, ModelError, SpecError
+from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
@@ -29,6 +30,19 @@ def test_optimizers_of_torch_are_accepted(kind):
 def test_optimizers_for_large_batches_are_accepted(name):
     model = classifier()
     check(getattr(pytorch_optimizer(), name)(model.parameters()), model)
+
+
+def test_adafactor_that_takes_the_epsilon_of_another_parameter_is_refused():
+    """Torch takes that of the first parameter's dtype, and a worker updates a part of them."""
+    model = classifier().to(torch.bfloat16)
+    model[1].float()
+    narrow = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    with pytest.raises(ModelError, match=r"group 0 of Adafactor .*bfloat16 and .*float32, and eps"):
+        check(torch.optim.Adafactor(model.parameters()), model)
+    apart = [{"params": narrow}, {"params": list(model[1].parameters())}]
+    for params, options in (apart, {}), (model.parameters(), {"eps": (1e-8, 1e-3)}):
+        check(torch.optim.Adafactor(params, **options), model)
+    check(MasterWeights(model.parameters(), torch.optim.Adafactor), model)
 
 
 def test_optimizer_that_looks_at_the_norm_of_the_whole_gradient_is_refused():
