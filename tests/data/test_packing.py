@@ -142,7 +142,7 @@ def test_documents_are_laid_in_the_order_of_one_epoch_after_that_of_another():
         assert np.diff(line.begins).tolist() == lengths[numbers or range(4)].tolist()
 
 
-def test_one_row_group_gives_each_epoch_its_own_order(tmp_path):
+def test_row_group_that_stays_in_memory_gives_each_epoch_its_own_order(tmp_path):
     (folder := tmp_path / "in").mkdir()
     parquet(folder / "0", range(6))
     options: dict[str, Any] = {"micro_batch_size": 1, "pack": LENGTH, "tail": "short"}

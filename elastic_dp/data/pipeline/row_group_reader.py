@@ -143,7 +143,7 @@ class RowGroupReader:
         needs no more memory."""
         with self._lock:
             if not self._closed:
-                self._resident[number].content = content
+                self._resident.replace(number, content)
 
     def own(self, key: Key, number: int) -> int | None:
         """Call this after `take`, instead of `release`: the caller takes a row group over, if

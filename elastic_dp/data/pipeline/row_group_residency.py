@@ -134,6 +134,10 @@ class RowGroupResidency:
         self._pinned -= 1
         self._remove(key, number)
 
+    def replace(self, number: int, content: Columns) -> None:
+        """Replaces the content of a pinned row group; the bytes stay those that were counted."""
+        self._groups[number].content = content
+
     def is_sole_user(self, key: Key, number: int) -> bool:
         """Whether only `key` needs a pinned row group, now and later."""
         group = self._groups[number]
