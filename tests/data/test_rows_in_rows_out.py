@@ -92,6 +92,10 @@ def tar_gz(path: Path, ids: range) -> None:
     tar(path, ids, ".tar.gz", "w:gz")
 
 
+def tgz(path: Path, ids: range) -> None:
+    tar(path, ids, ".tgz", "w:gz")
+
+
 def tar(path: Path, ids: range, ending: str = ".tar", mode: Any = "w") -> None:
     """`x` is text there, and the id a class."""
     with tarfile.open(path.with_suffix(ending), mode) as made:
@@ -126,9 +130,10 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         json_array,
         tar,
         tar_gz,
+        tgz,
     )
 }
-TARS = ("tar", "tar_gz")
+TARS = ("tar", "tar_gz", "tgz")
 
 
 def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:

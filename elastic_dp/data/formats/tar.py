@@ -3,7 +3,7 @@
 `images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and
 `cls`. A key goes up to the first dot of the file's name. Columns are bytes, but `txt` and `json`
 are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the tar, in its order. A
-compressed tar (`.tar.gz`) cannot be cut, and is one row group.
+compressed tar (`.tar.gz`, `.tgz`) cannot be cut, and is one row group.
 
 As in webdataset, members without an ending (LICENSE) are not samples; nor are notes such as
 README.md. These members are skipped and counted. Only its name decides whether a member is skipped,
@@ -62,7 +62,7 @@ _SHOWN = 40  # bytes of a value, in an error message
 
 class Tar:
     name = "tar"
-    endings: tuple[str, ...] = with_codecs(".tar")
+    endings: tuple[str, ...] = (*with_codecs(".tar"), ".tgz")
     scans_content = True
     growth = 1.0
     merge = staticmethod(lossless)

@@ -32,7 +32,8 @@ HEAD_BYTES = 64 << 10  # read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNPACKED_AT_ONCE = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
-_ALL_CODECS = _CODECS | {".zstd": "zstd", ".br": "brotli"}  # as MDSWriter names them
+# As MDSWriter names them, and tar
+_ALL_CODECS = _CODECS | {".zstd": "zstd", ".br": "brotli", ".tgz": "gzip"}
 _BLOCK_BYTES = 1 << 20  # more than a compressed block of bz2
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 

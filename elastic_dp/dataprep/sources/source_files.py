@@ -39,7 +39,7 @@ from elastic_dp.storage import (
     redact_url,
 )
 
-_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_UNPACKED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _OF_MDS = (".mds.zstd", ".mds.br")  # read in place, and not opened here
 
 
@@ -220,6 +220,8 @@ def kind_of(name: str) -> str:
         return "mds"
     if is_chunk(file):  # of litdata
         return "litdata"
+    if file.endswith(".tgz"):
+        return "tar"
     for packed in _UNPACKED:
         file = file.removesuffix(packed)
     return file.rpartition(".")[2] if "." in file else ""
