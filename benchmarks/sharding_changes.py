@@ -3,14 +3,17 @@
     python -m benchmarks.sharding_changes [--pairs 24] [--quick]
 
 Four workers on plain processes train a small GPT; one of them gets SIGKILL, `--pairs` times, in
-runs with and without `sharding="optimizer"` in turn. A pause depends most on how far the step is:
-from some point on, those that are left complete it, and before they begin again. So the kills are
-at evenly spaced points of a step, and each with it is compared with the one without it at the same
-point. A pause lasts from the signal to the first step that is committed behind it, less the median
-step of those that are left. Quoted: the median of the differences and its interval, the medians,
-and the bytes of the optimizer's state that are sent so that each part has two holders again, beside
-the least that can be: one copy of each part that the victim held. The weights are compared with
-those of an undisturbed run. Ends with 1, and says why, if a target was missed.
+runs with and without `sharding="optimizer"` in turn. The pause is how much later the first step
+behind the loss is committed than it would have been without one: its time after the last commit
+before the signal, less the median time of the steps since then. Those that are left complete the
+step in flight if the loss comes late in it, and else do it again; so one step or two are counted.
+How much they lose depends on how far the step is, so the kills are at evenly spaced points of a
+step, and each with sharding is compared with the one without it at the same point. Another worker
+starts only after that: it would take processors from those that are left. Quoted: the median of the
+differences and its interval, the medians, and the bytes of the optimizer's state that are sent so
+that each part has two holders again, beside the least that can be: one copy of each part that the
+victim held. The weights are compared with those of an undisturbed run. Ends with 1, and says why,
+if a target was missed.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from elastic_dp.train.local_run import LocalRun
 
 WORKERS = 4
 KILLS_IN_A_RUN = 3
+STEPS = 6  # that are waited for before a kill, and behind it
 MORE_MS = 20.0  # that a pause may take, beside one without sharding
 MOST_MOVED = 1.1  # of the least possible
 
@@ -83,14 +87,18 @@ def measure(size: str, sharded: bool, phases: Sequence[float]) -> dict[str, Any]
         done: list[tuple[str, float, int]] = []  # who, when, and in which generation
         with ProcessRun(job(size, folder, sharded), train) as run:
             status = run.controller.status
+            group = run.worker_group
             for phase in phases:
-                wait_full(status)
+                wait_until_trained(status, WORKERS)
+                group.allow(WORKERS - 1)
                 members = [w for w, stage in status()["workers"].items() if stage == "member"]
                 victim = members[len(done) % WORKERS]
                 wait_in_step(Path(folder) / victim, phase)
                 done.append((victim, time.time(), status()["generation"]))
-                run.worker_group.processes[victim].kill()
-            wait_full(status)
+                group.processes[victim].kill()
+                wait_until_trained(status, WORKERS - 1)
+                group.allow(WORKERS)
+            wait_until_trained(status, WORKERS)
             run.controller.post(StopRequested("enough"))
             outcome = run.wait(120.0)
         lines = [
@@ -108,14 +116,16 @@ def measure(size: str, sharded: bool, phases: Sequence[float]) -> dict[str, Any]
     }
 
 
-def wait_full(status: Any) -> None:
-    def full() -> bool:
-        now = status()
-        return bool(now["world_size"] == WORKERS and now["phase"] == "running")
+def wait_until_trained(status: Any, workers: int) -> None:
+    """Waits until so many workers have made some steps together."""
 
-    wait_for(full, 120, f"{WORKERS} workers")
+    def trains() -> bool:
+        now = status()
+        return bool(now["world_size"] == workers and now["phase"] == "running")
+
+    wait_for(trains, 120, f"{workers} workers")
     step = status()["step"]
-    wait_for(lambda: bool(status()["step"] >= step + 5), 120, "five steps")
+    wait_for(lambda: bool(status()["step"] >= step + STEPS), 120, f"{STEPS} steps")
 
 
 def wait_in_step(path: Path, phase: float) -> None:
@@ -135,16 +145,27 @@ def after(lines: list[dict[str, Any]], generation: int) -> int:
     return min(line["generation"] for line in lines if line["generation"] > generation)
 
 
-def pause_ms(lines: list[dict[str, Any]], at: float, generation: int) -> float:
-    following = after(lines, generation)
-    times: dict[int, float] = {}  # when the first worker had committed each step
+def commits_in(lines: list[dict[str, Any]], generation: int) -> dict[int, float]:
+    """When the first worker had committed each step of a generation, in order."""
+    times: dict[int, float] = {}
     for line in lines:
-        if line["generation"] == following:
+        if line["generation"] == generation:
             step = line["step"]
             times[step] = min(times.get(step, line["time"]), line["time"])
-    ends = sorted(times.values())
-    steps = [b - a for a, b in itertools.pairwise(ends)] or [0.0]
-    return 1e3 * (ends[0] - at - statistics.median(steps))
+    return dict(sorted(times.items()))
+
+
+def pause_ms(lines: list[dict[str, Any]], at: float, generation: int) -> float:
+    ended = commits_in(lines, generation)
+    before = {step: time for step, time in ended.items() if time <= at}
+    behind = commits_in(lines, after(lines, generation))
+    step_s, later_step_s = (
+        statistics.median(b - a for a, b in itertools.pairwise(times.values()))
+        for times in (before, behind)
+    )
+    (last, since), (first, until) = max(before.items()), min(behind.items())
+    assert first - last in (1, 2), "the step in flight is done again, or completed"
+    return 1e3 * (until - since - step_s - (first - last - 1) * later_step_s)
 
 
 def moved(lines: list[dict[str, Any]], victim: str, _: float, generation: int) -> float | None:

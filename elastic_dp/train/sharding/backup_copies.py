@@ -2,10 +2,10 @@
 
 Behind a loss, pieces of which one holder is left have it as their primary, as far as all members
 have equal parts so, and train on. Their backups get the state in the first steps of the generation:
-some in each step. Members tell each other the sizes while its forward and backward pass runs, so
-nobody waits for them, and send the state behind it, together with the gradients. The backups have
-the gradient of that step like all holders, so they take part in its commit. Until then a piece has
-one holder, and is lost with it.
+some in each step. Members tell each other the sizes when the step begins, and send the state before
+the backward pass that sends the gradients: it is on its way while they compute. They wait for it
+behind that. The backups have the gradient of that step like all holders, so they take part in its
+commit. Until then a piece has one holder, and is lost with it.
 
 All other copies are made before the first step, as where a joiner is given its part: nobody may let
 go of a piece before another member has it.
@@ -66,7 +66,8 @@ class BackupCopies:
             self._round = PieceRound(self._group, self._rounds.pop(0), states)
 
     def send(self) -> None:
-        """Sends these copies. Raises GroupError."""
+        """Sends these copies, once. Waits for members that have not begun with the step. Raises
+        GroupError."""
         if self._round is not None:
             self._round.send()
 

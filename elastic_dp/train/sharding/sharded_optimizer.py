@@ -183,7 +183,7 @@ class ShardedOptimizer:
             self._copies.begin(self.held)
 
     def send_copies(self) -> None:
-        """Sends them. All members call it at the same point of a step. Raises GroupError."""
+        """Sends them, once. All members call it before they send gradients. Raises GroupError."""
         if self._copies is not None:
             self._copies.send()
 

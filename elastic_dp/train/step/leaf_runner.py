@@ -36,6 +36,9 @@ class LeafRunner:
     gang: Gang | None = None
     noise_scale_every: int | None = None
     inner: InnerSteps | None = None
+    # Sends what all members send before their gradients, which the last backward pass sends. Called
+    # before that pass, if there is one, and behind it, where it does nothing any more.
+    send_first: Callable[[], None] | None = None
     _meanwhile: Callable[[], None] | None = None  # see `run`
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
 
@@ -79,6 +82,8 @@ class LeafRunner:
                 self.gradients.add_finished(node, work.gradients, merges, reused_until == last)
                 results.update(work.results)
                 self.buffers.reuse(work.buffers)
+        if self.send_first is not None:
+            self.send_first()
         return results
 
     def end(self) -> None:
@@ -103,6 +108,8 @@ class LeafRunner:
         if loss is None and not stop:
             refuse_none(self.gang, step, v)
         if loss is not None:
+            if is_last and self.send_first is not None:
+                self.send_first()
             self.pass_point("backward", step)
             loss.backward()
         self.buffers.after_leaf(v, contributes=loss is not None)

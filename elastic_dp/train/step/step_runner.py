@@ -115,6 +115,7 @@ class StepRunner:
             self.gang,
             self.noise_scale_every,
             self.inner,
+            None if self.state.sharding is None else self.state.sharding.send_copies,
         )
         self._delay: DelayedGradient | None = None  # of the steps that have one
         if previous is not None:
@@ -257,8 +258,6 @@ class StepRunner:
             self.gradients.send()
         else:  # before the header goes out: all members launch collectives in the same order
             self.sums.reduce()
-        if self.state.sharding is not None:
-            self.state.sharding.send_copies()
         self.pass_point("sent", step)
         extremes: list[torch.Tensor] | None = None
         if group.on_device is None:
