@@ -246,16 +246,16 @@ class ShardedOptimizer:
             adding.launch()
         else:
             gather.add(adding.mine)
+        shaped = {
+            n: self.pieces[n].within(flat, self._parameters[self.pieces[n].parameter])
+            for n, flat in gradients.items()
+        }
         if clip_norm is not None:
             self._norm = adding.arrive()
             if self._group.on_device is None and adding.agreed(self._norm) is None:
                 return False
-            clip(gradients.values(), clip_norm, self._norm)
-        shaped = {
-            n: self.pieces[n].within(gradients[n], self._parameters[self.pieces[n].parameter])
-            for n in [*gather.targets, *gather.backed]
-            if n in self.held
-        }
+            clip(shaped.values(), clip_norm, self._norm)  # one without dimensions in another way
+        shaped = {n: shaped[n] for n in [*gather.targets, *gather.backed] if n in self.held}
         self._prepared = prepared = _PreparedStep(step, self._generation, shaped, {})
 
         def keep(number: int, _: torch.Tensor, state: State) -> None:

@@ -62,9 +62,10 @@ class Member:
     ) -> None:
         draw = torch.Generator().manual_seed(0)
         self.device = DEVICE if shard else torch.device("cpu")
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)  # in turn
         self.parameters = {
-            str(n): torch.nn.Parameter(torch.randn(shape, generator=draw).to(self.device, dtype))
-            for n, shape in enumerate(kinds)
+            str(n): torch.nn.Parameter(torch.randn(shape, generator=draw).to(self.device, one))
+            for n, (shape, one) in enumerate(zip(kinds, itertools.cycle(dtypes)))
         }
         self.optimizer = make(list(self.parameters.values()))
         self.step, self.clip_norm = 0, clip_norm
@@ -328,6 +329,19 @@ def test_small_pieces_are_updated_as_one_tensor_unless_their_steps_differ(monkey
     check_held(member, plain_after(3))
     steps = [sharding.held[n]["step"] for n in numbers]
     assert len({one.data_ptr() for one in steps}) == len(steps)
+
+
+def test_parameters_without_dimensions_are_clipped_as_in_a_run_that_is_not_sharded():
+    """By a norm in fp64, torch scales them in fp64, and those with dimensions in fp32."""
+    given = ADAM, [(), (64,)] * 8, (torch.float32, torch.float64, torch.float32)
+    members = [Member(*given, clip_norm=0.5) for _ in range(3)]
+    for joiner in members[1:]:
+        joiner.take_over(members[0], joins=True)
+    enter(members, lambda member: [member.attempt() for _ in range(4)])
+    plain = Member(*given, shard=False, clip_norm=0.5)
+    for _ in range(4):
+        plain.plain_step()
+    check_equal(members, plain)
 
 
 def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
