@@ -27,7 +27,7 @@ TURNS = 3  # of the peers, with rounds of ours in between
 TARGETS = {
     "parquet in order": ("bare parquet", 0.95),
     "parquet shuffled": ("bare parquet", 0.9),
-    "arrow in order": ("bare arrow", 0.8),
+    "arrow in order": ("bare arrow", 0.95),
 }
 PEERS = ("litdata", "mosaicml", "hugging_face", "webdataset", "ray_data")
 
