@@ -118,7 +118,7 @@ def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() 
     assert {one.worker for one in scenario.ever(m.ReleaseWorker)} == {"w2"}
 
 
-def test_nobody_leaves_before_each_part_has_two_holders_again() -> None:
+def test_worker_leaves_once_each_part_has_two_holders_again() -> None:
     """Behind a loss, copies are made in the first steps. Where the generation ends before that, who
     is to leave remains for the copies, which are made at once."""
     scenario = training()
@@ -134,7 +134,7 @@ def test_nobody_leaves_before_each_part_has_two_holders_again() -> None:
         scenario.hear(*scenario.members, step=step)
 
 
-def test_nobody_leaves_with_a_worker_that_is_lost() -> None:
+def test_worker_does_not_leave_with_one_that_is_lost() -> None:
     scenario = training()
     scenario.tell(m.DrainNoticed("w2", scenario.now + 60.0))
     scenario.ready("w5", "w6")

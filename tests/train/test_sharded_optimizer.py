@@ -262,7 +262,7 @@ def test_workers_that_leave_with_notice_take_no_part_of_the_state_with_them():
 
 
 def of_many_pieces(ctx):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 128), torch.nn.ReLU(), torch.nn.Linear(128, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
     loop(ctx, model, adamw(model))
 
 
@@ -289,10 +289,9 @@ def copies_slowly(train, dead, told):
 
 
 @pytest.mark.parametrize("leaving", [1, 2])
-def test_notice_right_behind_a_loss_costs_no_state(leaving, tmp_path, monkeypatch):
+def test_notice_right_behind_a_loss_costs_no_state(leaving, tmp_path):
     """The generation ends as planned before each part has two holders again. There is no
     checkpoint."""
-    monkeypatch.setitem(globals(), "SMALL_UNIT_BYTES", 64)
     dead, told = tmp_path / "dead", tmp_path / "told"
 
     def take_away(run):

@@ -452,8 +452,8 @@ def test_missing_copies_are_made_before_a_member_leaves():
 
 
 @pytest.mark.usefixtures("few_at_a_time")
-def test_member_that_is_to_leave_is_told_whether_copies_are_missing():
-    """It remains for one more generation, in which all copies are made before the first step."""
+def test_member_that_leaves_is_told_whether_copies_are_missing():
+    """A worker remains for one more generation, in which they are made before the first step."""
     members = trained()
     members.pop()
     generation = next(GENERATIONS)
