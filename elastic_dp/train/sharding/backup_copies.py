@@ -8,7 +8,8 @@ behind that. The backups have the gradient of that step like all holders, so the
 commit. Until then a piece has one holder, and is lost with it.
 
 All other copies are made before the first step, as where a joiner is given its part: nobody may let
-go of a piece before another member has it.
+go of a piece before another member has it. All are, where a member is to leave soon. A generation
+may end before they are made; then the coordinator lets no member go (`WorkerStopped.lacks_copies`).
 """
 
 from __future__ import annotations
