@@ -115,6 +115,12 @@ class Generation:
         return told and (self._after_step is None or self.first_stop_at < math.inf)
 
     @property
+    def some_lost(self) -> bool:
+        """Whether members of this generation may be gone."""
+        members = self.membership.members if self.membership else ()
+        return not members or any(member.worker not in self.members for member in members)
+
+    @property
     def finished(self) -> list[WorkerState]:
         return [worker for worker in self.members.values() if worker.finished is not None]
 

@@ -78,6 +78,7 @@ class WorkerStopped:
     finished: tuple[tuple[int, int], ...] = ()
     # The state is sharded, and the worker holds only a part of it. Two workers hold each part.
     partial: bool = False
+    lacks_copies: bool = False  # some part has one holder, as far as this worker knows
     # Some part was held by lost workers alone, so no member can continue.
     pieces_lost: bool = False
 

@@ -401,15 +401,15 @@ class WorkerSession:
         return 0
 
     def _get_pieces(self, membership: Membership) -> int:
-        """Receives the pieces of a sharded optimizer that this worker is to hold now. Returns the
-        number of bytes received."""
+        """Receives its pieces of a sharded optimizer. Returns the number of bytes received."""
         sharding, main = self.state.sharding, self._groups.main
         if sharding is None:
             return 0
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
-        nbytes = sharding.open(main, membership.generation, membership.topology)
+        given = membership.generation, membership.topology
+        nbytes = sharding.open(main, *given, at_once=membership.copies_first)
         if self.checkpoints is not None:
             self.checkpoints.has_pieces_among(self.weights.members)
         return nbytes
@@ -439,6 +439,7 @@ class WorkerSession:
                 mismatch=self.weights.mismatch,
                 finished=self.step_runner.finished_nodes(self.position.step + 1),
                 partial=self.progress.has_state and not self.state.is_whole,
+                lacks_copies=self.state.lacks_copies(generation),
                 pieces_lost=pieces_lost,
             )
         )

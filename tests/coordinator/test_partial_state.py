@@ -116,3 +116,31 @@ def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() 
     assert not scenario.ever(m.ReleaseWorker)
     scenario.tell(m.CheckpointCommitted(6, 0.1))
     assert {one.worker for one in scenario.ever(m.ReleaseWorker)} == {"w2"}
+
+
+def test_worker_leaves_once_each_part_has_two_holders_again() -> None:
+    """Behind a loss, copies are made in the first steps. Where the generation ends before that, who
+    is to leave remains for the copies, which are made at once."""
+    scenario = training()
+    scenario.tell(m.DrainNoticed("w2", scenario.now + 60.0))
+    scenario.ready("w5")
+    for step, lacks, stays in ((4, True, True), (5, False, False)):
+        for worker in scenario.members:
+            state = {"has_state": worker in FOUR, "partial": worker in FOUR}
+            scenario.stopped(worker, step=step, lacks_copies=lacks, **state)
+        scenario.wait(0.2)
+        assert ("w2" in scenario.members) is stays
+        assert scenario.coordinator.membership.copies_first is stays
+        scenario.hear(*scenario.members, step=step)
+
+
+def test_worker_does_not_leave_with_one_that_is_lost() -> None:
+    scenario = training()
+    scenario.tell(m.DrainNoticed("w2", scenario.now + 60.0))
+    scenario.ready("w5", "w6")
+    scenario.lost("w1")
+    for worker in ("w2", "w3", "w4"):
+        scenario.stopped(worker, step=3, partial=True)
+    scenario.wait(0.2)
+    assert {"w2", "w3", "w4"} <= set(scenario.members)
+    assert scenario.coordinator.membership.copies_first

@@ -261,6 +261,61 @@ def test_workers_that_leave_with_notice_take_no_part_of_the_state_with_them():
     check(outcome, average_and_plateau, spec)
 
 
+def of_many_pieces(ctx):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+    loop(ctx, model, adamw(model))
+
+
+def copies_slowly(train, dead, told):
+    """Behind the loss, copies for new backups take many steps. The body of the first of them waits
+    until the coordinator has been told of what comes next."""
+
+    def cut(ctx):
+        backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
+        backup_copies.STEP_PART = 1 << 20
+        session, commits = ctx._session, ctx._session._committed
+
+        def committed(record):
+            commits(record)
+            sharding = session.state.sharding
+            if dead.exists() and not told.exists() and not sharding.backups_are_made:
+                (dead.parent / f"missing-{session.worker}").touch()
+                eventually(told.exists)
+
+        session._committed = committed
+        train(ctx)
+
+    return cut
+
+
+@pytest.mark.parametrize("leaving", [1, 2])
+def test_notice_right_behind_a_loss_costs_no_state(leaving, tmp_path):
+    """The generation ends as planned before each part has two holders again. There is no
+    checkpoint."""
+    dead, told = tmp_path / "dead", tmp_path / "told"
+
+    def take_away(run):
+        eventually(lambda: len([*tmp_path.glob("missing-*")]) == 3, run.controller.status)
+        members = run.controller.coordinator.membership.members
+        gone = {member.worker for member in members[:leaving]}
+        for worker in gone:
+            run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0))
+        told.touch()
+        status = run.controller.status
+        eventually(lambda: not gone & set(status()["workers"]), status)
+        goes_on(run)
+
+    spec = job(hold=dict.fromkeys(range(1, 7), 4))
+    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=0))
+    fault = WorkerFault("after_step", 8, rank=3, world_size=4, once=str(dead))
+    train = copies_slowly(in_small_units(of_many_pieces), dead, told)
+    script = [(1, take_away), (1, StopRequested("enough"))]
+    outcome, run = group(spec, train, faults=(fault,), script=script)
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert not any("optimizer's state" in text for text in texts_of(run))
+    check(outcome, of_many_pieces, spec)
+
+
 EVERY_5 = CheckpointConfig(every_steps=5)
 STEPS = 20
 

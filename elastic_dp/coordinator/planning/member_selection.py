@@ -28,6 +28,7 @@ class MemberSelection:
     # members of the last generation, or workers with state, that are not members now
     left: list[WorkerState]
     reason: str
+    some_leave: bool  # some members are to leave soon
 
 
 def select_members(
@@ -40,13 +41,14 @@ def select_members(
     now: float,
     initial_source: WorkerState | None,
     floor: int = 0,
+    some_lost: bool = False,
 ) -> MemberSelection:
     """Choose the members from `stopped` (by old rank) and `joiners` (without state).
 
     Together they must be at least `least`. `size` is the number of members to aim for.
     `initial_source` is the worker whose initial weights count before any worker has state. `floor`
     is the number of workers to keep on on-demand nodes, see `choose_departing`. `now` decides which
-    draining workers still have time.
+    draining workers still have time. `some_lost`: members of the last generation are lost.
     """
     holders = [worker for worker in stopped if worker.has_state]
     top = max([worker.position for worker in holders], default=None)
@@ -75,8 +77,13 @@ def select_members(
         taken = [*taken[: min(size, virtual_workers - 1)], source]
     assert len(taken) >= least or not copies, (taken, least)
 
+    kept: list[WorkerState] = []  # for now
     if any(worker.partial for worker in holders):
-        taken = _all_but_one(stopped, taken, virtual_workers)
+        alone = some_lost or any(worker.lacks_copies for worker in stopped)
+        kept = _kept_for_now(stopped, taken, 0 if alone else 1)
+        staying = [worker for worker in taken if worker in stopped]
+        joining = [worker for worker in taken if worker not in stopped]
+        taken = [*staying, *kept, *joining][:virtual_workers]
     chosen = set(taken)
     source = next(
         (worker for worker in taken if worker.has_state and worker.position == top), source
@@ -87,20 +94,23 @@ def select_members(
     )
     left = [worker for worker in stopped if worker not in chosen]
     return MemberSelection(
-        order, source, left, f"{counted(len(order), 'worker')}, state from {source.id}"
+        order,
+        source,
+        left,
+        f"{counted(len(order), 'worker')}, state from {source.id}",
+        some_leave=bool(kept) or any(worker.draining for worker in order),
     )
 
 
-def _all_but_one(
-    stopped: list[WorkerState], taken: list[WorkerState], virtual_workers: int
+def _kept_for_now(
+    stopped: list[WorkerState], taken: list[WorkerState], leave: int
 ) -> list[WorkerState]:
-    """Return the members if at most one worker with a part of a sharded state leaves at a time: two
-    workers hold each part, and the others copy what the one has held before the next leaves.
+    """Return who remains a member, though not in `taken`, if at most `leave` workers with a part of
+    a sharded state leave now. Two workers hold each part: so one leaves at a time, and the others
+    copy what it has held before the next one does. Where some part may have one holder, as behind a
+    loss, nobody leaves before it is copied.
     """
-    staying = [worker for worker in taken if worker in stopped]
-    leaving = [worker for worker in stopped if worker.partial and worker not in taken]
-    joining = [worker for worker in taken if worker not in stopped]
-    return [*staying, *leaving[1:], *joining][:virtual_workers]
+    return [worker for worker in stopped if worker.partial and worker not in taken][leave:]
 
 
 def membership_of(
@@ -135,7 +145,15 @@ def membership_of(
     )
     source = selection.source.id
     return Membership(
-        generation, members, source, timeout_s, lineage_id, restore, topology, prepared
+        generation,
+        members,
+        source,
+        timeout_s,
+        lineage_id,
+        restore,
+        topology,
+        prepared,
+        selection.some_leave,
     )
 
 

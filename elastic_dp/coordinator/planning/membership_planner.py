@@ -365,6 +365,7 @@ class MembershipPlanner:
             now=now,
             initial_source=source,
             floor=self.run.config.min_on_demand,
+            some_lost=self._generation.some_lost,
         )
 
     def _form(self, selection: MemberSelection, now: float) -> None:

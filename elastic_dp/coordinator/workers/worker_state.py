@@ -104,6 +104,7 @@ class WorkerState:
     # subtrees that it has finished in the step after `position`, see WorkerStopped
     finished_nodes: tuple[tuple[int, int], ...] = ()
     partial: bool = False  # it holds only a part of a sharded state
+    lacks_copies: bool = False  # see `WorkerStopped.lacks_copies`
     finished: str | None = None  # digest of its final weights
     finished_because: str = ""
     draining: bool = False
@@ -195,7 +196,7 @@ class WorkerState:
     def stopped(self, event: WorkerStopped) -> None:
         self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
         self.finished_nodes = event.finished
-        self.partial = event.partial
+        self.partial, self.lacks_copies = event.partial, event.lacks_copies
         if event.has_state:
             self.lineage_id = event.lineage_id
 

@@ -8,12 +8,13 @@ behind that. The backups have the gradient of that step like all holders, so the
 commit. Until then a piece has one holder, and is lost with it.
 
 All other copies are made before the first step, as where a joiner is given its part: nobody may let
-go of a piece before another member has it.
+go of a piece before another member has it. All are, where a member is to leave soon. A generation
+may end before they are made; then the coordinator lets no member go (`WorkerStopped.lacks_copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -26,6 +27,19 @@ from elastic_dp.train.sharding.piece_updates import State
 # bytes it sends to all others together, if that is more.
 STEP_BYTES = 1 << 20
 STEP_PART = 64
+
+
+def holders_now(group: ProcessGroup, held: Iterable[int], pieces: int) -> list[list[int]]:
+    """Returns the ranks that hold each piece, the same on all members. `held`: by this one."""
+    mine = bytearray(pieces)
+    for piece in held:
+        mine[piece] = 1
+    ranks: list[list[int]] = [[] for _ in mine]
+    for rank, flags in enumerate(group.gather_equal(bytes(mine))):
+        for piece, flag in enumerate(flags):
+            if flag:
+                ranks[piece].append(rank)
+    return ranks
 
 
 class BackupCopies:

@@ -39,7 +39,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.sharding.backup_copies import BackupCopies
+from elastic_dp.train.sharding.backup_copies import BackupCopies, holders_now
 from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
 from elastic_dp.train.sharding.kept_copies import copies_to_keep
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
@@ -95,6 +95,7 @@ class ShardedOptimizer:
         self.holders: list[Holders] = []  # of this or the last generation, by piece
         self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
         self._copies: BackupCopies | None = None  # of this generation
+        self._left_early = False  # the last one, before they were made
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step, and its norm
         self._adding: PendingNorm | None = None
@@ -104,17 +105,24 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------------- a generation
 
-    def open(self, group: ProcessGroup, generation: int, topology: Sequence[Sequence[int]]) -> int:
+    def open(
+        self,
+        group: ProcessGroup,
+        generation: int,
+        topology: Sequence[Sequence[int]],
+        *,
+        at_once: bool = False,
+    ) -> int:
         """Gives each member the pieces that it is to hold in this generation, but for backups of
         pieces that one member alone holds: these are copied in its first steps. All members are at
-        the same step. Returns the number of bytes received.
+        the same step. Returns the number of bytes received. `at_once`: these are copied, too.
 
         Raises PiecesLost if nobody holds some piece, and GroupError.
         """
         self.close()
         self._prepared = None
         world_size, rank = group.world_size, group.rank
-        held = self._holders_now(group)
+        held = holders_now(group, self.held, len(self.pieces))
         if lost := sum(not ranks for ranks in held):
             raise PiecesLost(
                 f"{lost} of the {len(self.pieces)} pieces of the optimizer's state were on lost "
@@ -124,7 +132,7 @@ class ShardedOptimizer:
         mine = {n for n, one in enumerate(holders) if rank in one.ranks}
         moves = moves_to([one.ranks for one in holders], held, self.sizes)
         # Before a run's first step there is next to nothing to copy.
-        at_once = world_size <= ALL_HOLD or not self.committed_in
+        at_once = at_once or world_size <= ALL_HOLD or not self.committed_in
         copies = BackupCopies(group, moves, holders, held, self.sizes, at_once=at_once)
         received: dict[int, State] = {}
         nbytes = exchange(group, copies.before, self.held, received.__setitem__, self._device)
@@ -133,7 +141,7 @@ class ShardedOptimizer:
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
         self.held = {n: state for n, state in self.held.items() if n in mine}
         self._group, self._generation, self.holders = group, generation, holders
-        self._copies = copies
+        self._copies, self._left_early = copies, False
         self._small = self._small_pieces()
         self._norms = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
@@ -142,19 +150,8 @@ class ShardedOptimizer:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
         self._group = self._gather = self._adding = self._norm = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
+        self._left_early |= not self.backups_are_made
         self._copies = None
-
-    def _holders_now(self, group: ProcessGroup) -> list[list[int]]:
-        """Returns the ranks that hold each piece, the same on all members."""
-        mine = bytearray(len(self.pieces))
-        for piece in self.held:
-            mine[piece] = 1
-        ranks: list[list[int]] = [[] for _ in self.pieces]
-        for rank, flags in enumerate(group.gather_equal(bytes(mine))):
-            for piece, flag in enumerate(flags):
-                if flag:
-                    ranks[piece].append(rank)
-        return ranks
 
     # ------------------------------------------------------------------------------- a step
 
@@ -474,6 +471,10 @@ class ShardedOptimizer:
     def backups_are_made(self) -> bool:
         """Whether each piece has all its holders in this generation."""
         return self._copies is None or self._copies.are_made
+
+    def lacks_copies(self, generation: int) -> bool:
+        """Whether some piece may have one holder since `generation`, which this member has left."""
+        return generation != self._generation or self._left_early
 
     @property
     def backup_bytes(self) -> int:

@@ -125,6 +125,10 @@ class TrainState:
         """Whether this worker has the whole state, and not only a part of the optimizer's."""
         return self.sharding is None or self.sharding.has_all
 
+    def lacks_copies(self, generation: int) -> bool:
+        """Whether some part of it may have one holder since `generation`, which was left."""
+        return self.sharding is not None and self.sharding.lacks_copies(generation)
+
     def tree(
         self, evaluations: Sequence[dict[str, float]], ended: str | None, *, whole: bool = False
     ) -> dict[str, Any]:

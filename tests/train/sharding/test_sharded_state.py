@@ -465,6 +465,32 @@ def test_missing_copies_are_made_before_a_member_leaves():
     check_equal(members, plain_after(3))
 
 
+@pytest.mark.usefixtures("few_at_a_time")
+def test_member_that_leaves_is_told_whether_copies_are_missing():
+    """A worker remains for one more generation, in which they are made before the first step."""
+    members = trained()
+    members.pop()
+    generation = next(GENERATIONS)
+
+    def enters(group, at_once):
+        sharding = members[group.rank].sharding
+        assert sharding.lacks_copies(generation + at_once), "it has not been in it"
+        sharding.open(group, generation + at_once, (), at_once=at_once)
+        assert sharding.backups_are_made == at_once
+        members[group.rank].attempt()
+        sharding.close()
+        sharding.close()
+        assert sharding.lacks_copies(generation + at_once) == (not at_once)
+
+    of_each(len(members), lambda group: enters(group, at_once=False))
+    next(GENERATIONS)
+    of_each(len(members), lambda group: enters(group, at_once=True))
+    check_equal(members, plain_after(3))
+    members.pop()
+    enter(members, Member.attempt)
+    check_equal(members, plain_after(4))
+
+
 def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     """Gloo receives each part in memory of its own."""
     monkeypatch.setattr(parameter_gather, "GATHERED_BYTES", 1000)
