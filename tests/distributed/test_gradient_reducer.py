@@ -59,7 +59,7 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[obje
         finally:
             group.close()
 
-    with ThreadPoolExecutor(world_size) as pool:
+    with contextlib.closing(store), ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(member, range(world_size)))
 
 

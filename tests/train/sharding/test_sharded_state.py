@@ -85,11 +85,14 @@ class Member:
         self.step += 1
         for p, gradient in zip(self.parameters.values(), self.gradients(self.step), strict=True):
             p.grad = gradient
+        self.clip()
+        self.optimizer.step()
+
+    def clip(self) -> None:
         if self.clip_norm is not None:
             parameters = list(self.parameters.values())
             norm = gradient_norm(UnitLayout.of(parameters), [p.grad for p in parameters])
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-        self.optimizer.step()
 
     def attempt(self, *, commits: bool = True, memory=None) -> None:
         sharding, step = self.sharding, self.step + 1
@@ -148,6 +151,14 @@ def enter(members: Sequence[Member], act=copy_rest, topology=()) -> list:
         return nbytes
 
     return of_each(len(members), entered)
+
+
+def catch_up(members: Sequence[Member]) -> None:
+    """Members behind take over what the newest has committed."""
+    newest = max(members, key=lambda member: member.step)
+    for member in members:
+        if member.step < newest.step:
+            member.take_over(newest, joins=False)
 
 
 def same_bits(one, other) -> bool:
@@ -271,10 +282,7 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     rng = random.Random(seed)
     members, lost = [new_member()], False
     for _ in range(12):
-        newest = max(members, key=lambda member: member.step)
-        for member in members:
-            if member.step < newest.step:
-                member.take_over(newest, joins=False)
+        catch_up(members)
         if len(members) > 2 and not lost and rng.random() < 0.5:
             members.pop(rng.randrange(len(members)))
         while len(members) < 3 or (len(members) < 6 and rng.random() < 0.3):
@@ -295,12 +303,9 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
         lost = len(members) > 1 and rng.random() < 0.5
         if lost:
             members.remove(rng.choice([m for m in members if m.step == ahead]))
-    newest = max(members, key=lambda member: member.step)
-    for member in members:
-        if member.step < newest.step:
-            member.take_over(newest, joins=False)
+    catch_up(members)
     enter(members)
-    check_equal(members, plain_after(newest.step))
+    check_equal(members, plain_after(members[0].step))
 
 
 def test_small_pieces_are_updated_as_one_tensor_unless_their_steps_differ(monkeypatch):
