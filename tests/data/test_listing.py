@@ -389,7 +389,7 @@ def test_no_shard_where_there_is_nothing(tmp_path):
     assert "there is no object of that name or below it; look at the spelling of the buck" in words
 
 
-@pytest.mark.parametrize("name", ["rows.tab", "images.tgz", "LICENSE"])
+@pytest.mark.parametrize("name", ["rows.tab", "images.7z", "LICENSE"])
 def test_no_shard_in_a_file_without_the_ending_of_a_format(name, tmp_path):
     (tmp_path / name).write_bytes(b"x")
     assert "it is a file without such an ending; rename it" in no_shard(tmp_path / name)

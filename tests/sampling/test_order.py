@@ -210,7 +210,7 @@ def test_too_few_rows(tail, way_out):
         Order(group_rows=rows, virtual_workers=4, micro_batch_size=8, tail=tail)
     said = str(caught.value)
     assert f"{rows[0]} rows" in said
-    assert "4 virtual workers × micro_batch_size 8" in said
+    assert "micro_batch_size 8 × 4 micro-batches" in said
     assert way_out in said
 
 
