@@ -246,11 +246,11 @@ class _PackedRows:
             return
         _, starts, lengths, places = zip(*(part.runs for part in parts), strict=True)
         cuts = [0, *accumulate(map(len, starts))]
-        runs = _Runs(0, *map(np.concatenate, (starts, lengths, places)))
-        self._runs.append((runs.places, runs.lengths))
+        start, length, place = map(np.concatenate, (starts, lengths, places))
+        self._runs.append((place, length))
+        bounds = start, start + length, place, place + length
         if self._ids:
-            self._begins.append(_begins_of(parts, runs, cuts))
-        bounds = runs.starts, runs.starts + runs.lengths, runs.places, runs.places + runs.lengths
+            self._begins.append(_begins_of(parts, bounds, cuts))
         moves = list(zip(*(each.tolist() for each in bounds), strict=True))
         for part, (low, high) in zip(parts, pairwise(cuts), strict=True):
             for name, values in part.line.items():
@@ -332,26 +332,28 @@ def _by_row_group(
     return found
 
 
-def _begins_of(parts: Sequence[_Part], runs: _Runs, cuts: Sequence[int]) -> Ints:
-    """Where runs and documents begin in the output. `cuts` [parts + 1]: the first run of each part
-    among the `runs` of all."""
+def _begins_of(
+    parts: Sequence[_Part], bounds: tuple[Ints, Ints, Ints, Ints], cuts: Sequence[int]
+) -> Ints:
+    """Where runs and documents begin in the output. `bounds`: the moves of the runs of all parts;
+    `cuts` [parts + 1]: the first run of each part among them."""
     # The documents that the parts touch are laid end to end. A run lies by the part's number of
     # `shifts` later there than in its row group.
     begins, shifts, end = list[Ints](), list[int](), 0
     for line, of_part in parts:
-        low = line.begins.searchsorted(of_part.starts[0])
-        high = line.begins.searchsorted(of_part.starts[-1] + of_part.lengths[-1])
-        shifts.append(end - int(of_part.starts[0]))
+        first, stop = int(of_part.starts[0]), int(of_part.starts[-1] + of_part.lengths[-1])
+        low, high = line.begins.searchsorted([first, stop])
+        shifts.append(end - first)
         begins.append(line.begins[low:high] + shifts[-1])
-        end = int(of_part.starts[-1] + of_part.lengths[-1]) + shifts[-1]
-    begin = np.concatenate(begins)
-    starts = runs.starts + np.repeat(shifts, np.diff(cuts))
-    low_of = begin.searchsorted(starts)
-    counts = begin.searchsorted(starts + runs.lengths) - low_of
+        end = stop + shifts[-1]
+    begin, shift = np.concatenate(begins), np.repeat(shifts, np.diff(cuts))
+    starts, stops, places, _ = bounds
+    low_of = begin.searchsorted(starts + shift)
+    counts = begin.searchsorted(stops + shift) - low_of
     ends = np.cumsum(counts)
     document = np.arange(ends[-1]) + np.repeat(low_of + counts - ends, counts)
-    places = begin[document] + np.repeat(runs.places - starts, counts)
-    return np.concatenate([runs.places, places])
+    of_documents = begin[document] + np.repeat(places - starts - shift, counts)
+    return np.concatenate([places, of_documents])
 
 
 def _spread(values: Ints, ends: Ints, shape: tuple[int, int]) -> Array:
