@@ -78,6 +78,15 @@ class TwoRaysAtATime(LoadFileScheduling):
         ("manifests", READ_MANIFESTS),
     )
 
+    def remove_node(self, node):
+        """What a process that crashed had finished is not given to another: that one would have
+        nothing to do there, never ask for more, and the run would not end (pytest-xdist 3.8)."""
+        assigned = self.assigned_work[node]
+        self.assigned_work[node] = {
+            scope: unit for scope, unit in assigned.items() if not all(unit.values())
+        }
+        return super().remove_node(node)
+
     def _split_scope(self, nodeid: str) -> str:
         found = (name for name, paths in self.SCOPES if nodeid.startswith(paths))
         return next(found, None) or super()._split_scope(nodeid)
