@@ -68,8 +68,8 @@ class _SimulatedStream:
     """What one thread has launched, done in order by another."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self.pending = 0
+        self._queue: queue.SimpleQueue[Callable[[], Any] | threading.Event] = queue.SimpleQueue()
+        self.pending = 0  # operations
         self._lock = threading.Lock()
         self._deferred: contextlib.ExitStack | None = None
         background("device", self._run).start()
@@ -78,6 +78,10 @@ class _SimulatedStream:
         with self._lock:
             self.pending += 1
         self._queue.put(work)
+
+    def mark(self, passed: threading.Event) -> None:
+        """Sets `passed` once all of it is done."""
+        self._queue.put(passed)
 
     def defer(self) -> None:
         """From now on the calling thread's operations are queued."""
@@ -96,7 +100,11 @@ class _SimulatedStream:
         # The version of a tensor was raised when the operation was launched.
         with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
             while True:
-                self._queue.get()()
+                work = self._queue.get()
+                if isinstance(work, threading.Event):
+                    work.set()  # by now what was launched before it is not pending
+                    continue
+                work()
                 with self._lock:
                     self.pending -= 1
 
@@ -195,7 +203,7 @@ def _do_again(func: Any, args: Any, kwargs: Any, result: Any) -> None:
 class _Event:
     def __init__(self, stream: _SimulatedStream) -> None:
         self._stream, self._passed = stream, threading.Event()
-        stream.put(self._passed.set)
+        stream.mark(self._passed)
 
     def query(self) -> bool:
         if not self._passed.is_set():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from elastic_dp.testing.simulated_device import ReadBeforeEvent, SimulatedAccelerator
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 
 
 def while_busy(act: Callable[[], Any]) -> Any:
@@ -95,3 +95,24 @@ def test_draw_that_depends_on_values_of_a_busy_device_is_refused_by_name(draw) -
 def test_read_of_a_busy_device_is_refused() -> None:
     with pytest.raises(ReadBeforeEvent):
         while_busy(lambda: torch.ones(2).sum().item())
+
+
+def test_stream_is_done_with_all_before_an_event_when_that_has_passed(monkeypatch):
+    """Also where its thread gets no processor just then."""
+    accelerator, go_on = SimulatedAccelerator(), threading.Event()
+
+    class Slow(threading.Event):
+        def set(self):
+            super().set()
+            go_on.wait(PATIENCE_S)
+
+    accelerator.stream.defer()
+    ones = torch.ones(3) + 0
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", Slow)
+        event = accelerator.record()
+    try:
+        eventually(event.query)
+        assert ones.cpu().tolist() == [1, 1, 1]
+    finally:
+        go_on.set()
