@@ -50,16 +50,17 @@ def finished_tests(scheduler, crash_at):
         running = False
         for process in scheduler.nodes:
             number = process.next_test()
-            if number is not None:
-                running = True
-                if TESTS[number] == crash_at and not crashed:
-                    crashed = True
-                    scheduler.remove_node(process)
-                    add_process(scheduler)
-                    scheduler.schedule()
-                else:
-                    finished.add(TESTS[number])
-                    scheduler.mark_test_complete(process, number)
+            if number is None:
+                continue
+            running = True
+            if TESTS[number] == crash_at and not crashed:
+                crashed = True
+                scheduler.remove_node(process)
+                add_process(scheduler)
+                scheduler.schedule()
+            else:
+                finished.add(TESTS[number])
+                scheduler.mark_test_complete(process, number)
             if scheduler.tests_finished:
                 for one in scheduler.nodes:
                     one.shutdown()

@@ -97,12 +97,14 @@ def test_read_of_a_busy_device_is_refused() -> None:
         while_busy(lambda: torch.ones(2).sum().item())
 
 
-def test_stream_is_done_with_all_before_an_event_when_that_has_passed(monkeypatch):
+def test_stream_is_done_with_all_before_an_event_when_that_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where its thread gets no processor just then."""
     accelerator, go_on = SimulatedAccelerator(), threading.Event()
 
     class Slow(threading.Event):
-        def set(self):
+        def set(self) -> None:
             super().set()
             go_on.wait(PATIENCE_S)
 
