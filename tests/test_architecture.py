@@ -1,12 +1,9 @@
 """Three rings, imports point inward; the words that mean nothing are not used as names."""
 
 import ast
-import inspect
-import operator
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ from elastic_dp.coordinator.phases import (
     PhaseMachine,
     Transition,
 )
-from elastic_dp.train.state.step_record import StepRecord
 from tests.source_trees import tree_of
 
 ROOT = Path(__file__).parent.parent / "elastic_dp"
@@ -246,36 +242,10 @@ def test_every_module_says_what_it_does():
         assert not tree.body or ast.get_docstring(tree), path
 
 
-def test_no_file_grows_into_a_god():
-    for path in modules():
-        assert len(path.read_text().splitlines()) <= 500, path
-
-
 def test_testing_is_imported_by_no_production_code():
     for path in modules():
         if part_of(path) != "testing":
             assert not [name for _, name in imports(path) if name.startswith("elastic_dp.testing")]
-
-
-def test_no_package_of_the_cluster_is_a_drawer():
-    for folder in (ROOT / "cluster", *(ROOT / "cluster").rglob("*/")):
-        assert len(list(folder.glob("*.py"))) <= 12, f"{folder}: subpackages name the parts"
-
-
-def attributes(node):
-    """Return the fields of a class, and what its methods set on `self`."""
-    found = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
-    for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            found |= {each.attr} if getattr(each.value, "id", "") == "self" else set()
-    return found
-
-
-def test_classes_of_the_cluster_hold_one_story_each():
-    for path in (ROOT / "cluster").rglob("*.py"):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef):
-                assert len(attributes(node)) <= 18, f"{path.name}: {node.name}"
 
 
 def test_threads_are_started_where_their_end_is_seen():
@@ -365,69 +335,6 @@ def test_no_part_of_the_coordinator_assigns_a_field_of_another():
         assert not found, f"{path.name}: {found}; add a method to the part that owns the field"
 
 
-# Packages whose modules assign only fields that a class of the same module declares.
-OWNED = ("checkpoint", "cluster", "data", "distributed", "report", "sampling", "telemetry", "train")
-# Fields of objects that are not ours, which bear the name of one of our fields.
-NOT_OURS = {
-    "checkpoint/python_objects/restore.py": {"mine.state", "mine.bit_generator.state"},  # numpy's
-    "data/discovery/index.py": {"scan.schema"},  # Arrow's `append` returns another schema
-    "data/formats/tar.py": {"members.members"},  # tarfile's
-    "distributed/process_group.py": {"options._timeout"},  # torch's, as those below
-    "train/inner_moments.py": {"optimizer.state"},
-    "train/master_weights.py": {"inner.state"},
-    "train/sharding/piece_updates.py": {"inner.state"},
-    "train/sharding/sharded_optimizer.py": {"self._optimizer.state"},
-    "train/state/buffer_memory.py": {"tensor.data", "slot.module._buffers"},
-    "train/state/optimizer_state.py": {"one.state", "self.outer.state"},
-    "train/state/previous_step.py": {"module.training"},
-    "train/state/train_state.py": {"module.training"},
-    "train/step/evaluation.py": {"module.training"},
-    "train/step/inner_steps.py": {"optimizer.state"},
-}
-
-
-def declared_fields(tree):
-    """What the classes of a module declare, or set on `self`."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return set().union(*(attributes(node) for node in classes))
-
-
-def foreign_assignments(trees):
-    """(path, line, text) of each field that a module assigns and a class of another declares."""
-    declared = {path: declared_fields(tree) for path, tree in trees.items()}
-    anywhere = set().union(*declared.values())
-    for path, tree in trees.items():
-        for line, text in assigned_fields(tree):
-            if text.rpartition(".")[2] in anywhere - declared[path]:
-                yield path, line, text
-
-
-def test_no_module_assigns_a_field_that_another_declares():
-    trees = {str(path.relative_to(ROOT)): tree_of(path) for path in modules()}
-    found = list(foreign_assignments(trees))
-    unknown = [
-        f"{path}:{line} {text}"
-        for path, line, text in found
-        if path.split("/")[0] in OWNED and text not in NOT_OURS.get(path, set())
-    ]
-    assert not unknown, "add a method to the class that owns the field"
-    stale = {(path, text) for path, texts in NOT_OURS.items() for text in texts}
-    assert stale <= {(path, text) for path, _, text in found}
-
-
-def test_foreign_assignments_finds_fields_of_other_modules_alone():
-    declares = ast.parse("class A:\n    x: int\n    def __init__(self): self.y = 1")
-    assigns = "class B:\n    z: int\ndef f(a, b): {}"
-    for code, expected in (
-        ("a.x = 1", ["a.x"]),
-        ("a.y.append(1)", ["a.y"]),
-        ("b.z = 1", []),
-        ("a.unknown = 1", []),
-    ):
-        trees = {"one": declares, "two": ast.parse(assigns.format(code))}
-        assert [text for _, _, text in foreign_assignments(trees)] == expected, code
-
-
 def test_assigned_fields_finds_each_way_to_change_another_part():
     for code in (
         "a.b = 1",
@@ -500,83 +407,6 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
                     machine.apply(transition)
 
 
-def test_module_and_class_names_appear_once_in_the_package():
-    """A name that appears twice sends a reader to the wrong file. A package may hold a module of
-    its own name, which is where it begins."""
-    names, classes = Counter(), Counter()
-    for path in modules():
-        if path.stem == "__init__":
-            names[path.parent.name] += 1
-        elif not path.stem.startswith("__") and path.stem != path.parent.name:
-            names[path.stem] += 1
-        tree = tree_of(path)  # also nested ones
-        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    assert len(names) > 200 and len(classes) > 300
-    assert [name for found in (names, classes) for name, n in found.items() if n > 1] == []
-
-
-# What users' scripts depend on. A name may be added; none is renamed, taken away, or moved to
-# another place.
-PARAMETERS = {
-    "ElasticTrainer": """
-        train *data name storage_path config scaling checkpoint failure exact sharding wire
-        comm_hook staleness inner_steps max_steps max_time_s loggers labels runtime_env
-        storage_options
-    """,
-    "ElasticTrainer.fit": "self local",
-    "attach": "name storage_path storage_options",
-    "TrainContext.steps": """
-        self model optimizer loss_fn *scheduler clip_norm precision state noise_scale_every
-        inner_optimizer inner_clip_norm
-    """,
-    "TrainContext.inner_steps_before": "self step",
-    "batch_lr": "batch *base rule warmup_steps",
-    "NoiseScale": "*decay",
-    "TrainContext.evaluate": "self fn data *model",
-    "TrainContext.log": "self metrics",
-    "TrainContext.stop": "self reason",
-    "TrainContext.checkpoint": "self metrics",
-    "DataConfig": """
-        url *micro_batch_size epochs seed tail format csv_options source_column source_options
-        columns filter pack pack_columns group_by_length decode transform collate_fn workers shuffle
-        memory_bytes cache_dir cache_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
-    """,
-    "MapStyleData": """
-        dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint
-    """,
-    "IterableData": """
-        dataset *micro_batch_size epochs seed tail fingerprint max_rows folder pack group_by_length
-        decode transform collate_fn workers shuffle memory_bytes fill_nulls storage_options
-    """,
-    "ScalingConfig": """
-        *min_workers max_workers virtual_workers standby warm_processes resources_per_worker
-        processes_per_worker tensor_parallel_size context_parallel_size threads_per_worker
-        stabilization_s market min_on_demand zones label_selector balance priority
-    """,
-    "CheckpointConfig": """
-        *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute
-        checkpoint_score_order
-    """,
-    "PowerSGDConfig": """
-        *matrix_approximation_rank start_powerSGD_iter min_compression_rate use_error_feedback
-        warm_start orthogonalization_epsilon batch_tensors_with_same_shape
-    """,
-    "FailureConfig": """
-        *heartbeat_timeout_s heartbeat_interval_s lease_s forming_timeout_s hang_timeout_s
-        release_timeout_s
-        compare_weights_every max_losses_without_progress max_losses_of_micro_batch
-        max_out_of_memory max_user_errors storage_timeout_s run_lease_s orphan_timeout_s
-    """,
-}
-MEMBERS = {
-    "TrainContext": "checkpoint config device evaluate generation inner_steps_before is_source log "
-    "mesh rank seed steps steps_per_epoch stop "
-    "total_steps virtual_workers world_size",
-    "Run": "checkpoint drain events interrupted logs pids result scale status stop",
-    "Step": "number epoch epoch_end loss weight metrics noise grad_norm lr",
-}
-
-
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
@@ -586,39 +416,6 @@ def test_public_names_are_exactly_these():
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:
         assert hasattr(elastic_dp, name)
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_public_parameters_are_exactly_these(name):
-    """In this order, those behind the star by name only."""
-    parameters = inspect.signature(operator.attrgetter(name)(elastic_dp)).parameters.values()
-    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert len(places) + len(named) == len(parameters)
-    wanted, _, by_name = PARAMETERS[name].partition("*")
-    assert (places, named) == (wanted.split(), by_name.split())
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_public_members_are_exactly_these(name):
-    of = getattr(elastic_dp, name)
-    if name == "Step":  # sets most of them as it is made
-        of = of(StepRecord(1, 0, False, loss=0.5, weight=4.0, metrics={}, lr=0.1), None)
-    assert {found for found in dir(of) if not found.startswith("_")} == set(MEMBERS[name].split())
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_public_members_have_docstrings(name):
-    of = getattr(elastic_dp, name)
-    assert inspect.getdoc(of)
-    missing = []
-    for member in MEMBERS[name].split():
-        found = inspect.getattr_static(of, member, None)
-        if found is not None:  # else set as it is made: the class says what it is
-            missing += [] if inspect.getdoc(found) else [member]
-        elif member not in inspect.getdoc(of):
-            missing.append(member)
-    assert not missing
 
 
 def test_the_command_line_starts_without_torch_and_ray():
@@ -638,37 +435,46 @@ def test_a_worker_does_not_import_pandas():
     assert said.stdout == "{'pyarrow.parquet'}\n"
 
 
-# A failing line in CI is all that many see of a test: its name begins with what it is about.
-VAGUE = {
-    *("it", "its", "they", "them", "their", "he", "she", "this", "that", "these", "those", "there"),
-    *("who", "whose", "whom", "what", "which", "whoever", "whatever", "one", "other", "others"),
-    *("another", "nobody", "nothing", "everybody", "everyone", "everything", "somebody"),
-    *("and", "or", "nor", "but", "not", "so", "then", "than", "as", "if", "unless", "because"),
-    *("when", "where", "while", "once", "after", "before", "until", "since", "though"),
-    *("of", "on", "in", "at", "by", "to", "from", "with", "without", "for", "through", "across"),
-    *("below", "past", "under"),
+# Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
+# smaller lowers the first number; the test prints what is left to do.
+BUDGETS = {
+    "checkpoint": (4_600, 2_800),
+    "cli": (2_050, 1_000),
+    "cluster": (7_750, 4_800),
+    "config": (1_620, 950),
+    "coordinator": (5_000, 4_200),
+    "data": (14_350, 5_600),
+    "dataprep": (2_750, 1_100),
+    "device": (620, 620),
+    "distributed": (5_150, 3_100),
+    "integrations": (1_840, 950),
+    "materialization": (450, 330),
+    "report": (1_410, 800),
+    "sampling": (1_370, 1_000),
+    "storage": (2_260, 1_250),
+    "telemetry": (1_090, 750),
+    "testing": (815, 600),
+    "train": (13_470, 6_000),
+    "ui": (900, 400),
 }
 
 
-def names_of_tests():
-    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
-        for name in re.findall(r"^ *def (test_\w+)\(", path.read_text(), re.M):
-            yield f"{path.name}::{name}", name.split("_")[1:]
+def test_packages_have_no_more_lines_than_their_budgets():
+    lines: dict[str, int] = dict.fromkeys(BUDGETS, 0)
+    for path in modules():
+        if len(path.relative_to(ROOT).parts) > 1:
+            lines[part_of(path)] += len(path.read_text().splitlines())
+    for package, (limit, target) in BUDGETS.items():
+        print(f"{package:16} {lines[package]:6,} lines, {limit:6,} allowed, {target:6,} wanted")
+    assert not [p for p, (limit, _) in BUDGETS.items() if lines[p] > limit * 1.1]
+    assert lines.keys() == BUDGETS.keys()
 
 
-def test_names_of_tests_begin_with_their_unit_and_say_what_holds():
-    names = dict(names_of_tests())
-    assert len(names) > 1000
-    assert not [name for name, words in names.items() if words[0] in VAGUE]
-    assert not [name for name, words in names.items() if len(words) < 3]
-
-
-def test_files_of_tests_are_short_enough_to_read():
-    """Tables are left out: each of their entries is read alone."""
-    tables = {"mutants.py", "zoo.py", "habits.py", "mutations.py"}
-    long = {
-        str(path.relative_to(ROOT.parent)): lines
-        for path in (ROOT.parent / "tests").rglob("*.py")
-        if path.name not in tables and (lines := len(path.read_text().splitlines())) > 750
-    }
-    assert not long
+def test_nothing_outside_the_extensions_imports_them():
+    assert not [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in modules()
+        if part_of(path) != "extensions"
+        for line, name in imports(path)
+        if name.startswith("elastic_dp.extensions")
+    ]
