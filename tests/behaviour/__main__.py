@@ -4,8 +4,9 @@ python -m tests.behaviour            compare with tests/behaviour/recorded.json
 python -m tests.behaviour --record   record today's; do so after a change on purpose, and say why
 
 It holds the digest of the command streams of 2,000 seeds of the simulator, the final weights of
-each model of tests/train/jobs.py (for the kind of machine that is named there), and the public
-interface with all defaults. --only records or compares one of these.
+each model of tests/train/jobs.py and of each job of option_jobs.py, and the public interface with
+all defaults. Weights are recorded for each kind of machine. --only records or compares one of
+these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tests.behaviour.option_jobs import JOBS, of_one_process
 from tests.behaviour.public_api import command_line, public_api
 from tests.behaviour.zoo_digests import this_machine, zoo_digest
 from tests.simulation.__main__ import attempt
@@ -38,13 +40,19 @@ def simulator_digest(seeds: int = SEEDS) -> dict[str, Any]:
 
 def weights() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"machine": this_machine(), "sha256": {name: zoo_digest(name) for name in ZOO}}
+    return {this_machine(): {name: zoo_digest(name) for name in ZOO}}
+
+
+def options() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {this_machine(): {name: of_one_process(name) for name in JOBS}}
 
 
 PARTS: dict[str, Callable[[], Any]] = {
     "api": public_api,
     "command_line": command_line,
     "weights": weights,
+    "options": options,
     "simulator": simulator_digest,
 }
 
@@ -63,6 +71,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args()
     before, now = recorded(), {name: PARTS[name]() for name in arguments.only}
+    for name in {"weights", "options"} & now.keys():  # those of other kinds of machines stay
+        now[name] = before.get(name, {}) | now[name]
     changed = [name for name in now if before.get(name) != now[name]]
     print("changed: " + ", ".join(changed) if changed else "nothing changed")
     if arguments.record:

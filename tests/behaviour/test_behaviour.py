@@ -1,10 +1,14 @@
 """Decisions, bits and names are those that were recorded. `python -m tests.behaviour --record`
 records a change that is made on purpose."""
 
+import os
+
 import pytest
 import torch
 
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.behaviour.__main__ import ZOO, recorded, simulator_digest
+from tests.behaviour.option_jobs import JOBS, of_one_process, of_workers
 from tests.behaviour.public_api import command_line, documented_names, public_api
 from tests.behaviour.zoo_digests import this_machine, zoo_digest
 
@@ -32,11 +36,35 @@ def test_command_line_has_the_recorded_options_and_defaults():
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ZOO]
 )
 def test_zoo_model_has_the_recorded_weights(name, one_thread):
-    stored = recorded()["weights"]
-    assert set(stored["sha256"]) == set(ZOO)
-    if stored["machine"] != this_machine():
-        pytest.skip(f"recorded on another kind of machine: {stored['machine']}")
-    assert zoo_digest(name) == stored["sha256"][name]
+    assert zoo_digest(name) == recorded_on_this_machine("weights", ZOO)[name]
+
+
+def recorded_on_this_machine(part, names):
+    stored = recorded()[part]
+    if this_machine() not in stored:
+        pytest.skip(f"recorded on other kinds of machines: {list(stored)}")
+    assert set(stored[this_machine()]) == set(names)
+    return stored[this_machine()]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_job_with_options_has_the_recorded_weights_and_records(name, one_thread):
+    assert of_one_process(name) == recorded_on_this_machine("options", JOBS)[name]
+
+
+EXACT = [name for name, job in JOBS.items() if job.spec.get("exact", True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", EXACT)
+def test_job_with_options_has_the_recorded_weights_with_workers_and_kills(name, workers, tmp_path):
+    """With more than one worker, one of them is killed in a backward pass."""
+    workers = min(workers, JOBS[name].fewest_virtual_workers)
+    dead = WorkerFault("backward", step=4, rank=workers - 1, once=str(tmp_path / "dead"))
+    found = of_workers(name, workers, faults=(dead,) if workers > 1 else ())
+    assert found == recorded_on_this_machine("options", JOBS)[name]["weights"]
+    assert os.path.exists(dead.once) == (workers > 1)
 
 
 @pytest.mark.slow
