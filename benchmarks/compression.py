@@ -1,13 +1,13 @@
-"""What `wire=`, `staleness=`, `inner_steps=` and `comm_hook=` save and cost in a step: bytes and
-time, on several links.
+"""What `wire=`, `staleness=` and `inner_steps=` save and cost in a step: bytes and time, on several
+links.
 
     python -m benchmarks.compression [--pairs 60] [--links "no limit" …] [--quick]
 
 Two workers are on two [hosts](slow_link.py), which needs root and Debian's iproute2. What the
 device of the first one sends is counted. In turn, in the same processes and on the same rows: one
 of our steps, and one of DDP. Where ours has `wire="bf16"`, DDP has torch's `fp16_compress_hook`
-(the one for bfloat16 asks for NCCL, and sends as many bytes); beside "int8" and PowerSGD it has
-`powerSGD_hook` where that works; beside the others it is as it is. With `inner_steps`, a step is an
+(the one for bfloat16 asks for NCCL, and sends as many bytes); beside "int8" it has `powerSGD_hook`
+where that works; beside the others it is as it is. With `inner_steps`, a step is an
 inner step: one of our steps and as many of DDP are divided by their number. Quoted: medians of rank
 0. With `--links` what was recorded of other links stays. Ends with 1, and says why, if a target was
 missed.
@@ -36,7 +36,7 @@ from benchmarks.report import each, exit_code, median_interval, of_pairs, record
 from benchmarks.slow_link import DEVICE, Host, bytes_sent, hosts, throughput
 from benchmarks.step_overhead import ROWS, WORLD, ddp_step, session_of, tell, timed_on_workers
 from elastic_dp.cluster.worker import prepare_environment
-from elastic_dp.config import DataConfig, JobSpec, PowerSGDConfig, ScalingConfig
+from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.train.train_function import train_until_released
 
@@ -48,9 +48,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"wire": "int8"},
     "delayed": {"staleness": 1},
     "inner": {"inner_steps": 8},
-    "hook": {"exact": False, "comm_hook": "bf16"},
-    # It compresses from its third step on, as DDP's, the first that counts.
-    "powersgd": {"exact": False, "comm_hook": PowerSGDConfig(**POWER_SGD)},
 }
 SKIPPED = 3  # first steps allocate
 LINKS = {  # bits/s, and seconds one way
@@ -68,8 +65,6 @@ MOST_BYTES = {
     "int8": 0.28,
     "delayed": 1.01,
     "inner": 0.25,
-    "hook": 0.52,
-    "powersgd": 0.1,
 }
 
 
@@ -139,9 +134,9 @@ def worker(
         optimizer, inner = optimizers(model, setting)
         torch.manual_seed(0)
         ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
-        if setting in ("bf16", "hook"):
+        if setting == "bf16":
             ddp.register_comm_hook(None, fp16_compress_hook)
-        elif setting in ("int8", "powersgd") and LINKS[link][1] <= POWER_SGD_UP_TO_S:
+        elif setting == "int8" and LINKS[link][1] <= POWER_SGD_UP_TO_S:
             state = PowerSGDState(None, **POWER_SGD)
             ddp.register_comm_hook(state, powerSGD_hook)
         ddp_optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
@@ -203,7 +198,7 @@ def measured(one: Mapping[str, Any]) -> list[str]:
 def argument(setting: str) -> str:
     """Return how a setting is written, as `wire="bf16"`."""
     *_, (name, value) = SETTINGS[setting].items()
-    return f"{name}={json.dumps(value, default=lambda _: 'powersgd')}"
+    return f"{name}={json.dumps(value)}"
 
 
 def targets(results: Mapping[str, Any]) -> dict[str, bool]:

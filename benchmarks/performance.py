@@ -240,8 +240,7 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 def compression(r: dict[str, Any]) -> Iterator[Row]:
     from benchmarks.compression import MOST_BYTES, argument, measured, targets
 
-    fp16, power = " and its `fp16_compress_hook`", " and its `powerSGD_hook`"
-    hooks = {"bf16": fp16, "hook": fp16, "int8": power, "powersgd": power}
+    hooks = {"bf16": " and its `fp16_compress_hook`", "int8": " and its `powerSGD_hook`"}
     met = iter(targets(r).values())
     for name, one in r.items():
         if "link_gbit_s" in one["None"]:

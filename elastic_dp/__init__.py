@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         FailureConfig,
         IterableData,
         MapStyleData,
-        PowerSGDConfig,
         ScalingConfig,
     )
     from elastic_dp.run_record import Result
@@ -40,7 +39,6 @@ __all__ = [
     "MapStyleData",
     "MasterWeights",
     "NoiseScale",
-    "PowerSGDConfig",
     "Result",
     "Run",
     "ScalingConfig",
@@ -70,6 +68,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
+        removed = importlib.import_module("elastic_dp.config.removed_names").REMOVED_NAMES
+        if name in removed:  # `from elastic_dp import ...` hides the words of an AttributeError
+            raise ImportError(removed[name])
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.config")), name)
     globals()[name] = value

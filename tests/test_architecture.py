@@ -410,7 +410,7 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
-        "MapStyleData MasterWeights NoiseScale PowerSGDConfig Result Run ScalingConfig Step "
+        "MapStyleData MasterWeights NoiseScale Result Run ScalingConfig Step "
         "TrainContext WeightPrediction attach batch_lr load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()

@@ -261,10 +261,7 @@ def test_python_on_the_page_can_be_parsed(page):
 @every_page
 def test_fields_methods_and_errors_on_the_page_exist(page):
     text = PAGES[page]
-    configs = (
-        "DataConfig|MapStyleData|ScalingConfig|CheckpointConfig|FailureConfig|PowerSGDConfig|"
-        "Result|Run|Step"
-    )
+    configs = "DataConfig|MapStyleData|ScalingConfig|CheckpointConfig|FailureConfig|Result|Run|Step"
     for owner, name in re.findall(rf"\b({configs})\.(\w+)", text):
         kind = getattr(elastic_dp, owner)
         fields = (

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_dp.config import JobSpec
+from elastic_dp.config.removed_names import REMOVED_NAMES
 from elastic_dp.errors import SpecError
 
 _Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
@@ -94,6 +95,8 @@ def _changed_fields(
     for first in dict.fromkeys(path[0] for path in changes):
         inner = f"{name}.{first}".lstrip(".")
         if first not in hints:
+            if not name and first in REMOVED_NAMES:
+                raise SpecError(REMOVED_NAMES[first])
             has = f"which has {', '.join(hints)}" if hints else "which is empty"
             raise SpecError(f"{inner} is no field of {name or 'a job'}, {has}")
         own = {path[1:]: text for path, text in changes.items() if path[0] == first}

@@ -28,7 +28,6 @@ from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import (
     CheckpointConfig,
-    CommHookConfig,
     DataConfig,
     FailureConfig,
     IterableData,
@@ -36,6 +35,7 @@ from elastic_dp.config import (
     MapStyleData,
     ScalingConfig,
 )
+from elastic_dp.config.removed_names import REMOVED_NAMES
 from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.device.gpu import is_gpu
@@ -80,9 +80,6 @@ class ElasticTrainer:
     - `wire`: "bf16" rounds each gradient and each partial sum of gradients to bfloat16, "int8" to 8
       bits, so that gradients take a half or a quarter of the bytes on the network. The result
       remains exact. Fixed at the run's first start.
-    - `comm_hook`: with `exact=False`, one of torch's communication hooks for DDP, which compresses
-      gradients: "bf16", "fp16", or "powersgd", which is `PowerSGDConfig()`. A single worker
-      compresses nothing.
     - `staleness`: 1 applies each gradient one step late, so that it is sent while the next one is
       computed; `{0: 0, 1000: 1}` does so after 1000 steps. It needs `exact`, and the result remains
       exact. Fixed at the run's first start.
@@ -113,7 +110,6 @@ class ElasticTrainer:
         exact: bool = True,
         sharding: Literal["optimizer"] | None = None,
         wire: Literal["bf16", "int8"] | None = None,
-        comm_hook: CommHookConfig | None = None,
         staleness: Literal[0, 1] | Mapping[int, int] = 0,
         inner_steps: int | Mapping[int, int] | None = None,
         max_steps: int | None = None,
@@ -122,7 +118,12 @@ class ElasticTrainer:
         labels: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        **removed: Any,
     ) -> None:
+        for name in removed:
+            if name in REMOVED_NAMES:
+                raise SpecError(REMOVED_NAMES[name])
+            raise TypeError(f"ElasticTrainer() got an unexpected keyword argument {name!r}")
         check_function("train", train, 1, "one argument (ctx)")
         for field, given in {
             "config": config,
@@ -156,7 +157,6 @@ class ElasticTrainer:
             "exact": exact,
             "sharding": sharding,
             "wire": wire,
-            "comm_hook": comm_hook,
             "staleness": staleness,
             "inner_steps": inner_steps,
             "max_steps": max_steps,

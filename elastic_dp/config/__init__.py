@@ -6,7 +6,6 @@ run; everything else decides only where and how fast it runs.
 """
 
 from elastic_dp.config.checkpoint_config import CheckpointConfig
-from elastic_dp.config.comm_hook_config import CommHookConfig, PowerSGDConfig
 from elastic_dp.config.data_config import DataConfig, FormatName, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
 from elastic_dp.config.iterable_data import IterableData
@@ -15,14 +14,12 @@ from elastic_dp.config.scaling_config import ScalingConfig, label_values
 
 __all__ = [
     "CheckpointConfig",
-    "CommHookConfig",
     "DataConfig",
     "FailureConfig",
     "FormatName",
     "IterableData",
     "JobSpec",
     "MapStyleData",
-    "PowerSGDConfig",
     "ScalingConfig",
     "label_values",
 ]

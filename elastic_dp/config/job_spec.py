@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastic_dp.config.checkpoint_config import CheckpointConfig
-from elastic_dp.config.comm_hook_config import CommHookConfig, check_comm_hook
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
 from elastic_dp.config.field_checks import at_least, boolean, one_of, whole_number
@@ -41,7 +40,6 @@ class JobSpec:
     failure: FailureConfig = field(default_factory=FailureConfig)
     exact: bool = True
     wire: Literal["bf16", "int8"] | None = None
-    comm_hook: CommHookConfig | None = None
     staleness: Literal[0, 1] | Mapping[int, int] = 0
     inner_steps: int | Mapping[int, int] | None = None
     sharding: Literal["optimizer"] | None = None
@@ -67,7 +65,6 @@ class JobSpec:
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
         boolean("exact", self.exact)
-        check_comm_hook(self.comm_hook, exact=self.exact)
         self._check_wire()
         self._check_sharding()
         self._check_processes()

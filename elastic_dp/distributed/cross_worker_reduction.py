@@ -6,7 +6,7 @@ sends the finished part to all ranks (all-gather, into the buffer that the first
 filled). Where members share nodes, sums within a node come first, in a round of their own
 (`reduction_rounds`); the all-gather is then a ring in the order of ranks, which crosses from node
 to node once. Two members with one subtree each exchange the whole bucket instead, since a sum of
-two has one order. Fast mode is one all-reduce per bucket, or one of torch's hooks (`CommHook`).
+two has one order. Fast mode is one all-reduce per bucket.
 
 Where only some members need each element, since they hold the optimizer's state for it, a finished
 part goes to those that need it, and not to all (`piece_routes`).
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from elastic_dp.distributed.comm_hook import HookFuture, HookSettings
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -73,20 +72,17 @@ class ReductionPlan:
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
         needed: HeldRanges | None = None,
-        comm_hook: HookSettings | None = None,
     ) -> None:
-        """`needed`: which ranks need the sum of which elements; None: all need all. `comm_hook`:
-        what reduces buckets in fast mode."""
+        """`needed`: which ranks need the sum of which elements; None: all need all."""
         self.needed, self.on_host = needed, group
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
         self.covers = [cover_share(share, virtual_workers) for share in shares]
-        self.hook = None if comm_hook is None else comm_hook.open(self.group)
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
         # Gloo then sends the same bytes in one round instead of two, with half the CPU time, and a
         # device adds them itself.
-        self.swaps = one_order and group.world_size == 2 and self.hook is None
+        self.swaps = one_order and group.world_size == 2
         self.all_reduces = one_order and not self.swaps
         summed = group.world_size > 1 and not one_order
         # Empty where no rank adds up its part of the tree.
@@ -287,7 +283,6 @@ class BucketReduction:
     def begin(self) -> None:
         """Starts a new step."""
         self._launched: list[list[Any]] = []  # operations of the transport, by round
-        self._hooked: HookFuture | None = None  # of `launch`, instead of these
         self._gathering: list[Any] = []
         self._overwritten = False  # whether this worker's last sum is no longer in its buffer
         # Of the finished sum, piece by piece, once it is known: one number for all elements.
@@ -309,9 +304,6 @@ class BucketReduction:
         """Sends what is in the views. Raises GroupError."""
         plan, group = self._plan, self._plan.group
         if group.world_size == 1:
-            return
-        if plan.hook is not None:
-            self._hooked = plan.hook.launch(self.bucket, self._total[: self.bucket.numel])
             return
         if plan.all_reduces:
             self._launched = [[group.all_reduce(self._total)]]
@@ -346,8 +338,6 @@ class BucketReduction:
     def reduce(self) -> None:
         """Waits for the parts of other ranks, adds them up, and sends the sums in the next round.
         After the last one, sends this rank's part of the whole sum."""
-        if self._hooked is not None:
-            self._hooked.wait()
         for operation in self._launched[-1] if self._launched else ():
             self._plan.group.wait(operation)
         if 0 < len(self._launched) < len(self._plan.rounds):
@@ -476,10 +466,10 @@ class BucketReduction:
         may still write to it.
         """
         operations = [*chain.from_iterable(self._launched), *self._gathering]
-        group, hook = self._plan.group, self._plan.hook
+        group = self._plan.group
 
         def is_over() -> bool:
-            return all(map(group.is_over, operations)) and (hook is None or hook.is_over())
+            return all(map(group.is_over, operations))
 
         if is_over():
             pool.give_back(self._memory)

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.cross_worker_reduction import (
     BucketReduction,
     GradientBufferPool,
@@ -55,14 +54,13 @@ class GradientReducer:
         order: GradientOrder | None = None,
         *,
         computes: bool = True,
-        comm_hook: HookSettings | None = None,
     ) -> None:
-        """`wire`, `comm_hook`: of the job. `order`: notes that of a step's gradients.
+        """`wire`: of the job. `order`: notes that of a step's gradients.
 
         In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
         and the other one, which `computes` nothing, what `add_finished` gives it.
         """
-        self._wire, self._comm_hook, self.order = wire, comm_hook, order
+        self._wire, self.order = wire, order
         self._computes, self._sends = computes, True
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
@@ -99,7 +97,7 @@ class GradientReducer:
         that of the membership. `needed`: which ranks need the sum of which elements; None: all need
         all. `sends`: or else it only computes."""
         assert self._wire is None or exact  # `JobSpec` refuses fast mode with it
-        plan = group, shares, virtual_workers, exact, topology, needed, self._comm_hook
+        plan = group, shares, virtual_workers, exact, topology, needed
         self._plan = ReductionPlan(*plan)
         self._sends = sends
         self._lay_out()
@@ -169,9 +167,9 @@ class GradientReducer:
 
     # ----------------------------------------------------------------------------- step
 
-    def begin(self, seed: int = 0, *, step: int = 1, measures: bool = False) -> None:
+    def begin(self, seed: int = 0, *, measures: bool = False) -> None:
         """Starts a step. Follows changes of `requires_grad`. `seed`: for what is drawn in this step
-        to round or compress gradients. `measures`: for `leaf_square`."""
+        to round gradients. `measures`: for `leaf_square`."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -185,8 +183,6 @@ class GradientReducer:
         self._next = self._turns_taken = 0
         for exchange in self._exchanges:
             exchange.begin()
-        if self._plan.hook is not None:
-            self._plan.hook.begin(step, seed, self._layout)
 
     def drop(self) -> None:
         """Drops every gradient, also those of a step that was not committed."""

@@ -16,7 +16,6 @@ from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard.comm_hook_arguments import hook_settings
 from elastic_dp.train.loop_guard.inner_arguments import check_inner_steps
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
@@ -112,7 +111,6 @@ class TrainingParts:
                 "of the two"
             )
         check_inner_steps(spec.inner_steps, given)
-        comm_hook = hook_settings(spec.comm_hook, given)
         loss_scale = new_loss_scale(given.precision)
         sharding = None if spec.sharding is None else sharded_optimizer_of(given)
         own = given.model, given.optimizer, given.scheduler
@@ -169,7 +167,6 @@ class TrainingParts:
             speed,
             given.noise_scale_every,
             spec.wire,
-            comm_hook,
             gang,
             inner,
         )

@@ -150,25 +150,7 @@ async def waits(ctx):
         ({"wire": ["bf16"]}, "wire is ['bf16'], must be one of None, 'bf16', 'int8'"),
         ({"wire": "bf16", "exact": False}, "wire is 'bf16' and exact is False: it rounds"),
         ({"wire": "int8", "exact": False}, "wire is 'int8' and exact is False: it rounds"),
-        ({"comm_hook": "int8", "exact": False}, "comm_hook is 'int8', must be a PowerSGDConfig or"),
-        (
-            {"comm_hook": ["bf16"], "exact": False},
-            "comm_hook is ['bf16'], must be a PowerSGDConfig",
-        ),
-        ({"comm_hook": "bf16"}, "comm_hook is 'bf16' and exact is True: torch's hooks compress"),
-        (
-            {"comm_hook": edp.PowerSGDConfig()},
-            "comm_hook is PowerSGDConfig(matrix_approximation_rank=1,",
-        ),
-        *(
-            ({"comm_hook": "bf16", "exact": False} | other, f"{words} and exact is False")
-            for other, words in (
-                ({"wire": "bf16"}, "wire is 'bf16'"),
-                ({"sharding": "optimizer"}, "sharding is 'optimizer'"),
-                ({"staleness": 1}, "staleness is 1"),
-                ({"inner_steps": 2}, "inner_steps is 2"),
-            )
-        ),
+        ({"comm_hook": "bf16"}, 'comm_hook= does not exist any more: use wire="bf16"'),
         ({"staleness": 2}, "staleness is 2, must be 0 or 1"),
         ({"staleness": True}, "staleness is True, must be a whole number"),
         ({"staleness": None}, "staleness is None, must be 0 or 1"),
@@ -260,26 +242,14 @@ def test_failure_config_out_of_range_names_field_and_value(options, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"matrix_approximation_rank": 0}, "matrix_approximation_rank is 0, must be at least 1"),
-        ({"matrix_approximation_rank": 1.5}, "matrix_approximation_rank is 1.5, must be a whole"),
-        ({"matrix_approximation_rank": None}, "matrix_approximation_rank is None; leave it out"),
-        ({"start_powerSGD_iter": 1}, "start_powerSGD_iter is 1, must be at least 2, as torch"),
-        (
-            {"start_powerSGD_iter": 0, "use_error_feedback": False},
-            "must be at least 2, as torch demands, unless use_error_feedback and warm_start are",
-        ),
-        ({"min_compression_rate": -1}, "min_compression_rate is -1, must be at least 0"),
-        ({"orthogonalization_epsilon": -1}, "orthogonalization_epsilon is -1, must be at least"),
-        ({"warm_start": 1}, "warm_start is 1, must be True or False"),
-    ],
-)
-def test_powersgd_config_out_of_range_names_field_and_value(options, words):
-    with pytest.raises(SpecError) as caught:
-        edp.PowerSGDConfig(**options)
-    assert f"PowerSGDConfig.{words}" in str(caught.value) or words in str(caught.value)
+def test_unknown_argument_of_the_trainer_is_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hook'"):
+        trainer(tmp_path, good, hook="bf16")
+
+
+def test_import_of_a_removed_name_says_what_to_write_instead():
+    with pytest.raises(ImportError, match='use wire="bf16"'):
+        from elastic_dp import PowerSGDConfig  # noqa: F401
 
 
 def test_trainer_without_a_limit_is_refused(tmp_path):

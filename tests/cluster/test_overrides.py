@@ -4,7 +4,7 @@ import pytest
 
 from elastic_dp.cluster.overrides import Overrides, active_overrides, overriding
 from elastic_dp.cluster.trainer import ElasticTrainer
-from elastic_dp.config import DataConfig, PowerSGDConfig, ScalingConfig
+from elastic_dp.config import DataConfig, ScalingConfig
 from elastic_dp.errors import SpecError
 
 
@@ -56,13 +56,6 @@ def test_field_of_a_few_values_is_set_by_the_name_of_one() -> None:
     assert made("sharding=optimizer").spec.sharding == "optimizer"
     assert made("sharding=none").spec.sharding is None
     assert made("staleness=1").spec.staleness == 1
-    assert made("exact=false", "comm_hook=powersgd").spec.comm_hook == "powersgd"
-
-
-def test_fields_of_a_hook_that_the_script_configures_are_set() -> None:
-    with overriding(Overrides(["comm_hook.matrix_approximation_rank=4"])):
-        trainer = ElasticTrainer(print, data=data(), exact=False, comm_hook=PowerSGDConfig())
-    assert trainer.spec.comm_hook == PowerSGDConfig(matrix_approximation_rank=4)
 
 
 def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:
@@ -89,11 +82,7 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("exact=1", "exact is '1', must be true or false"),
         ("sharding=all", "sharding is 'all', must be optimizer or none"),
         ("staleness=2", "staleness is '2', must be 0 or 1"),
-        (
-            "comm_hook=int8",
-            "comm_hook is 'int8', must be bf16 or fp16 or powersgd or what the script alone can",
-        ),
-        ("comm_hook.rank=4", "comm_hook is None, and has no fields to set"),
+        ("comm_hook=bf16", "comm_hook= does not exist any more: use wire="),
         ("config.width=wide", "config.width is 'wide', must be a whole number"),
         ("data.tail=cut", "data.tail is 'cut', must be drop or short"),
         (

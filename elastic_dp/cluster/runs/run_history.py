@@ -35,7 +35,6 @@ class StartRecord:
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
     growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
     sharding: str | None = None
-    comm_hook: str = "None"  # as it is written in Python
 
     @classmethod
     def of(
@@ -47,8 +46,7 @@ class StartRecord:
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
         growth = spec.scaling.growth
-        settings = spec.sharding, repr(spec.comm_hook)
-        return cls(code_fingerprint(train), python, limits, total_steps, growth, *settings)
+        return cls(code_fingerprint(train), python, limits, total_steps, growth, spec.sharding)
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -74,14 +72,10 @@ class StartRecord:
         return [f"virtual_workers is {now or unchanged} now, was {then or unchanged}"]
 
     def settings_changed(self, before: StartRecord) -> list[str]:
-        """Return changes of `sharding` and of `comm_hook`, in words."""
-        changes = {
-            "sharding": (repr(self.sharding), repr(before.sharding)),
-            "comm_hook": (self.comm_hook, before.comm_hook),
-        }
-        return [
-            f"{name} is {now} now, was {was}" for name, (now, was) in changes.items() if now != was
-        ]
+        """Return the change of `sharding`, in words."""
+        if before.sharding == self.sharding:
+            return []
+        return [f"sharding is {self.sharding!r} now, was {before.sharding!r}"]
 
     def code_changed(self, before: StartRecord) -> list[str]:
         """Return changes of Python and of the code, in words."""
@@ -113,7 +107,6 @@ def last_start(store: Store) -> StartRecord | None:
             total if isinstance(total, int) else None,
             {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
             stored.get("sharding"),
-            str(stored.get("comm_hook")),
         )
     except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
         return None

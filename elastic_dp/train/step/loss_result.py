@@ -10,7 +10,6 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import outside_graphs
-from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.local_shards import gathered
 from elastic_dp.errors import LossError
 
@@ -84,21 +83,13 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
     return has_state / weight if weight else math.nan
 
 
-def not_finite(
-    step: int,
-    results: Iterable[int],
-    describe: Callable[[int, int], str],
-    comm_hook: HookSettings | None,
-) -> LossError:
+def not_finite(step: int, results: Iterable[int], describe: Callable[[int, int], str]) -> LossError:
     """Returns the error for a gradient that is not finite, of `step` and these virtual workers.
 
-    `describe` names the rows of one; `comm_hook` is that of the job.
+    `describe` names the rows of one.
     """
-    is_narrow = comm_hook is not None and comm_hook.name == "fp16"
-    narrow = ', and comm_hook="fp16" has no number above 65504 ("bf16" has)'
     return LossError(
-        f"the gradient of step {step} is not finite although every loss is"
-        f"{narrow if is_narrow else ''}; the rows were: "
+        f"the gradient of step {step} is not finite although every loss is; the rows were: "
         + "; ".join(describe(step, v) for v in sorted(results)[:4])
     )
 

@@ -28,7 +28,6 @@ import torch
 
 from elastic_dp.coordinator.messages import Membership, whole_blocks
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.comm_hook import HookSettings
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -84,7 +83,6 @@ class StepRunner:
     speed: ComputeSpeed
     noise_scale_every: int | None = None
     wire: str | None = None
-    comm_hook: HookSettings | None = None
     gang: Gang | None = None  # the processes of this worker, if there are several
     inner: InnerSteps | None = None  # of each virtual worker, if it makes several
     _checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
@@ -101,7 +99,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         parameters, previous = self.state.parameters, self.state.previous
         order = None if self.gang is None else GradientOrder()
-        self.gradients = GradientReducer(parameters, self.wire, order, comm_hook=self.comm_hook)
+        self.gradients = GradientReducer(parameters, self.wire, order)
         self.buffers = ModuleBuffers(self.state.model)
         self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
         self._leaves = LeafRunner(
@@ -245,7 +243,7 @@ class StepRunner:
                 self._distribute_delayed(step)
             self.delayed.launch(group)
         noise = self._leaves.measures_noise(step)
-        self.gradients.begin(rounding_seed(self.seed, step), step=step, measures=noise)
+        self.gradients.begin(rounding_seed(self.seed, step), measures=noise)
         self.speed.begin(self.inner_steps.at(step))
         self._begin_finished(step, stop, expected)
         if self.state.sharding is not None:
@@ -313,7 +311,7 @@ class StepRunner:
             finite = self.sums.finish(factor, extremes)
         if not finite and loss_scale is None:
             at = step if self.delayed is None else step - 1
-            raise not_finite(at, results, self.data.describe, self.comm_hook)
+            raise not_finite(at, results, self.data.describe)
         check_replicated(self.gang, step, self.state.parameters, self.sums)
         group.check()
         self.speed.end_step()

@@ -74,14 +74,6 @@ def test_run_goes_on_with_a_sharded_optimizer_and_says_so(tmp_path):
     assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=6)[0].weights_sha256
 
 
-def test_fast_run_goes_on_with_another_hook_and_says_so(tmp_path):
-    fit(tmp_path, exact=False)
-    result, warned = fit(tmp_path, max_steps=6, exact=False, comm_hook="bf16")
-    assert (result.step, result.exact, warned) == (6, False, [])
-    words = "since the last start of this run: comm_hook is 'bf16' now, was None"
-    assert words in said(tmp_path)
-
-
 def test_a_larger_max_steps_continues(tmp_path):
     fit(tmp_path)
     result, warned = fit(tmp_path, max_steps=6)
