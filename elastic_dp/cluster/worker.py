@@ -266,10 +266,6 @@ class Worker:
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     """Set variables that torch reads when it starts threads or CUDA, or first allocates memory."""
-    from elastic_dp.train.exactness.machine_kind import EXACT_ENVIRONMENT
-
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.
     environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    for key, value in EXACT_ENVIRONMENT.items():
-        environment.setdefault(key, value)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from elastic_dp.errors import ClusterError
 
@@ -23,7 +24,8 @@ _REDUCTIONS = (
 )
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 # Read by NVIDIA's libraries themselves.
-_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_VARIABLES = ("NVIDIA_TF32_OVERRIDE", _CUBLAS)
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -111,6 +113,51 @@ def nccl_version() -> str:
 def chooses_kernels_by_time(device: torch.device) -> bool:
     """Returns whether cuDNN tries its kernels and takes the fastest, which differs each time."""
     return is_gpu(device) and torch.backends.cudnn.benchmark
+
+
+# ----------------------------------------------------------------------------------------- cuBLAS
+
+
+def settle_cublas(device: torch.device) -> None:
+    """Makes matrix products of this process deterministic, in torch's eyes, too. Called before the
+    first product on the GPU. A value of the variable that the user has set stays.
+
+    torch demands `CUBLAS_WORKSPACE_CONFIG`, and looks for it once, at the first product
+    (`Context::alertCuBLASConfigNotDeterministic`). It gives cuBLAS a workspace for each handle and
+    stream itself, so the products are deterministic with or without the variable. Up to 2.12 torch
+    parses it again in each product, by a regular expression (46 us, up to five times in one), so
+    there it is set for one product only.
+    """
+    if not is_gpu(device) or _CUBLAS in os.environ:
+        return
+    os.environ[_CUBLAS] = ":4096:8"
+    if not _reads_cublas_config_once():
+        _multiply(device)
+        del os.environ[_CUBLAS]
+
+
+def keep_cublas_config(model: torch.nn.Module, device: torch.device) -> None:
+    """Sets the variable for good where the model has recurrent layers, which need it: cuDNN makes
+    handles of its own for them. The workspaces that torch has made are dropped, since they may be
+    smaller than those of the variable."""
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
+    if is_gpu(device) and recurrent and _CUBLAS not in os.environ:
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        os.environ[_CUBLAS] = ":4096:8"
+
+
+def _reads_cublas_config_once() -> bool:
+    return TorchVersion(torch.__version__) >= TorchVersion("2.13")
+
+
+def _multiply(device: torch.device) -> None:
+    """Multiplies matrices, and a matrix and a vector: where cuBLASLt is preferred, torch looks for
+    the variable in the second product only."""
+    ones = torch.ones(2, 2, device=device)
+    torch.mm(ones, ones)
+    torch.mv(ones, ones[0])
+    torch.cuda.synchronize(device)
 
 
 # ------------------------------------------------------------------------------ random generators

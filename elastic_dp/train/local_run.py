@@ -115,7 +115,7 @@ class LocalRun:
         if self.spec.max_time_s is not None:
             limit.start()
         try:
-            kernels = DeterministicKernels(self.spec.exact, session.inexact_because)
+            kernels = DeterministicKernels(self.spec.exact, session.inexact_because, self.device)
             with kernels, self._interruptible(session):
                 call_train_function(train, session)
                 with contextlib.suppress(Released):

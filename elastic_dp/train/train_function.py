@@ -32,7 +32,7 @@ def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
 
     An exception of user code is posted, not raised.
     """
-    with DeterministicKernels(session.spec.exact, session.inexact_because):
+    with DeterministicKernels(session.spec.exact, session.inexact_because, session.device):
         try:
             try:
                 call_train_function(train, session)

@@ -10,6 +10,7 @@ import torch
 
 from elastic_dp.config import JobSpec
 from elastic_dp.config.field_checks import whole_number
+from elastic_dp.device.gpu import keep_cublas_config
 from elastic_dp.distributed.gradient_rounding import check_wire
 from elastic_dp.errors import SpecError
 from elastic_dp.sampling import StepSchedule
@@ -102,6 +103,8 @@ class TrainingParts:
     ) -> TrainingParts:
         """Checks the arguments and builds the parts. Nothing runs yet."""
         given.check()
+        if spec.exact:
+            keep_cublas_config(given.model, device)
         check_gang(gang, given)
         check_wire(spec.wire, dict(given.model.named_parameters()))
         if spec.delays and given.noise_scale_every is not None:

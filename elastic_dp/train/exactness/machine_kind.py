@@ -4,7 +4,6 @@ reproducible."""
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import warnings
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version
+from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version, settle_cublas
 
 
 def machine_kind(device: torch.device, exact: bool) -> str:
@@ -83,18 +82,14 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
     return tuple(dict.fromkeys([*operations, *mixed[: len(kinds) - 1]]))
 
 
-# Must be in the environment before CUDA starts; the process that starts a worker puts it there.
-EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-
-
 _NOTED = ".*deterministic"
 
 
 class DeterministicKernels:
     """Deterministic kernels while open; every operation that had none is added to `because`."""
 
-    def __init__(self, exact: bool, because: list[str]) -> None:
-        self._exact, self._because = exact, because
+    def __init__(self, exact: bool, because: list[str], device: torch.device) -> None:
+        self._exact, self._because, self._device = exact, because, device
         self._restore: Any = None
         self._filter: Any = None
 
@@ -109,7 +104,6 @@ class DeterministicKernels:
             torch.is_warn_always_enabled(),
             warnings.showwarning,
         )
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
@@ -127,6 +121,7 @@ class DeterministicKernels:
                 show(message, *args, **kwargs)
 
         warnings.showwarning = note
+        settle_cublas(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -146,7 +146,7 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
         always = torch.is_warn_always_enabled()
         for _ in range(2):
             because: list[str] = []
-            with DeterministicKernels(exact=True, because=because):
+            with DeterministicKernels(True, because, torch.device("cpu")):
                 for _ in range(3):
                     has_no_deterministic_kernel()
             assert len(because) == 1 and because[0].startswith("put_ does not")

@@ -1,0 +1,84 @@
+"""When `CUBLAS_WORKSPACE_CONFIG` is set: torch up to 2.12 parses it in each matrix product."""
+
+import os
+
+import pytest
+import torch
+
+from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.device import gpu
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+
+NAME = "CUBLAS_WORKSPACE_CONFIG"
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Returns the values of the variable at each product that is made for torch to look for it."""
+    seen: list[str | None] = []
+    monkeypatch.setenv(NAME, "")  # so that it is restored
+    monkeypatch.delenv(NAME)
+    monkeypatch.setattr(gpu, "_multiply", lambda device: seen.append(os.environ.get(NAME)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    return seen
+
+
+def torch_reads_it_once(monkeypatch, once):
+    monkeypatch.setattr(gpu, "_reads_cublas_config_once", lambda: once)
+
+
+def test_exact_run_sets_the_variable_for_one_product_where_torch_parses_it_in_each(
+    products, monkeypatch
+):
+    torch_reads_it_once(monkeypatch, False)
+    with DeterministicKernels(True, [], GPU):
+        assert NAME not in os.environ
+    assert products == [":4096:8"]
+
+
+def test_exact_run_leaves_the_variable_set_where_torch_reads_it_once(products, monkeypatch):
+    torch_reads_it_once(monkeypatch, True)
+    with DeterministicKernels(True, [], GPU):
+        assert os.environ[NAME] == ":4096:8"
+    assert products == []
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(("exact", "device"), [(False, GPU), (True, torch.device("cpu"))])
+def test_variable_is_not_set_in_a_fast_run_or_without_a_gpu(
+    exact, device, once, products, monkeypatch
+):
+    torch_reads_it_once(monkeypatch, once)
+    environment: dict[str, str] = {}
+    prepare_environment(environment, 1)
+    with DeterministicKernels(exact, [], device):
+        assert NAME not in {*environment, *os.environ}
+    assert products == []
+
+
+def test_a_value_of_the_user_stays(products, monkeypatch):
+    torch_reads_it_once(monkeypatch, False)
+    monkeypatch.setenv(NAME, ":16:8")
+    with DeterministicKernels(True, [], GPU):
+        gpu.keep_cublas_config(torch.nn.LSTM(2, 2), GPU)
+        assert os.environ[NAME] == ":16:8"
+    assert products == []
+
+
+@pytest.mark.parametrize(("layer", "kept"), [(torch.nn.LSTM, True), (torch.nn.Linear, False)])
+def test_model_with_recurrent_layers_keeps_the_variable(layer, kept, products, monkeypatch):
+    torch_reads_it_once(monkeypatch, False)
+    with DeterministicKernels(True, [], GPU):
+        gpu.keep_cublas_config(torch.nn.Sequential(layer(2, 2)), GPU)
+        assert (NAME in os.environ) == kept
+
+
+@pytest.mark.parametrize(
+    ("version", "once"),
+    [("2.11.0+cu130", False), ("2.12.1", False), ("2.13.0+cpu", True), ("2.14.0a0", True)],
+)
+def test_versions_of_torch_that_read_the_variable_once(version, once, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert gpu._reads_cublas_config_once() == once
