@@ -1,23 +1,17 @@
-"""How fast, how steadily and in how much memory data arrives, beside bare loops and other systems.
+"""How fast data arrives, compared with bare loops and other loaders.
 
-    python -m benchmarks.data [--part local|store|waiting|memory|packing|images …] [--peers]
-    [--rounds 15] [--folder F]
+    python -m benchmarks.data [--part local|store] [--peers] [--rounds 15] [--folder F]
 
 All read the same rows (token_rows.py), in turn, several times; a ratio is the median of those of
 single rounds.
 
-- local: files in the page cache, beside a bare pyarrow loop over the row groups, and with `--peers`
-  beside litdata, mosaicml streaming, Hugging Face datasets, WebDataset and Ray Data (data_local.py,
-  peers/).
-- store: an S3-like server with 20 ms before each answer (slow_store.py), beside hand-written loops
-  (data_store.py).
-- waiting, memory: see data_budget.py.
-- packing: documents packed while training, beside rows packed before, and with `--peers` beside the
-  same and trl (data_packing.py, peers/packing.py).
-- images: JPEG files decoded while training, with `--peers` beside the same without trl
-  (data_images.py, peers/images.py).
+- local: files in the page cache, compared with a bare pyarrow loop over the row groups, and with
+  `--peers` with litdata, mosaicml streaming, Hugging Face datasets, WebDataset and Ray Data
+  (data_local.py, peers/).
+- store: an S3-like server with 20 ms before each answer (slow_store.py), compared with hand-written
+  loops (data_store.py).
 
-Parts that are not measured keep their last results. Those of images are a file of their own.
+Parts that are not measured keep their last results.
 """
 
 from __future__ import annotations
@@ -29,13 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data_budget, data_images, data_local, data_packing, data_store, token_rows
+from benchmarks import data_local, data_store, token_rows
 from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, write
 
 
 def main() -> None:
-    parts = ("local", "store", "waiting", "memory", "packing", "images")
+    parts = ("local", "store")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--peers", action="store_true")
@@ -51,12 +45,6 @@ def main() -> None:
             yield "local", data_local.measure(given.folder, given.rounds, given.peers)
         if "store" in given.part:
             yield "store", data_store.measure(given.folder, given.rounds)
-        if "waiting" in given.part:
-            yield "waiting", data_budget.waiting(given.folder)
-        if "memory" in given.part:
-            yield "memory", data_budget.memory(given.folder)
-        if "packing" in given.part:
-            yield "packing", data_packing.measure(given.folder, given.rounds, given.peers)
 
     path = RESULTS / "data.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {}
@@ -67,11 +55,6 @@ def main() -> None:
         write("data", results)
         busy = outside_load()
     print(path)
-    if "images" in given.part:
-        busy = outside_load()
-        images = data_images.measure(given.folder, given.rounds, given.peers)
-        print(json.dumps(images, indent=2), flush=True)
-        print(write("data_images", {"cores_busy_with_other_work": busy, **images}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from benchmarks.kill_in_step import Points
 from benchmarks.report import each, exit_code
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
@@ -38,6 +37,17 @@ from elastic_dp.train.local_run import LocalRun
 WORKERS, VIRTUAL = 3, 6
 SLOW_S, TARGET_MS = 3.0, 20.0
 CALM_STEPS = 20  # of a generation before the next kill
+
+
+class Points(torch.utils.data.Dataset):
+    """Row i is a function of i alone."""
+
+    def __len__(self) -> int:
+        return 32_000
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(i))
+        return {"x": x, "y": x[:4].argmax()}
 
 
 def train(ctx: Any) -> None:

@@ -106,9 +106,7 @@ def assumptions() -> dict[str, Assumption]:
             "s",
             "Llama 3, tables 3 and 4: 405B parameters, 16M tokens, 400 TFLOPS per GPU",
         ),
-        "per_worker": Assumption(
-            "micro-batches of a worker in a step", 8, "", "as in benchmarks/kill_in_step.py"
-        ),
+        "per_worker": Assumption("micro-batches of a worker in a step", 8, "", "an assumption"),
         "state": Assumption(
             "state of the model", STATE_BYTES, "bytes", "ours: 1.3B parameters, fp32, AdamW"
         ),
@@ -164,10 +162,10 @@ def assumptions() -> dict[str, Assumption]:
             "to start a process on a free node",
             arrival["arrivals_s"]["process"],
             "s",
-            "benchmarks/planned.py",
+            "benchmarks/results/planned.json",
         ),
         "warm_up_s": Assumption(
-            "its warm-up", arrival["arrivals_s"]["warm-up"], "s", "benchmarks/planned.py"
+            "its warm-up", arrival["arrivals_s"]["warm-up"], "s", "benchmarks/results/planned.json"
         ),
         "our_stall_s": Assumption(
             "a checkpoint keeps the loop, ours",
@@ -185,7 +183,7 @@ def assumptions() -> dict[str, Assumption]:
             "until a silent node is found (ours by the coordinator)",
             recorded("silence")["silent"]["median_s"],
             "s",
-            "benchmarks/silence.py; the same for all",
+            "benchmarks/results/silence.json; the same for all",
         ),
         "restart_s": Assumption(
             "to restart all where somebody looks for the cause",

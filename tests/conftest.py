@@ -37,7 +37,10 @@ ON_OTHERS = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/
 START_RAY = (*ON_ONE_RAY, *ON_OTHERS)
 # These parse the package, which takes seconds.
 READ_THE_SOURCE = (
-    *("tests/test_architecture.py", "tests/test_docs.py", "tests/test_largest.py"),
+    *(
+        "tests/test_architecture.py",
+        "tests/test_docs.py",
+    ),
     *("tests/test_wording.py", "tests/test_packaging.py"),
 )
 # Each process with one of these starts the servers that stand for S3, Azure and Google.

@@ -13,13 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
 import elastic_dp
 import elastic_dp.data
-from benchmarks import performance
 from elastic_dp import cli, errors
 from tests.source_trees import tree_of
 
@@ -46,13 +44,6 @@ def every_page(check):
     return test
 
 
-GPU_RESULT = ROOT / "benchmarks/results/gpu_check.json"
-NEVER = {
-    "README.md": "has never run on a GPU",
-    "docs/gpu.md": "Nothing of this page has run on a GPU",
-}
-
-
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
@@ -72,64 +63,8 @@ def slug(title: str) -> str:
 # first page
 
 
-def what_is_missing(page: str, text: str, result: dict | None) -> list[str]:
-    """What the page must say of GPUs, and does not: the date and the hardware of the result of
-    gpu_check, or that it never ran on one. One of the CPU is none."""
-    if result is not None and result["results"]["device"] == "cuda":
-        must, must_not = [result["date"], result["hardware"]["gpu"]], [NEVER[page]]
-    else:
-        must, must_not = [NEVER[page]], []
-    missing = [words for words in must if words not in text]
-    return missing + [f"no {words!r}" for words in must_not if words in text]
-
-
-def first_screen(page: str) -> str:
-    return PAGES[page].partition("\n## ")[0]
-
-
-@pytest.mark.parametrize("page", NEVER)
-def test_first_screen_says_what_ran_on_which_gpu_and_when_or_that_nothing_did(page):
-    result = json.loads(GPU_RESULT.read_text()) if GPU_RESULT.exists() else None
-    assert what_is_missing(page, first_screen(page), result) == []
-
-
-def test_first_screen_that_is_silent_about_a_result_on_a_gpu_is_found():
-    result = {
-        "date": "2027-01-31",
-        "hardware": {"gpu": "NVIDIA H200"},
-        "results": {"device": "cuda", "small": False, "checks": {}},
-    }
-    old, new = "It has never run on a GPU.", "Its checks passed on an NVIDIA H200 on 2027-01-31."
-    page = "README.md"
-    assert what_is_missing(page, new, result) == []
-    assert len(what_is_missing(page, old, result)) == 3
-    assert what_is_missing(page, old, None) == [] != what_is_missing(page, new, None)
-    result["results"]["device"] = "cpu"
-    assert what_is_missing(page, old, result) == []
-
-
-def test_readme_shows_the_picture_that_was_measured():
-    results = json.loads((ROOT / "benchmarks/results/picture.json").read_text())["results"]
-    calm, killed = results["undisturbed"], results["with kills"]
-    assert calm["weights_sha256"] == killed["weights_sha256"] and calm["loss"] == killed["loss"]
-    assert killed["workers_lost"] == sum(count for _, count in killed["kills"]) > 0
-    assert f"{killed['workers_lost']} workers got SIGKILL" in README
-    assert f"a loss of {calm['loss']!r}" in README
-    picture = (ROOT / "docs/assets/picture.svg").read_text()
-    assert picture.count(f"final loss {calm['loss']!r}") == 2
-    assert calm["weights_sha256"][:16] in picture
-
-
-def test_readme_and_page_of_performance_have_what_the_results_say():
-    """`python -m benchmarks.performance` writes them."""
-    assert performance.PAGE.read_text() == performance.page()
-    assert performance.readme(README) == README
-
-
-def test_job_of_the_first_page_and_of_get_started_is_one_and_trains(tmp_path, monkeypatch, capsys):
-    shown = {page: blocks(PAGES[page], "python") for page in ("README.md", "docs/get-started.md")}
-    (job,) = shown["README.md"]
-    assert shown["docs/get-started.md"] == [job]
+def test_job_of_get_started_trains(tmp_path, monkeypatch, capsys):
+    (job,) = blocks(PAGES["docs/get-started.md"], "python")
     fit = elastic_dp.ElasticTrainer.fit
 
     def here(trainer):
@@ -145,9 +80,8 @@ def test_job_of_the_first_page_and_of_get_started_is_one_and_trains(tmp_path, mo
     logged = [json.loads(x) for x in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert logged[-1]["loss"] < 0.01
     monkeypatch.chdir(tmp_path)
-    pages = (PAGES["README.md"], PAGES["docs/get-started.md"])
-    looks = [line for page in pages for line in commands(page) if "~/elastic_dp_runs" in line]
-    assert len(looks) == 5
+    looks = [x for x in commands(PAGES["docs/get-started.md"]) if "~/elastic_dp_runs" in x]
+    assert looks
     for line in looks:
         words = shlex.split(line.replace("~/elastic_dp_runs", str(tmp_path)))
         if words[1] != "ui":  # which serves until Ctrl-C
@@ -179,48 +113,6 @@ def test_paths_in_the_text_exist(page):
     named = re.findall(r"`((?:elastic_dp|tests|benchmarks|jobs|k8s|docs)/[\w./*-]*)`", PAGES[page])
     for path in named:
         assert list(ROOT.glob(path.rstrip("/"))), path
-
-
-def names_defined_in(source: str) -> set[str]:
-    """Functions, classes, constants, and methods as `Class.method`, of a module."""
-    found = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            inner = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            found |= {f"{node.name}.{each.name}" for each in inner}
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
-
-
-def where_is_rows() -> list[tuple[str, str, list[str]]]:
-    """(question, file, names) of each row of the page's tables."""
-    page, rows = PAGES["docs/architecture/where-is.md"], []
-    for line in re.findall(r"^\|(.*)\|$", page, re.M):
-        question, file, names = line.split("|")
-        if "`" in file:
-            rows.append((question.strip(), file.strip(" `"), re.findall(r"`([^`]+)`", names)))
-    return rows
-
-
-@pytest.mark.parametrize(("question", "file", "names"), where_is_rows())
-def test_page_of_questions_names_what_its_files_define(question, file, names):
-    defined = names_defined_in((ROOT / "elastic_dp" / file).read_text())
-    assert names and set(names) <= defined, question
-
-
-def test_page_of_questions_has_a_file_and_a_name_in_each_row():
-    page = PAGES["docs/architecture/where-is.md"]
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    heads = 2 * page.count("\n|---|---|---|\n")
-    assert len(where_is_rows()) == len(lines) - heads > 30
-
-
-def test_names_defined_in_finds_each_kind_and_no_other():
-    source = "def f(): pass\nclass A:\n    x = 1\n    def m(self): y = 2\nB = 1\nC: int = 2"
-    assert names_defined_in(source) == {"f", "A", "A.m", "B", "C"}
 
 
 @functools.cache

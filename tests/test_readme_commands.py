@@ -14,16 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 IN_TEST_WHEEL = ""  # runs there, as it stands
-ONLY_COLLECT = "PYTEST_ADDOPTS='--collect-only -qq' "
 
 # Each command of the page -> what is run for it.
 COMMANDS = {
     "make train": IN_TEST_WHEEL,
     "make chaos": IN_TEST_WHEEL,
     "pip install -c constraints.txt '.[cli]'": "pip install -c constraints.txt '.[cli]'",
-    "make docs": "make docs",
-    "make test": ONLY_COLLECT + "make test",
-    "make slow": ONLY_COLLECT + "make slow",
     "python -m benchmarks.gpu_check": (
         "python -m benchmarks.gpu_check --device cpu --small --output check.json"
     ),
@@ -34,11 +30,6 @@ COMMANDS = {
     "python -m benchmarks.step_overhead": "python -m benchmarks.step_overhead --quick",
     "python -m benchmarks.spot": "python -m benchmarks.spot --quick",
     "python -m benchmarks.checkpoint": "python -m benchmarks.checkpoint --quick",
-    "python -m benchmarks.data_cache": "python -m benchmarks.data_cache --quick",
-    "python -m benchmarks.first_five_minutes": "python -m benchmarks.first_five_minutes --quick",
-    "python -m benchmarks.goodput_at_scale": "python -m benchmarks.goodput_at_scale --quick",
-    "python -m benchmarks.telemetry_overhead": "python -m benchmarks.telemetry_overhead --quick",
-    "python -m benchmarks.work_lost": "python -m benchmarks.work_lost --quick",
 }
 
 

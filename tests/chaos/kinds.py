@@ -1,8 +1,7 @@
 """What goes wrong with a cluster of hosts, by name: each does harm to one thing, and puts it right
 after some seconds.
 
-One list, for the soak (`benchmarks/soak.py`) and for the case that goes through all of it. Nothing
-else is told or asked; what must be true meanwhile and afterwards is for whoever calls.
+Nothing else is told or asked; what must be true meanwhile and afterwards is for whoever calls.
 """
 
 from __future__ import annotations

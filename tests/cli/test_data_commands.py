@@ -426,8 +426,7 @@ IN_CI = (
     [pytest.param(c, marks=() if c in IN_CI else pytest.mark.slow) for c in WITHOUT_RAY],
 )
 def test_commands_that_need_no_cluster_import_neither_ray_nor_torch(command, ended_run):
-    """Each takes seconds to import. The seconds are measured by `python -m
-    benchmarks.command_line`."""
+    """Each takes seconds to import."""
     look = (
         "import sys; from elastic_dp import cli\n"
         "try: cli.main()\n"

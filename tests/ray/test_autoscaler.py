@@ -7,6 +7,7 @@ shared these are no numbers.
 
 import itertools
 import json
+import math
 import statistics
 import time
 
@@ -14,7 +15,6 @@ import pytest
 import ray
 
 import elastic_dp as edp
-from benchmarks.planned import arrivals
 from tests.ray import clusters
 from tests.ray.autoscaling import autoscaled
 from tests.ray.jobs import wait_for
@@ -56,6 +56,27 @@ def trainer(tmp_path, **options):
 
 def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def arrivals(events, steps, born):
+    """Return for each worker: seconds until its node was there, its process up, until it was warm,
+    until the first step with it. `steps`: when, in which generation. `born`: when each node was."""
+    asked = {x["worker"]: x["time"] for x in events if x.get("command") == "StartWorker"}
+    home = {x["worker"]: x["home"][0] for x in events if x.get("event") == "WorkerPlaced"}
+    up = {x["worker"]: x["time"] for x in events if x.get("event") == "WorkerStarted"}
+    warm = {x["worker"]: x["time"] for x in reversed(events) if x.get("event") == "WorkerReady"}
+    formed = [x for x in events if x.get("command") == "FormGeneration"]
+    found = {}
+    for worker in warm:
+        first = next((x["generation"] for x in formed if worker in x["members"]), math.inf)
+        trains = next((at for at, generation in steps if generation >= first), None)
+        if trains is None:
+            continue  # it stood by to the end
+        node = max(asked[worker], born[home[worker]])
+        times = asked[worker], node, up[worker], warm[worker], trains
+        legs = [later - earlier for earlier, later in itertools.pairwise(times)]
+        found[worker] = dict(zip(("node", "process", "warm-up", "join"), legs, strict=True))
+    return found
 
 
 def waits(folder, born):

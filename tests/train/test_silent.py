@@ -2,14 +2,37 @@
 once."""
 
 import dataclasses
+import os
+import signal
+import time
 
-from benchmarks.silence import SPARE_S, silence
+import psutil
+
 from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import Stalls, eventually
-from tests.runs import ENDLESS, PATIENT, goes_on, group, local, spec_of
+from tests.runs import ENDLESS, PATIENT, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import plain
 
 TIMEOUT_S = 5.0
+SPARE_S = 1.0  # a silent node is found this long after `heartbeat_timeout_s` at the latest
+
+
+def silence(run, worker):
+    """Stop a worker and its sidecar at once. Returns the seconds until the worker is evicted."""
+    process = psutil.Process(run.worker_group.processes[worker].pid)
+    sidecars = process.children()
+    for one in (*sidecars, process):
+        one.send_signal(signal.SIGSTOP)
+    began = time.time()
+
+    def evicted():
+        lines = [line for line in lines_of(run) if line.get("command") == "EvictWorker"]
+        return [line["time"] - began for line in lines if line["worker"] == worker]
+
+    eventually(evicted, run.controller.status)
+    for one in sidecars:
+        os.kill(one.pid, signal.SIGKILL)
+    return evicted()[0]
 
 
 def test_a_silent_node_is_found_in_time_and_the_result_is_the_same():

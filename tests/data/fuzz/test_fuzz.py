@@ -1,4 +1,4 @@
-"""A few inputs of each kind on every change; benchmarks/fuzz_data.py runs 10⁵ of them."""
+"""A few inputs of each kind on every change."""
 
 import bz2
 import gzip
@@ -9,7 +9,6 @@ import tarfile
 import pytest
 import zstandard
 
-from benchmarks import fuzz_data
 from tests.data.fuzz import judging, running
 from tests.data.fuzz.mutations import KINDS, Damaged, mutated
 from tests.data.fuzz.running import run
@@ -144,27 +143,3 @@ def test_rows_of_a_compressed_file_that_is_cut_off_are_a_finding(
     monkeypatch.setattr(judging, "_in_place", lambda path, options: {"a": [1]})
     with pytest.raises(judging.Finding, match=f"read: rows of content that {cut.codec} refuses"):
         judging.judge(kind, cut, tmp_path, 1, lambda way: None)
-
-
-def test_fuzzing_that_was_ended_goes_on_behind_what_it_wrote_down(monkeypatch, tmp_path):
-    seeds = {"csv": [], "tar": []}
-
-    def tried(kind, first, count, on_finding):
-        if len(seeds["tar"]) == 3:
-            raise KeyboardInterrupt
-        seeds[kind] += range(first, first + count)
-        return running.Tried(kind, count, running.Counter({"rows": count}), [])
-
-    monkeypatch.setattr(fuzz_data, "CHUNK", 3)
-    monkeypatch.setattr(fuzz_data, "run", tried)
-    out = str(tmp_path / "tried.json")
-    command = ["fuzz_data", "--kinds", "csv", "tar", "--inputs", "10", "--out", out]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(KeyboardInterrupt):
-        fuzz_data.main()
-    seeds["tar"].append("again")  # no end this time
-    fuzz_data.main()
-    assert seeds == {"csv": [0, 1, 2, 3, 4], "tar": [0, 1, 2, "again", 3, 4]}
-    written = json.loads((tmp_path / "tried.json").read_text())["results"]
-    assert written["inputs"] == 10 and written["findings"] == 0
-    assert written["kinds"]["csv"]["outcomes"] == {"rows": 5}

@@ -1,0 +1,169 @@
+"""Write docs/benchmarks.md and the table of README.md from benchmarks/results/.
+
+python -m benchmarks.results_page
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+class Row(NamedTuple):
+    """One measured fact, and the benchmark that measures it."""
+
+    what: str
+    measured: str
+    benchmark: str
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def readme_rows() -> Iterator[Row]:
+    kills = read("recovery")["results"]
+    ours, torchft = kills["3 workers"]["pause"], kills["torchft 0.2, tuned, 3 workers"]["pause"]
+    ray = kills["Ray Train, checkpoint each 20 steps, 3 workers"]["kills"]
+    yield Row(
+        f"Pause after SIGKILL of one of 3 workers ({ours['count']} kills)",
+        f"{ours['median_ms']:.0f} ms (torchft, tuned: {torchft['median_ms']:.0f} ms; Ray Train: "
+        f"{min(k['to_new_step_s'] for k in ray):.0f} s or more)",
+        "recovery --peers",
+    )
+    gpt = read("recovery_gpt")["results"]["2 blocks of width 32"]
+    peer = next(name for name in gpt if name.startswith("torchft"))
+    yield Row(
+        "The same while a GPT keeps all cores busy",
+        "{:.0f} ms (torchft, tuned: {:.0f} ms)".format(
+            *(gpt[who]["pause"]["median_ms"] for who in ("elastic_dp", peer))
+        ),
+        "recovery_gpt",
+    )
+    full = read("join")["results"]["with a standby"]["kill_to_full_size"]
+    yield Row(
+        "From a kill until a standby worker trains in its place",
+        f"{full['median_ms']:.0f} ms",
+        "join",
+    )
+    steps = [one["ratio"] for one in read("step_overhead")["results"] if one["mode"] == "exact"]
+    yield Row(
+        "Time of an exact step, relative to PyTorch DDP on CPUs",
+        f"{min(steps):.2f} to {max(steps):.2f}",
+        "step_overhead",
+    )
+    spot = read("spot")["results"][0]
+    yield Row(
+        "Goodput on a 17-hour AWS spot trace, replayed faster",
+        f"{spot['goodput']:.1%} of ideal ({spot['goodput_all_restarted']:.0%} when every change "
+        "restarts all workers)",
+        "spot",
+    )
+    stall = read("checkpoint")["results"]["save"]["ratios"]["stall / dcp.async_save"]["median"]
+    yield Row(
+        "Time that a checkpoint takes from training, relative to torch's `async_save`",
+        f"{stall:.2f}",
+        "checkpoint",
+    )
+
+
+def more_rows() -> Iterator[Row]:
+    for name, found in read("data")["results"]["local"]["ratios"].items():
+        ours, _, bare = name.partition(" / ")
+        yield Row(
+            f"Rows per second, {ours}, relative to a loop that only reads ({bare})",
+            f"{found['median']:.2f}",
+            "data --part local",
+        )
+    for name, store in read("data")["results"]["store"].items():
+        for order in ("in order", "shuffled"):
+            if isinstance(store, dict) and order in store:
+                yield Row(
+                    f"Parquet from a store with {name}, {order}, relative to the best loop",
+                    f"{store[order]['ratio']:.2f}",
+                    "data --part store",
+                )
+    for one in read("sharding")["results"]:
+        yield Row(
+            f"Step with a sharded optimizer, {one['parameters']} parameters, {one['workers']} "
+            "workers, relative to an unsharded step",
+            f"{one['beside']['not sharded'][0]:.2f}",
+            "sharding",
+        )
+    for one in read("sharding_memory")["results"]:
+        if "bytes_by_parameter" in one:
+            yield Row(
+                f"Bytes of memory per parameter, {one['parameters']}, {one['workers']} workers, "
+                f"{one['system']}",
+                f"{one['bytes_by_parameter']:.1f}",
+                "sharding_memory",
+            )
+    for row in read("goodput_at_scale")["results"]["failures"]:
+        if row["workers"] in (1024, 4096, 16384):
+            yield Row(
+                f"Time lost to failures with {row['workers']:,} workers (simulated)",
+                f"{1 - row['elastic_dp']['goodput']:.2%}",
+                "goodput_at_scale",
+            )
+
+
+def table(rows: Iterator[Row]) -> str:
+    lines = ["| what | measured | command |", "|---|---|---|"]
+    lines += [f"| {what} | {found} | `python -m benchmarks.{name}` |" for what, found, name in rows]
+    return "\n".join(lines) + "\n"
+
+
+def gpu_runs() -> Iterator[str]:
+    """The last run on each kind of GPU: its checks, and its steps."""
+    for path in sorted((RESULTS / "gpu").glob("*.json"), reverse=True):
+        run = json.loads(path.read_text())
+        checks, gpu = run["results"]["checks"], run["hardware"]
+        passed = [name for name, check in checks.items() if check["status"] == "ok"]
+        yield f"### {gpu['gpu']}, {run['date']}, torch {gpu['torch']}\n"
+        yield f"{len(passed)} of {len(checks)} checks passed: {', '.join(passed)}.\n"
+        steps = {one["case"]: one for one in run["results"].get("step", [])}
+        if not steps:
+            continue
+        yield "| step | time | relative to the plain loop | GPU memory |\n|---|---|---|---|"
+        for case, one in steps.items():
+            words = case.split()
+            plain = steps[" ".join([words[0], "plain", *words[3:]])] if "ours" in case else one
+            ratio = one["ms"] / plain["ms"]
+            yield f"| {case} | {one['ms']:.1f} ms | {ratio:.2f} | {one['gb']:.1f} GB |"
+        yield ""
+
+
+def page() -> str:
+    dates = sorted({read(path.stem)["date"] for path in RESULTS.glob("*.json")})
+    return "\n".join(
+        [
+            "# Benchmarks\n",
+            "`python -m benchmarks.results_page` writes this page from `benchmarks/results/`. Two "
+            "things that are compared run in turn on one machine. The numbers are medians.\n",
+            f"## On CPUs\n\nAMD EPYC, 2 cores, torch 2.13, Gloo. Measured from {dates[0]} to "
+            f"{dates[-1]}.\n",
+            table(iter([*readme_rows(), *more_rows()])),
+            "## On GPUs\n\n`python -m benchmarks.gpu_check` tests one GPU. Several GPUs and nodes "
+            "with GPUs have never been tried.\n",
+            *gpu_runs(),
+        ]
+    )
+
+
+def main() -> None:
+    PAGE.write_text(page())
+    text = README.read_text()
+    marked = f"{BEGIN}\n{table(readme_rows())}{END}"
+    README.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: marked, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()
