@@ -18,12 +18,7 @@ from typing import Any
 
 from elastic_dp.config import DataConfig, IterableData
 from elastic_dp.data.discovery.incomplete import INCOMPLETE
-from elastic_dp.dataprep.convert import SHARD_BYTES
-from elastic_dp.dataprep.destination import Destination
-from elastic_dp.dataprep.shard_writer import (
-    ShardWriter,
-    refuse_columns_parquet_cannot_give_back,
-)
+from elastic_dp.dataprep.write_shards import NoRows, write_shards
 from elastic_dp.errors import DataError, RunMismatch
 from elastic_dp.materialization.item_columns import ItemColumns
 from elastic_dp.storage import Entry, StorageURL, Store, redact_url
@@ -33,7 +28,7 @@ FORMAT = 1
 IN_RUN = "rows"  # the folder in that of a run
 _COMMITTED = "rows.json"
 _FIRST_SAID = 100_000  # rows; then twice as many, and so on
-_ATTEMPT = re.compile(r"\.?(rows-[0-9a-f]{16})(\.incomplete)?")
+_ATTEMPT = re.compile(r"rows-[0-9a-f]{16}")
 _WAY_OUT = "Delete the folder that it is in, and start again: the rows are written anew"
 
 Say = Callable[[str], None]
@@ -105,25 +100,12 @@ def _write(data: IterableData, folder: StorageURL, store: Store, say: Say) -> Ma
 def _write_shards(
     data: IterableData, url: str, options: Mapping[str, Any], attempt: str, say: Say
 ) -> MaterializedRows:
-    columns, to = ItemColumns(), Destination(url, options)
-    batches = columns.batches(_counted(data, say))
-    with to.writing():
-        if (first := next(batches, None)) is None:
-            raise DataError(f"IterableData.dataset ({_name(data.dataset)}) gives no row")
-        refuse_columns_parquet_cannot_give_back(first.schema)
-        writer = ShardWriter(
-            to,
-            first.schema,
-            rows_per_group=None,
-            shard_bytes=SHARD_BYTES,
-            format="parquet",
-            compression="snappy",
-        )
-        with writer:
-            writer.write(first)
-            for batch in batches:
-                writer.write(batch)
-    return MaterializedRows(data.fingerprint, attempt, writer.rows, writer.shards, writer.nbytes)
+    batches = ItemColumns().batches(_counted(data, say))
+    try:
+        done = write_shards(batches, url, storage_options=options)
+    except NoRows:
+        raise DataError(f"IterableData.dataset ({_name(data.dataset)}) gives no row") from None
+    return MaterializedRows(data.fingerprint, attempt, done.rows, done.shards, done.nbytes)
 
 
 def _counted(data: IterableData, say: Say) -> Iterator[Any]:
@@ -170,7 +152,7 @@ def _attempts(store: Store) -> dict[str, list[Entry]]:
     for entry in store.look(store.path, deep=True).entries:
         first, _, rest = entry.path[start:].partition("/")
         if rest and (name := _ATTEMPT.fullmatch(first)):
-            found.setdefault(name[1], []).append(entry)
+            found.setdefault(name[0], []).append(entry)
     return found
 
 

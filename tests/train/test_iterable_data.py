@@ -152,9 +152,10 @@ def test_a_run_that_is_started_again_has_the_bits_of_one_that_was_not(tmp_path):
 def test_an_incomplete_attempt_is_not_read_and_is_deleted_by_the_next(tmp_path):
     """A kill leaves shards, also complete ones, that `rows.json` does not name."""
     rows = tmp_path / "rows"
-    for name in ("rows-00000000000000aa", ".rows-00000000000000bb.incomplete"):
+    for name in ("rows-00000000000000aa", "rows-00000000000000bb"):
         (rows / name).mkdir(parents=True)
         (rows / name / "part-00000.parquet").write_bytes(b"PAR1 cut off")
+        (rows / name / "_incomplete").write_text("")
     (rows / "mine.txt").write_text("of the user")
     config = written(data_of(Stream()), tmp_path)
     assert in_place(config)["id"] == list(range(ROWS))
@@ -251,6 +252,7 @@ def test_an_endless_iterable_is_refused_by_its_limit(tmp_path):
         written(data_of(endless, max_rows=50), tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(in_place(written(data_of(Stream(50), max_rows=50), tmp_path))["id"]) == 50
+    assert data_of(endless).max_rows is None  # a limit that nobody set would discard hours
 
 
 def test_types_of_later_rows_are_refused_and_not_converted(tmp_path):
