@@ -44,7 +44,7 @@ class Far:
 
 def files(folder: Path) -> list[Path]:
     """The ranges that are cached or being written."""
-    own = {"cache.lock", "cache.used", "cache.boot", "open"}
+    own = {"cache.lock", "open"}
     return [path for path in folder.rglob("*") if path.is_file() and path.name not in own]
 
 
@@ -104,7 +104,8 @@ def test_space_of_data_sets_that_nobody_has_open_is_used(tmp_path):
 
 def test_files_of_others_in_the_folder_are_neither_deleted_nor_counted(tmp_path, monkeypatch):
     """A folder such as /mnt/nvme, which holds more than the cache."""
-    theirs = [tmp_path / "thesis/text.txt", tmp_path / ("0" * 32) / "open", tmp_path / "boot"]
+    names = ("thesis/text.txt", "0" * 32 + "/open", "x.ranges/text", "boot")
+    theirs = [tmp_path / name for name in names]
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x" * 50 * PIECE)
@@ -115,7 +116,8 @@ def test_files_of_others_in_the_folder_are_neither_deleted_nor_counted(tmp_path,
         far.read(*KEYS, *KEYS)  # it is full, and looks for what can be deleted
         assert far.cache.bytes_read == 10 * PIECE and not far.said
         far.cache.close()
-        assert [path.read_bytes() for path in theirs] == [b"x" * 50 * PIECE] * 3
+        os.utime(far.cache._dataset, (1.0, 1.0))  # before this machine started
+        assert [path.read_bytes() for path in theirs] == [b"x" * 50 * PIECE] * 4
 
 
 def test_limit_that_was_lowered_holds_once_the_data_set_is_opened(tmp_path):
@@ -164,17 +166,39 @@ def test_file_of_another_length_is_not_used(tmp_path):
     assert far.fetched == ["x", "x"]
 
 
-def test_files_of_an_earlier_boot_are_deleted(tmp_path, monkeypatch):
+def test_files_of_an_earlier_boot_are_deleted_and_those_of_another_host_are_not(
+    tmp_path, monkeypatch
+):
     boot, folder = tmp_path / "boot id", tmp_path / "cache"
-    Far(folder).read(*KEYS[:9])
+    earlier, other_host = Far(folder, dataset="earlier"), Far(folder, dataset="other host")
+    for far in (earlier, other_host):
+        far.read(*KEYS[:4])
+        far.cache.close()  # hosts that share a folder may not see each other's locks
+    os.utime(earlier.cache._dataset, (1.0, 1.0))
     boot.write_text("other")
     monkeypatch.setattr(disk_cache, "_BOOT_ID", boot)
-    far = Far(folder)
-    far.read(*KEYS[:9])
-    assert len(far.fetched) == 9 and size(folder) == 9 * PIECE
+    far = Far(folder, dataset="earlier")
+    far.read(*KEYS[:4])
+    assert len(far.fetched) == 4 and size(folder) == 8 * PIECE
+    assert not earlier.cache._dataset.exists()
+    other_host.read(*KEYS[:4])
+    assert len(other_host.fetched) == 4
 
 
-def test_threads_that_need_the_same_range_read_it_once(tmp_path):
+@pytest.mark.parametrize("nbytes", [PIECE, 2 * disk_cache._MAPPED_BYTES])
+def test_ranges_in_use_hold_no_descriptors(tmp_path, nbytes):
+    cache = DiskCache(str(tmp_path), 100 * nbytes, "a", print)
+    for _ in range(2):
+        content = content_of("x", nbytes)
+        held = [cache.read(key, nbytes, lambda c=content: c) for key in KEYS]
+    del content
+    opened = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert [path for path in opened if str(tmp_path) in path] == [str(cache._dataset / "open")]
+    assert all(bytes(each) == content_of("x", nbytes) for each in held)
+    assert cache.bytes_read == len(KEYS) * nbytes
+
+
+def test_threads_that_need_the_same_range_keep_it_once(tmp_path):
     far, both = Far(tmp_path), threading.Barrier(8)
 
     def read() -> None:
@@ -186,7 +210,7 @@ def test_threads_that_need_the_same_range_read_it_once(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert far.fetched == ["x"]
+    assert size(tmp_path) == (tmp_path / "cache.lock").stat().st_size == PIECE and not far.said
 
 
 # ------------------------------------------------------------------------------- disks
@@ -205,14 +229,14 @@ def test_full_disk_is_said_once_and_gives_back_what_was_taken(tmp_path, monkeypa
     far = Far(tmp_path)
     far.read("x")
 
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk_cache.os, "pwrite", full)
+    monkeypatch.setattr(disk_cache.os, "link", full)
     far.read("y", "y", "x")
     assert far.fetched == ["x", "y", "y"] and len(far.said) == 1
     assert "No space left" in far.said[0]
-    assert len(files(tmp_path)) == 1 and int((tmp_path / "cache.used").read_text()) == PIECE
+    assert len(files(tmp_path)) == 1 and (tmp_path / "cache.lock").stat().st_size == PIECE
 
 
 def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
@@ -235,17 +259,15 @@ cache = DiskCache(folder, limit, "a", print)
 def content_of(key):
     return random.Random(key).randbytes(1000)
 
-def fetch(key):
-    if what == "hang":
-        print("fetching", flush=True)
-        time.sleep(1000)
-    return content_of(key)
-
 chance, reads = random.Random(), 0
 print("began", flush=True)
+if what == "hang":
+    with cache._locked():
+        print("locked", flush=True)
+        time.sleep(1000)
 while True:
-    key = "x" if what == "hang" else f"key {chance.randrange(25)}"
-    assert bytes(cache.read(key, 1000, lambda: fetch(key))) == content_of(key), key
+    key = f"key {chance.randrange(25)}"
+    assert bytes(cache.read(key, 1000, lambda: content_of(key))) == content_of(key), key
     reads += 1
     if reads % 200 == 0:
         print("reads", flush=True)
@@ -275,31 +297,21 @@ def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
     process.send_signal(signal.SIGCONT)
 
 
-def test_range_of_a_process_that_is_killed_is_read_by_the_next(tmp_path, monkeypatch):
-    process = other(tmp_path, "hang")
-    assert process.stdout.readline() == "fetching\n"
-    kill(process)
-    assert [path.suffix for path in files(tmp_path)] == [".part"]
-    monkeypatch.setattr(disk_cache, "_WAIT_S", 0.0)  # nobody holds its lock any more
-    far = Far(tmp_path)
-    far.read("x", "x")
-    assert far.fetched == ["x"]
-
-
-def test_process_that_is_stopped_holds_nobody_up_for_long(tmp_path, monkeypatch):
+def test_process_that_is_stopped_with_the_lock_holds_nobody_up_for_long(tmp_path, monkeypatch):
     process = other(tmp_path, "hang")
     try:
-        assert process.stdout.readline() == "fetching\n"
-        process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(disk_cache, "_WAIT_S", 0.1)
-        far = Far(tmp_path)
-        far.read("x", "y", "y")
-        assert far.fetched == ["x", "y"] and not far.said
+        assert process.stdout.readline() == "locked\n"
+        with stopped(process):
+            monkeypatch.setattr(disk_cache, "_WAIT_S", 0.1)
+            far = Far(tmp_path)
+            far.read("x", "x")
+            assert far.fetched == ["x", "x"] and "holds its lock" in far.said[0]
     finally:
         kill(process)
+    Far(tmp_path).read("x")
 
 
-def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path):
+def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path, monkeypatch):
     """Wherever they are: reading, taking space, writing."""
     chance, processes = random.Random(0), [other(tmp_path, "read") for _ in range(2)]
     try:
@@ -316,11 +328,12 @@ def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path):
     finally:
         for process in processes:
             kill(process)
+    monkeypatch.setattr(disk_cache, "_WRITE_S", 0.0)
     far = Far(tmp_path)
     far.read(*KEYS, *KEYS)
     assert size(tmp_path) <= 10 * PIECE and not far.said
     assert far.cache.bytes_read >= 2 * 9 * PIECE  # the space of those that were killed is used
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 # ------------------------------------------------------------------------------- stores
