@@ -13,7 +13,8 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ _RUN_AGAIN = (
 )
 _RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
 _LIMITS = "limits"
+_LOOKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,19 @@ def run_url(
 ) -> StorageURL:
     """The run's folder."""
     return StorageURL(f"{os.fspath(storage_path).rstrip('/')}/{name}", storage_options)
+
+
+def run_names(store: Store, known: Container[str] = ()) -> list[str]:
+    """Returns the names of the runs at a storage path. Asks for no object of a run but its
+    `run.json`, and not for that of a `known` run."""
+    folders = store.look(store.path.rstrip("/"), deep=False).folders
+    names = sorted(folder.rpartition("/")[2] for folder in folders)
+
+    def is_run(name: str) -> bool:
+        return name in known or store.look_up(path_in(store, f"{name}/{_RUN}")) is not None
+
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+        return [name for name, found in zip(names, pool.map(is_run, names), strict=True) if found]
 
 
 def read_result(url: str) -> Result | None:

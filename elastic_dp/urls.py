@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _USERINFO = re.compile(r"(?<!abfs)(?<!abfss)(://)[^/\s@'\"]*@")  # in abfs URLs it is the container
+# A password with an unescaped "/". Not "host:9000/a@b", "arn:aws:s3:…" or a chained URL.
+_UNESCAPED = re.compile(
+    r"(?<!abfs)(?<!abfss)(://)(?!arn:)[^/\s@'\":\[]*:(?!:|\d{1,5}/)[^\s@'\"]*/[^\s@'\"]*@"
+)
 _QUERY = re.compile(r"(https?://[^\s'\"?<>]*)\?[^\s'\"<>)\]]*")
 # In other URLs a "?" may belong to a glob.
 _QUERY_ELSEWHERE = re.compile(r"(://[^\s'\"?<>]*)\?[\w.~-]+=[^\s'\"<>)\]]*")
@@ -32,4 +36,6 @@ class StorageURL(str):
 
 def redact_url(text: str) -> str:
     """Return `text`, a URL or a text that contains URLs, without credentials."""
-    return _QUERY_ELSEWHERE.sub(r"\1", _QUERY.sub(r"\1", _USERINFO.sub(r"\1", text)))
+    for credentials in (_USERINFO, _UNESCAPED, _QUERY, _QUERY_ELSEWHERE):
+        text = credentials.sub(r"\1", text)
+    return text

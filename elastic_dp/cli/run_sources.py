@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from elastic_dp.cli.run_options import connect_to, find_run
 from elastic_dp.cli.store_options import storage_options
-from elastic_dp.cluster.runs.ended_run import EndedRun, names_at
+from elastic_dp.cluster.runs.ended_run import EndedRun
 from elastic_dp.cluster.runs.run_history import total_steps_of
 from elastic_dp.errors import ElasticError
 from elastic_dp.report.report_builder import is_committed_checkpoint
@@ -23,7 +23,7 @@ from elastic_dp.report.run_overview import (
     overview_of_report,
     overview_of_status,
 )
-from elastic_dp.run_record import run_url
+from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store, redact_url
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class StoredRuns:
         self._runs: dict[str, StoredRun] = {}
 
     def look(self) -> list[SeenRun]:
-        names = names_at(self._store)
+        names = run_names(self._store, known=self._runs)
         self._runs = {name: self._runs.get(name) or self._open(name) for name in names}
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(_look_or_say, names, self._runs.values()))

@@ -91,7 +91,7 @@ def _kind(error: Exception, status: int | None) -> Kind:
         return Kind.OTHER_VERSION
     if status in _TRANSIENT_STATUS:
         return Kind.TRANSIENT
-    if isinstance(error, FileNotFoundError) or status == 404:
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and status is None):
         return Kind.MISSING
     if isinstance(error, PermissionError) or names & _FINAL_NAMES:
         return Kind.PERMANENT

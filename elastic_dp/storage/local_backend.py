@@ -31,6 +31,7 @@ _MOVE = "Delete it, or move it away"
 PAGE_BYTES = 4096  # alignment of direct writes, in memory and in the file
 LINKS = "links to nothing"
 NO_FILES = "pipes, sockets or devices"
+NOT_UTF8 = "names that are not UTF-8"
 _ATTEMPTS = 5  # of a write whose temporary file vanishes
 _DIRECT_BYTES = 1 << 20  # smaller writes use the page cache
 
@@ -39,6 +40,8 @@ class LocalBackend:
     lists = creates_only = True
 
     def __init__(self, path: str) -> None:
+        if _shown(path) != path:
+            raise StorageError(f"{_shown(path)}: the name is not UTF-8; rename it")
         self.path = path
 
     def find(self, folder: str, deep: bool) -> list[Entry]:
@@ -121,6 +124,8 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
             return
         raise
     for item in inside:
+        if _shown(item.name) != item.name:
+            continue
         if item.is_dir(follow_symlinks=False):
             if deep:
                 yield from _walk(item.path, deep)
@@ -152,6 +157,9 @@ def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, 
         return
     above = (*above, (here.st_dev, here.st_ino))
     for item in inside:
+        if _shown(item.name) != item.name:
+            into.unreadable.setdefault(NOT_UTF8, []).append(_shown(item.path))
+            continue
         try:
             is_folder = item.is_dir()
             found = None if is_folder else item.stat()
@@ -170,6 +178,11 @@ def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, 
             _look(item.path, deep, into, above)
         else:
             into.folders.append(item.path)
+
+
+def _shown(path: str) -> str:
+    """The path, with the bytes in it that are not UTF-8 as "\\xe9"."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _open(path: str) -> int:

@@ -25,6 +25,7 @@ from elastic_dp.storage.backend import (
     FolderListing,
     without_weakness,
 )
+from elastic_dp.storage.error_classes import Kind, fault_of
 from elastic_dp.storage.option_names import AZURE, GOOGLE, IGNORED, KIND, S3
 
 if TYPE_CHECKING:
@@ -92,7 +93,20 @@ class ObstoreBackend:
         return FolderListing(entries, folders, unreadable)
 
     def stat(self, path: str) -> Entry:
-        return _entry(self._obstore.head(self._client(0), path))
+        client = self._client(0)
+        try:
+            return _entry(self._obstore.head(client, path))
+        except Exception as error:
+            refused = None if self.lists else error
+            if refused is None or fault_of(error).kind is not Kind.PERMANENT:
+                raise
+        try:  # a presigned URL, or a server without HEAD
+            return _entry(self._obstore.get(client, path, options={"range": (0, 1)}).meta)
+        except Exception as error:
+            if fault_of(error).kind is not Kind.PERMANENT:
+                raise
+            said = f"{fault_of(refused).words}; and to GET: {fault_of(error).words}"
+        raise StorageError(f"the server refuses HEAD: {said}")
 
     def read(
         self, path: str, start: int, end: int | None, versioned: bool

@@ -16,22 +16,18 @@ from urllib.parse import quote
 from elastic_dp.urls import redact_url
 
 HIDDEN = "***"
-_PUBLIC = {
-    *(
-        "endpoint_url",
-        "endpoint",
-        "region_name",
-        "region",
-        "project",
-        "account_name",
-        "account_host",
-    ),
-    *("aws_endpoint_url", "aws_endpoint", "aws_region", "aws_default_region", "account_url"),
-    *("protocol", "target_protocol", "addressing_style", "signature_version", "access", "host"),
-}
+_PUBLIC = re.compile(
+    r"(?i)(aws_)?(endpoint(_url)?|(default_)?region(_name)?)|account_(name|host|url)|profile|project"
+    r"|(target_)?protocol|addressing_style|signature_version|access|host"
+)
 _SECRET_PARTS = {"AccountKey", "SharedAccessSignature"}
-_SHORTEST_SECRET = 4  # removing shorter values would make messages unreadable
-_SECRET_VARIABLE = re.compile(r"SECRET|TOKEN|PASSWORD|ACCOUNT_KEY|SAS_KEY|ACCESS_KEY")
+_SHORTEST = 4  # of a secret
+_SHORTEST_UNNAMED = 8  # shorter values of other options are words such as "false"
+_SHORTEST_IN_WORD = 16  # shorter secrets are whole words
+_WORD_BEGINS = r"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{2})|(?<=\\n))"
+_SECRET_NAME = re.compile(
+    r"(?i)(?:^|_)(?:secret|token|password|key|key_id|credentials?|connection_string)$"
+)
 _ECHOED = re.compile(
     r"(?i)(bearer\s+|(?:authorization|x-amz-security-token|signature|credential)\s*[=:]\s*)[^\s,;&<>'\"]+"
 )
@@ -43,7 +39,11 @@ _XML_ERROR = re.compile(
 def redact(text: str, options: Mapping[str, Any]) -> str:
     text = _XML_ERROR.sub(_code_and_message, text)
     for secret in sorted(_secrets(options), key=len, reverse=True):
-        text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+        for form in {secret, quote(secret, safe=""), secret.encode("unicode_escape").decode()}:
+            is_word = len(secret) < _SHORTEST_IN_WORD
+            begins = _WORD_BEGINS if is_word and form[0].isalnum() else ""
+            ends = r"(?!\w)" if is_word and form[-1].isalnum() else ""
+            text = re.sub(begins + re.escape(form) + ends, HIDDEN, text)
     return _ECHOED.sub(rf"\1{HIDDEN}", redact_url(text))
 
 
@@ -53,13 +53,9 @@ def _code_and_message(error: re.Match[str]) -> str:
 
 
 def _secrets(options: Mapping[str, Any]) -> set[str]:
-    variables = (v for k, v in os.environ.items() if _SECRET_VARIABLE.search(k))
-    return {
-        line
-        for value in (*_values(options), *variables)
-        for line in (value, value.encode("unicode_escape").decode())
-        if len(line) >= _SHORTEST_SECRET
-    }
+    named = {name: value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    variables = (value for value in _values(named) if len(value) >= _SHORTEST_UNNAMED)
+    return {*_values(options), *variables}
 
 
 def _values(value: Any, name: str = "") -> Iterator[str]:
@@ -70,9 +66,10 @@ def _values(value: Any, name: str = "") -> Iterator[str]:
         for inner in value:
             yield from _values(inner, name)
     elif isinstance(value, bytes):
-        yield value.decode("utf-8", "replace")
-    elif isinstance(value, str) and name.lower() not in _PUBLIC:
-        yield value
-        if name.lower() == "connection_string":  # Azure's: a store is told its parts
+        yield from _values(value.decode("utf-8", "replace"), name)
+    elif isinstance(value, str) and not _PUBLIC.fullmatch(name):
+        if len(value) >= (_SHORTEST if _SECRET_NAME.search(name) else _SHORTEST_UNNAMED):
+            yield value
+        if name.lower().endswith("connection_string"):  # Azure's: a store gets its parts
             named = (part.partition("=") for part in value.split(";"))
-            yield from (said for key, _, said in named if key in _SECRET_PARTS)
+            yield from (text for key, _, text in named if key in _SECRET_PARTS)

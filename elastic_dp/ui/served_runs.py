@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_dp.errors import StorageError
 from elastic_dp.report.report_reader import RunFolder
-from elastic_dp.run_record import run_url
+from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import StorageURL, Store
 from elastic_dp.storage.json_files import path_in
 from elastic_dp.storage.redact import redact
@@ -122,8 +122,7 @@ class ServedRuns:
         return any(self._store.look_up(path) is not None for path in files)
 
     def _names(self) -> list[str]:
-        found = self._store.find(path_in(self._store, "*/run.json"))
-        return sorted({entry.path.split("/")[-2] for entry in found})
+        return run_names(self._store, known=self._open)
 
     def _summary(self, name: str) -> dict[str, Any]:
         empty = {"phase": "unknown", "step": 0, "last_line": None, "goodput": None, "health": ""}

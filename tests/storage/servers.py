@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
@@ -172,15 +173,22 @@ def s3_options(endpoint: str) -> dict:
 
 
 @contextlib.contextmanager
-def http_server(folder: Path, *, weak: frozenset | set = frozenset(), gzips: str = ""):
+def http_server(
+    folder: Path,
+    *,
+    weak: frozenset | set = frozenset(),
+    gzips: str = "",
+    refuses: dict[str, int] | None = None,
+):
     """Serves the folder's files with ranges, ETags and Last-Modified. Yields the URL.
 
     `weak`: methods that answer with weak ETags. `gzips`: "where accepted" sends the whole file
     compressed to a client that accepts gzip; "always" serves ranges of the compressed file.
+    `refuses`: the status that answers a method.
     """
 
     class Handler(_Files):
-        root, weak_methods, compresses = folder, weak, gzips
+        root, weak_methods, compresses, statuses = folder, weak, gzips, refuses or {}
         wbufsize = (
             1 << 16
         )  # head and body in one packet: else each answer waits 40 ms for an acknowledgement
@@ -261,8 +269,12 @@ class _Files(http.server.BaseHTTPRequestHandler):
     root: Path
     weak_methods: frozenset | set = frozenset()
     compresses = ""
+    statuses: ClassVar[dict[str, int]] = {}
 
     def do_GET(self):
+        if self.command in self.statuses:
+            self._answer(self.statuses[self.command], b"", {})
+            return
         file = self.root / unquote(self.path.partition("?")[0]).lstrip("/")
         if not file.is_file():
             self._answer(404, b"", {})

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 
 import fsspec
 import pytest
@@ -10,7 +11,7 @@ from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, open_file_system
 from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _gs, _s3
 from elastic_dp.storage.option_names import WORDS, fsspec_options, known_options
-from tests.storage.servers import s3_options
+from tests.storage.servers import http_server, s3_options
 
 
 @pytest.fixture(autouse=True)
@@ -262,3 +263,39 @@ def test_options_of_gs_go_by_the_names_of_gcsfs_and_obstore():
     assert fsspec_options("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/a.json"}) == {
         "token": "/a.json"
     }
+
+
+@pytest.mark.parametrize("refused", [401, 403, 405, 501])
+@pytest.mark.parametrize("gets", [True, False])
+def test_http_server_that_refuses_head_is_asked_by_get_or_named_with_its_status(
+    tmp_path, refused, gets
+):
+    (tmp_path / "shard").write_bytes(b"0123456789")
+    refuses = {"HEAD": refused} if gets else {"HEAD": refused, "GET": refused}
+    with http_server(tmp_path, refuses=refuses) as url:
+        store = Store(f"{url}/shard")
+        if gets:
+            (entry,) = store.find(store.path)
+            assert entry.size == 10
+            assert bytes(store.read(store.path, 2, 5, entry.version)) == b"234"
+        else:
+            with pytest.raises(StorageError, match=rf"refuses HEAD.*{refused}.*GET.*{refused}"):
+                store.find(store.path)
+
+
+def test_only_404_is_a_missing_object(tmp_path):
+    with http_server(tmp_path, refuses={"HEAD": 405}) as url:
+        assert Store(f"{url}/gone").look_up("gone") is None
+        with pytest.raises(StorageError, match="no file 'gone' there"):
+            Store(f"{url}/gone").find("gone")
+
+
+def test_local_name_that_is_not_utf8_is_listed_as_unreadable(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.parquet", "wb"):
+        (tmp_path / "a.parquet").write_bytes(b"x")
+    store = Store(str(tmp_path))
+    found = store.look(store.path, deep=True)
+    assert found.unreadable == {"names that are not UTF-8": [rf"{tmp_path}/caf\xe9.parquet"]}
+    assert found.entries == store.find(f"{store.path}/")
+    with pytest.raises(StorageError, match=r"caf\\xe9.parquet: the name is not UTF-8"):
+        Store(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.parquet"))

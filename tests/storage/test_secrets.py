@@ -175,17 +175,52 @@ def test_a_url_for_people():
     assert redact_url("simplecache::https://h/x?sig=1") == "simplecache::https://h/x"
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://user:Se/cret@host:9/x.parquet", "http://host:9/x.parquet"),
+        ("https://:a/b/c@host/x", "https://host/x"),
+        ("ftp://u:12345678/x@host/a@b", "ftp://host/a@b"),
+        *(
+            (url, url)
+            for url in (
+                *("http://minio:9000/rows@v1/x.parquet", "s3://bucket/a:b@c/x", "/a:b/c@d"),
+                *("s3://arn:aws:s3:eu-west-1:1:accesspoint/p/x@1", "http://[::1]:80/a@b"),
+                *("http://[2001:db8::1]/a@b", "zip://a.parquet::s3://bucket/b@c", "abfs://c@a/b@c"),
+            )
+        ),
+    ],
+)
+def test_password_with_a_slash_is_not_printed_and_paths_with_an_at_sign_stay(url, shown):
+    assert redact_url(url) == shown
+    assert redact_url(f"cannot open '{url}': no") == f"cannot open '{shown}': no"
+
+
 def test_redact_keeps_options_that_are_no_secrets():
-    opts = {"key": "user-1", "client_kwargs": {"endpoint_url": "http://store:9000"}}
+    opts = {
+        **{"key": "user-1", "client_kwargs": {"endpoint_url": "http://store:9000"}},
+        **{"anon": "false", "profile": "production"},
+    }
     assert (
-        redact("http://store:9000/bucket denied user-1", opts)
-        == "http://store:9000/bucket denied ***"
+        redact("http://store:9000/false/production denied user-1", opts)
+        == "http://store:9000/false/production denied ***"
     )
 
 
 def test_secrets_of_the_environment(monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY)
     assert_silent([redact(f"token {CANARY}", {})])
+
+
+def test_words_of_the_environment_are_not_hidden(monkeypatch):
+    """Variables whose names hold TOKEN, and values that are words."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-but-long")
+    monkeypatch.setenv("MAX_TOKENS", "40960000")
+    monkeypatch.setenv("WANDB_API_KEY", "false")
+    monkeypatch.setenv("MY_PASSWORD", "positives")
+    text = "s3://b/false_positives/false-but-long/40960000/false"
+    assert redact(text, {"timeout": "false_po"}) == text
+    assert redact("of positives, \\npositives, x%3Dpositives", {}) == "of ***, \\n***, x%3D***"
 
 
 @pytest.mark.parametrize(

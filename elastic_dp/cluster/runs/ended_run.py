@@ -20,7 +20,7 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.run_handle import status_of, status_without_controller
 from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.errors import ClusterError
-from elastic_dp.run_record import read_result, run_url
+from elastic_dp.run_record import read_result, run_names, run_url
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
@@ -46,7 +46,7 @@ class EndedRun:
             where = Store(os.fspath(storage_path), storage_options)
             raise ClusterError(
                 f"no run named {name!r} is at {self._store.url}: it has no run.json"
-                + did_you_mean(name, names_at(where))
+                + did_you_mean(name, run_names(where))
             )
         self.holder = self._read_holder()
 
@@ -112,12 +112,6 @@ class EndedRun:
     def _read_holder(self) -> str:
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
         return newest.holder if newest is not None and newest.state == "held" else ""
-
-
-def names_at(store: Store) -> list[str]:
-    """Return the names of the runs at a storage path."""
-    found = store.find(_inside(store, "*/run.json"))
-    return sorted(entry.path.split("/")[-2] for entry in found)
 
 
 def _inside(store: Store, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import uuid
 
 import fsspec
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load, load_file
 
 import elastic_dp as edp
 from elastic_dp.errors import CheckpointError
-from elastic_dp.run_record import read_result
+from elastic_dp.run_record import read_result, run_names
+from elastic_dp.storage import Store
 from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -97,3 +99,21 @@ def test_a_result_whose_run_went_on_names_the_steps_there_are(result):
     earlier = dataclasses.replace(result, step=2)
     with pytest.raises(CheckpointError, match=r"load_state\(.*, step=N\) loads one of steps 3"):
         earlier.load_state()
+
+
+def test_listing_runs_asks_for_no_object_within_a_run(monkeypatch):
+    root = Store(f"memory://{uuid.uuid4()}")
+    for name in ("b/run.json", "b/checkpoints/step-1/part", "a/run.json", "other/notes.txt", "x"):
+        root.write(f"{root.path}/{name}", b"{}")
+    look, listed = Store.look, []
+
+    def shallow(store, folder, *, deep):
+        listed.append((folder, deep))
+        return look(store, folder, deep=deep)
+
+    monkeypatch.setattr(Store, "look", shallow)
+    before = root.counts.requests
+    assert run_names(root) == ["a", "b"]
+    assert listed == [(root.path, False)] and root.counts.requests - before == 1 + 3
+    assert run_names(root, known={"a", "b"}) == ["a", "b"]
+    assert root.counts.requests - before == (1 + 3) + (1 + 1)
