@@ -56,7 +56,7 @@ EXACT = [name for name, job in JOBS.items() if job.spec.get("exact", True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5], ids="w{}".format)
 @pytest.mark.parametrize("name", EXACT)
 def test_job_with_options_has_the_recorded_weights_with_workers_and_kills(name, workers, tmp_path):
     """With more than one worker, one of them is killed in a backward pass."""
