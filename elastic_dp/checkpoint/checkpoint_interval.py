@@ -11,7 +11,7 @@ import math
 # The prior before anything was observed: one loss of all workers in six hours, with the weight of
 # half a loss.
 _PRIOR_LOSSES, _PRIOR_S = 0.5, 3 * 3600.0
-_FIRST_COST_S = 1.0  # until a checkpoint is measured
+_FIRST_S = 50.0  # the first checkpoint measures the cost, and is there a minute after the start
 
 
 def auto_interval_s(cost_s: float | None, upload_s: float, losses: int, observed_s: float) -> float:
@@ -21,7 +21,9 @@ def auto_interval_s(cost_s: float | None, upload_s: float, losses: int, observed
     is how long a checkpoint blocks training, None before the first one; `upload_s` is the time from
     a snapshot to its commit record. All workers were lost `losses` times in `observed_s` seconds.
     """
-    cost = _FIRST_COST_S if cost_s is None else max(cost_s, 1e-3)
+    if cost_s is None:
+        return _FIRST_S
+    cost = max(cost_s, 1e-3)
     return max(daly_s(cost, mean_time_s(losses, observed_s)), upload_s)
 
 

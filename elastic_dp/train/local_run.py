@@ -160,6 +160,7 @@ class LocalRun:
     def post(self, event: Event) -> None:
         match event:
             case WorkerReady() if self._committer is not None:
+                self._committer.training_began()
                 self._committer.find(
                     lambda step: self._form(TrainingPosition(0), False, step is not None)
                 )

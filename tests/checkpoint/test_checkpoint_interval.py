@@ -15,7 +15,7 @@ def test_auto_follows_cost_and_losses():
     assert auto_interval_s(4.0, 0.0, *few) > 1.8 * auto_interval_s(1.0, 0.0, *few)
     assert auto_interval_s(0.001, 60.0, *many) == 60.0
     assert auto_interval_s(0.0, 0.0, *many) > 0
-    assert auto_interval_s(None, 0.0, *few) == auto_interval_s(1.0, 0.0, *few)
+    assert auto_interval_s(None, 0.0, *few) < 60.0, "the first, whatever it will cost"
 
 
 @pytest.mark.parametrize(("cost_s", "mean_s"), [(1.0, 900.0), (1.0, 90000.0), (30.0, 600.0)])

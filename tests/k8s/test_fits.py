@@ -65,7 +65,7 @@ def test_pods_of_a_run_are_selected_by_its_name(folder):
         "egress"
     ]
     budgets = of_kind(objects, "PodDisruptionBudget")
-    assert {b["metadata"]["name"] for b in budgets} == {f"{name}-head", f"{name}-workers"}
+    assert {b["metadata"]["name"] for b in budgets} == {f"{name}-workers"}
     assert {b["spec"]["selector"]["matchLabels"][INSTANCE] for b in budgets} == {name}
     # Not a percentage and not maxUnavailable: those need a scale subresource, which a RayCluster
     # has not.
@@ -102,6 +102,8 @@ def test_the_entrypoint_sets_fields_that_a_job_has(folder):
         a_pod = there // gpus if gpus else 1
         assert a_pod * gpus == there and a_pod * cpus <= int(resources["requests"]["cpu"])
         most += group["maxReplicas"] * a_pod
+        spare = (group["maxReplicas"] - 1) * a_pod
+        assert int(given["scaling.max_workers"]) <= spare, "one pod more, for a replacement"
     assert int(given["scaling.max_workers"]) <= most
 
 

@@ -191,7 +191,7 @@ def test_params_each_value_reaches_its_places_and_no_other(folder, key):
     if key == "name":
         objects = with_other_values(folder)
         named = {o["metadata"]["name"] for o in objects if o["kind"] != "PersistentVolumeClaim"}
-        assert named == {"other", "other-head", "other-workers"}
+        assert named == {"other", "other-workers"}
         old = ray_object(build(folder))["metadata"]["name"]
         assert not re.search(rf"name[=:] ?{old}\b", yaml.safe_dump(objects))
         return

@@ -80,14 +80,14 @@ def test_the_network_policy_is_this(folder):
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_budgets_are_the_heads_and_the_workers(folder):
+def test_budget_is_that_of_workers_since_an_evicted_head_loses_no_step(folder):
     objects = build(folder)
     name = ray_object(objects)["metadata"]["name"]
     kinds = {
         budget["metadata"]["name"]: budget["spec"]["selector"]["matchLabels"]["ray.io/node-type"]
         for budget in of_kind(objects, "PodDisruptionBudget")
     }
-    assert kinds == {f"{name}-head": "head", f"{name}-workers": "worker"}
+    assert kinds == {f"{name}-workers": "worker"}
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)

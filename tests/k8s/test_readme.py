@@ -172,10 +172,6 @@ def test_readme_labels_containers_and_objects_exist():
     }
     jobs = {ray_object(build(f))["metadata"]["name"] for f in OVERLAYS}
     assert set(found(r"\brayjob (\w+)(?=[ \n`])", ALL)) - {"and"} <= jobs
-    budgets = {
-        b["metadata"]["name"] for b in of_kind(build("overlays/gke-spot"), "PodDisruptionBudget")
-    }
-    assert set(found(r"delete pdb ([\w-]+)", ALL)) <= budgets
 
 
 def test_readme_secrets_are_those_that_manifests_read():

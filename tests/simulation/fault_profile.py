@@ -42,6 +42,7 @@ class FaultProfile:
     flip: float = 0.0
     uneven: float = 0.0  # not 0: workers differ in speed, and it changes
     drain_all: float = 0.0
+    drain_head: float = 0.0
 
     @classmethod
     def drawn(cls, rng: random.Random) -> FaultProfile:
@@ -74,7 +75,10 @@ class FaultProfile:
         hang, flip = (rng.choice((0.0, 0.0, 0.0, 1.0)) for _ in range(2))
         uneven = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 1.0))
         drain_all = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.3))
-        return replace(self, hang=hang, flip=flip, uneven=uneven, drain_all=drain_all)
+        drain_head = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.3))
+        return replace(
+            self, hang=hang, flip=flip, uneven=uneven, drain_all=drain_all, drain_head=drain_head
+        )
 
 
 FAULTS = (
@@ -98,4 +102,5 @@ FAULTS = (
     "hang",
     "flip",
     "drain_all",
+    "drain_head",
 )

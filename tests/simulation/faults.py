@@ -9,6 +9,7 @@ from tests.simulation.fault_profile import FAULTS
 from tests.simulation.workers import SimWorker
 
 if TYPE_CHECKING:
+    from tests.simulation.sim_controller import SimController
     from tests.simulation.world import World
 
 HANDING_OVER = ("give", "restore", "receive")
@@ -129,6 +130,18 @@ class FaultInjector:
     def fault_drain_all(self, alive: list[SimWorker]) -> None:
         for worker in alive:
             self.fault_drain([worker])
+
+    def fault_drain_head(self, alive: list[SimWorker]) -> None:
+        """Drain the head node. Mostly it stays; the next one follows at the deadline."""
+        within_s = self.world.rng.choice((2.0, 10.0, 20.0, 20.0))
+        told = None if self.world.rng.random() < 0.1 else self.world.now + within_s
+        self.world.post(m.HeadDrainNoticed(told))
+        if self.world.rng.random() < 0.5:
+            self.world.at(within_s, self.lose_head, self.world.controllers[-1])
+
+    def lose_head(self, controller: SimController) -> None:
+        if self.world.controllers[-1] is controller and not self.world.calm:
+            self.fault_crash_controller([])
 
     def fault_scale(self, alive: list[SimWorker]) -> None:
         size = self.world.rng.randint(1, self.world.config.virtual_workers)

@@ -382,8 +382,9 @@ class Controller:
             case HeartbeatReceived(step=step):
                 self.report.heard(step)
                 self.times.heard(event)
-                if not self.state_store.state.stepped:
+                if step and not self.state_store.state.stepped:  # the run's first
                     self.state_store.record(event)
+                    self.checkpoints.training_began()
                 return  # not news
             case DeadlineReached():
                 return

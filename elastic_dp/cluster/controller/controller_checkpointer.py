@@ -69,8 +69,14 @@ class ControllerCheckpointer:
             if state_store.state.at_most is not None:
                 committer.reject(state_store.state.at_most, state_store.highest_claimed())
             committer.take_over()
+            if state_store.state.stepped:
+                committer.training_began()
             for step, logged in metrics.recorded():
                 committer.log(step, logged)
+
+    def training_began(self) -> None:
+        if self._committer is not None:
+            self._committer.training_began()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record metrics for the checkpoint of this step. A repeated step makes a new

@@ -87,6 +87,7 @@ class ControllerActor:
         self._drain_watcher = DrainWatcher(
             ray._private.state.state.get_draining_nodes,
             self._worker_group.nodes,
+            head_node,
             self._controller.post,
         )
         self._capacity_monitor = CapacityMonitor(
@@ -254,3 +255,9 @@ class ControllerActor:
             # The GCS may be unavailable. A controller that leads no worker is worse than none.
             traceback.print_exc()
             os._exit(1)  # Ray starts it again
+
+
+def head_node() -> str:
+    """Return the node where Ray's GCS is; empty if there is none at the moment."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return next((n["NodeID"] for n in alive if "node:__internal_head__" in n["Resources"]), "")

@@ -1,5 +1,5 @@
 """Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice
-for each worker there.
+for each worker there, and one if it is the head node.
 
 Ray knows in advance: a SIGTERM to `ray start --block` (a pod is deleted, a machine is taken back),
 the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from elastic_dp.coordinator.messages import DrainNoticed, WorkerId
+from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed, WorkerId
 from elastic_dp.threads import background
 
 _EVERY_S = 0.5
@@ -26,16 +26,19 @@ class DrainWatcher:
     """Posts drain notices.
 
     `draining()` returns node -> deadline in milliseconds of the wall clock, 0 if it is not known.
-    `nodes()` returns the node of each worker; it is called only while a node drains.
+    `nodes()` returns the node of each worker, `head()` the head node; they are called only while a
+    node drains.
     """
 
     def __init__(
         self,
         draining: Callable[[], Mapping[str, int]],
         nodes: Callable[[], Mapping[WorkerId, str]],
-        post: Callable[[DrainNoticed], None],
+        head: Callable[[], str],
+        post: Callable[[DrainNoticed | HeadDrainNoticed], None],
     ) -> None:
-        self._draining, self._nodes, self._post = draining, nodes, post
+        self._draining, self._nodes, self._head, self._post = draining, nodes, head, post
+        self._told_of_head: int | None = None
         self._told: dict[WorkerId, int] = {}
         self._closed = threading.Event()
         self._thread = background("notices", self._watch)
@@ -52,13 +55,20 @@ class DrainWatcher:
         """
         draining = self._draining()
         nodes = self._nodes() if draining else {}
+
+        def at(deadline_ms: int) -> float | None:
+            return now + deadline_ms / 1000 - wall if deadline_ms else None
+
+        of_head = draining.get(self._head()) if draining else None
+        if of_head is not None and of_head != self._told_of_head:
+            self._post(HeadDrainNoticed(at(of_head)))
+        self._told_of_head = of_head
         self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
         for worker, node in nodes.items():
             deadline_ms = draining.get(node)
             if deadline_ms is not None and self._told.get(worker) != deadline_ms:
                 self._told[worker] = deadline_ms
-                left_s = deadline_ms / 1000 - wall
-                self._post(DrainNoticed(worker, now + left_s if deadline_ms else None))
+                self._post(DrainNoticed(worker, at(deadline_ms)))
 
     def _watch(self) -> None:
         while not self._closed.wait(_EVERY_S):

@@ -19,6 +19,7 @@ from elastic_dp.coordinator.drain_checkpointer import (
     AwaitCommit,
     Committed,
     DrainCheckpointer,
+    Unneeded,
     Write,
 )
 from elastic_dp.coordinator.generation import Generation
@@ -251,16 +252,21 @@ class MembershipPlanner:
                 finished = [*self._generation.members.values()]
                 run_termination.finish(self._registry, finished, now)
                 return
-        due = self._checkpointer.due(now) if self.run.config.checkpointing else []
+        checkpointer = self._checkpointer
+        if now < (until := checkpointer.suspended_until(now)):
+            self._suspend(until, now)
+            return
+        due = checkpointer.due(now) if self.run.config.checkpointing else []
         if due and self._available - len(due) < self.run.min_members:
-            match self._checkpointer.decide(due, now):
+            until = checkpointer.last_deadline(due)
+            match checkpointer.decide(due, until, now):
                 case AwaitCommit():
                     return
                 case Write() as write:
-                    self._checkpointer.request_write(write, due, now)
+                    checkpointer.request_write(write, due, until, now)
                     return
                 case Committed(step):
-                    self._checkpointer.release(due, step, now)
+                    checkpointer.release(due, step, now)
                     self.plan_next_generation(now)
                     return
         blocked = self._blocked(source, now)
@@ -274,6 +280,20 @@ class MembershipPlanner:
                 self._leadership.claim(self._generation.number, now)
         else:
             self._form(self._select_members(source, now), now)
+
+    def _suspend(self, until: float, now: float) -> None:
+        """Commit the state and form no generation, because the head node goes away."""
+        self.run.timers.wake(until)
+        match self._checkpointer.decide([], until, now):
+            case Write() as write:
+                self._checkpointer.request_write(write, [], until, now)
+            case Committed(step):
+                self.run.set_reason(
+                    f"suspended: the head node goes away, and the state after step {step} is "
+                    "committed"
+                )
+            case Unneeded():
+                self.run.set_reason("suspended: the head node goes away")
 
     def claimed(self) -> None:
         """Record that this coordinator owns the number of the next generation."""

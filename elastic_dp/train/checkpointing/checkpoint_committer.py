@@ -99,6 +99,10 @@ class CheckpointCommitter:
         self._thread = background("committer", self._work, actions.fail)
         self._thread.start()
 
+    def training_began(self) -> None:
+        """Starts the schedule of checkpoints by time."""
+        self._tasks.put(lambda: self._schedule.began(time.monotonic()))
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the metrics that a step logged, for the checkpoint of that step."""
         self._metrics.add(step, metrics)

@@ -17,10 +17,10 @@ _REQUEST_AGAIN_S = 30.0  # no worker may have been there to take it, or it was l
 
 
 class CheckpointSchedule:
-    """The schedule of one run. All times are seconds of one clock. Not thread-safe."""
+    """The schedule of one run, from `began` on. Times are seconds of one clock. Not thread-safe."""
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:
-        self._config, self._began_at, self._last_at = config, now, now
+        self._config, self._began_at, self._last_at = config, now, math.inf
         self._losses, self._observed_s = 0, 0.0  # of earlier starts
         self._cost_s: float | None = None
         self._upload_s = 0.0
@@ -29,7 +29,11 @@ class CheckpointSchedule:
     def resume(self, losses: int, observed_s: float, now: float) -> None:
         """Adds what earlier starts of the run counted. The present start begins at `now`."""
         self._losses, self._observed_s = losses, observed_s
-        self._began_at = self._last_at = now
+        self._began_at = now
+
+    def began(self, now: float) -> None:
+        """Records that training began: the first interval runs from here."""
+        self._last_at = now
 
     def due_at(self, now: float) -> float:
         """Returns when to request a checkpoint, or to repeat a request; infinity for never."""

@@ -1,13 +1,15 @@
 """Which workers are told that their node goes away, and when."""
 
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
-from elastic_dp.coordinator.messages import DrainNoticed
+from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed
 
 
 class Cluster:
     def __init__(self):
         self.draining, self.workers, self.posted, self.asked = {}, {}, [], 0
-        self.notices = DrainWatcher(lambda: self.draining, self.nodes, self.posted.append)
+        self.notices = DrainWatcher(
+            lambda: self.draining, self.nodes, lambda: "head", self.posted.append
+        )
 
     def nodes(self):
         self.asked += 1
@@ -36,3 +38,12 @@ def test_drain_notice_without_a_deadline_has_none():
     cluster = Cluster()
     cluster.workers, cluster.draining = {"w1": "a"}, {"a": 0}
     assert cluster.look(5.0) == [DrainNoticed("w1", None)]
+
+
+def test_drain_of_the_head_is_told_once_for_each_deadline_beside_that_of_its_workers():
+    cluster = Cluster()
+    cluster.workers, cluster.draining = {"w1": "head"}, {"head": 1_030_000}
+    assert cluster.look(5.0) == [HeadDrainNoticed(35.0), DrainNoticed("w1", 35.0)]
+    assert cluster.look(6.0, 1001.0) == []
+    cluster.draining = {"head": 0}
+    assert cluster.look(7.0, 1002.0) == [HeadDrainNoticed(None), DrainNoticed("w1", None)]

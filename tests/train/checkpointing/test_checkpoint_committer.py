@@ -50,6 +50,7 @@ class Stage:
             lease_s=lease_s,
             token=token,
         )
+        self.committer.training_began()
 
     def commit(self, step, duration_s):
         self.durations_s.append(duration_s)

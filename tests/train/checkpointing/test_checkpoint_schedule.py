@@ -12,12 +12,18 @@ from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedul
 AUTO = CheckpointConfig(every="auto")
 
 
+def schedule_of(config, now):
+    schedule = CheckpointSchedule(config, now)
+    schedule.began(now)
+    return schedule
+
+
 def test_fixed_steps_alone_are_never_asked_for():
-    assert CheckpointSchedule(CheckpointConfig(every_steps=5), 0.0).due_at(1e6) == math.inf
+    assert schedule_of(CheckpointConfig(every_steps=5), 0.0).due_at(1e6) == math.inf
 
 
 def test_schedule_by_time_counts_from_the_last_checkpoint():
-    schedule = CheckpointSchedule(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
+    schedule = schedule_of(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
     assert schedule.due_at(100.0) == 160.0
     schedule.committed(0.1, 120.0)  # of a fixed step
     assert schedule.due_at(120.0) == 180.0
@@ -27,8 +33,16 @@ def test_schedule_by_time_counts_from_the_last_checkpoint():
     assert schedule.due_at(190.0) == 240.0, "from when it was asked for"
 
 
+def test_first_of_auto_is_there_within_a_minute_of_training():
+    schedule = CheckpointSchedule(AUTO, 0.0)
+    schedule.resume(0, 3e6, 0.0)
+    assert schedule.due_at(300.0) == math.inf, "nothing is trained yet"
+    schedule.began(300.0)
+    assert schedule.due_at(300.0) <= 360.0 - 5.0
+
+
 def test_asked_again_where_nobody_was_there_to_take_it():
-    schedule = CheckpointSchedule(CheckpointConfig(every_s=1.0), 0.0)
+    schedule = schedule_of(CheckpointConfig(every_s=1.0), 0.0)
     schedule.requested(1.0)
     assert schedule.due_at(1.0) == 31.0
     schedule.lost(5.0)
@@ -36,13 +50,15 @@ def test_asked_again_where_nobody_was_there_to_take_it():
 
 
 def test_auto_waits_for_an_upload_and_follows_what_was_seen():
-    schedule = CheckpointSchedule(AUTO, 0.0)
+    schedule = schedule_of(AUTO, 0.0)
     schedule.requested(10.0)
     schedule.committed(0.001, 10_000.0)
     assert schedule.due_at(10_000.0) >= 10.0 + 9990.0
-    calm, bad = CheckpointSchedule(AUTO, 0.0), CheckpointSchedule(AUTO, 0.0)
-    calm.resume(1, 1e6, 0.0)
-    bad.resume(100, 1e6, 0.0)
+    calm, bad = schedule_of(AUTO, 0.0), schedule_of(AUTO, 0.0)
+    for seen, losses in ((calm, 1), (bad, 100)):
+        seen.resume(losses, 1e6, 0.0)
+        seen.requested(0.0)
+        seen.committed(1.0, 0.0)
     assert calm.due_at(0.0) > 5 * bad.due_at(0.0)
     bad.lost(50.0)
     assert bad.observed(70.0) == (101, 1e6 + 70.0)
@@ -72,7 +88,7 @@ class AtWork:
     def __init__(self, cost_s):
         self.cost_s, self.schedule, self.kept, self.lost = (
             cost_s,
-            CheckpointSchedule(AUTO, 0.0),
+            schedule_of(AUTO, 0.0),
             (0, 0.0),
             0,
         )
@@ -82,7 +98,7 @@ class AtWork:
         if lost:
             self.lost += 1
             if self.lost % 3 == 0:
-                self.schedule = CheckpointSchedule(AUTO, now)
+                self.schedule = schedule_of(AUTO, now)
                 self.schedule.resume(*self.kept, now)
             self.schedule.lost(now)
         elif now:
