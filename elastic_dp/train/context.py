@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.training_parts import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
 
+_CARRY = "carry"  # the key of `ctx.carry` in the state
+_CARRIED = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
 _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
 
 
@@ -65,6 +68,39 @@ class Step:
         return f"Step(number={self.number}, epoch={self.epoch}, loss={self.loss:.6g})"
 
 
+class CarriedVariables:
+    """What `TrainContext.carry` returns: variables of the loop's body, as attributes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._add(values)
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name in vars(self) or hasattr(CarriedVariables, name):
+                raise LoopError(f"ctx.carry got {name}, which is taken: give it another name")
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if not isinstance(value, (*_CARRIED, torch.Tensor, np.ndarray)):
+            raise LoopError(
+                f"ctx.carry got {name}, which is a {type(value).__name__}: it takes numbers, "
+                "strings, tensors and containers of them. Pass an object with state_dict and "
+                f'load_state_dict as state={{"{name}": {name}}}'
+            )
+        super().__setattr__(name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return f"ctx.carry({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
 class TrainContext:
     """The interface between a train function and the group of workers. One per worker.
 
@@ -75,6 +111,7 @@ class TrainContext:
         self._session = session
         self._evaluation_data: list[tuple[Any, EvaluationBatches]] = []
         self._told: set[str] = set()
+        self._carried: CarriedVariables | None = None
 
     # -------------------------------------------------------------------------------- facts
 
@@ -162,6 +199,25 @@ class TrainContext:
 
     # --------------------------------------------------------------------------------- loop
 
+    def carry(self, **values: Any) -> CarriedVariables:
+        """Variables that the loop's body changes: a worker that joins and a run that goes on from
+        a checkpoint have their values.
+
+        `c = ctx.carry(best=math.inf, wait=0)` before the loop, `c.best` and `c.wait` in it. Values
+        are numbers, strings, tensors, and lists, tuples, dicts and sets of them. Raises LoopError
+        for other ones, and once the loop has begun.
+        """
+        if self._session.loop.opened:
+            raise LoopError(
+                "ctx.carry was called after ctx.steps: a worker that joins would not have the "
+                "values of the others. Call it before the loop, with initial values"
+            )
+        if self._carried is None:
+            self._carried = CarriedVariables(values)
+        else:
+            self._carried._add(values)
+        return self._carried
+
     def steps(
         self,
         model: torch.nn.Module,
@@ -201,9 +257,20 @@ class TrainContext:
         """
         session = self._session
         try:
-            given = (model, optimizer, loss_fn, scheduler, clip_norm, precision, state or {})
-            inner = inner_optimizer, inner_clip_norm
-            session.open(StepsArguments(*given, noise_scale_every, *inner))
+            session.open(
+                StepsArguments(
+                    model=model,
+                    optimizer=optimizer,
+                    loss_fn=loss_fn,
+                    scheduler=scheduler,
+                    clip_norm=clip_norm,
+                    precision=precision,
+                    state=self._with_carried({} if state is None else state),
+                    noise_scale_every=noise_scale_every,
+                    inner_optimizer=inner_optimizer,
+                    inner_clip_norm=inner_clip_norm,
+                )
+            )
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
         except StopIteration as error:  # a generator must not raise it
@@ -258,6 +325,16 @@ class TrainContext:
                 "has itself; give it another name"
             )
         session.link.log(*session.progress.logs(), plain)
+
+    def _with_carried(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._carried is None or not isinstance(state, Mapping):
+            return state
+        if _CARRY in state:
+            raise SpecError(
+                f"state has the key {_CARRY!r}, which is that of ctx.carry: give the object "
+                "another one"
+            )
+        return {**state, _CARRY: self._carried}
 
     def _is_in_loss(self) -> bool:
         session = self._session

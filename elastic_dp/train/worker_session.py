@@ -375,7 +375,13 @@ class WorkerSession:
         assert self._groups.main is not None
         taken += self._get_pieces(membership)
         next_step, lineage_id = self.position.step + 1, self.progress.lineage_id
-        self.step_runner.open(self._groups.main, membership, next_step, lineage_id)
+        self.step_runner.open(
+            self._groups.main,
+            membership,
+            next_step,
+            lineage_id,
+            joined_after=self.progress.joined_after,
+        )
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 

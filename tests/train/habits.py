@@ -798,7 +798,7 @@ def scheduler_as_state(ctx: Any) -> None:
 
 @said(
     "a teacher that the body averages and the loss uses, not passed as `state=`",
-    "the body of the loop over ctx.steps changed teacher, which the loss function refers to",
+    "the body of the loop over ctx.steps changes teacher",
 )
 def teacher_not_passed(ctx: Any) -> None:
     model = classifier()
@@ -887,6 +887,27 @@ class Extra(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.warmth = state["warmth"]
+
+
+@said(
+    "a counter, a best value, a list that the body keeps in a variable", "changes wait (0, then 1)"
+)
+def counter_in_the_body(ctx: Any) -> None:
+    model, wait = classifier(), 0
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        wait = wait + 1
+        hold(ctx, step)
+
+
+@exact("the same, in `c = ctx.carry(wait=0)`")
+def carried_counter(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    c = ctx.carry(wait=0)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        c.wait += 1
+        optimizer.param_groups[0]["lr"] = 0.01 / c.wait
+        hold(ctx, step)
 
 
 @exact("`get_extra_state` / `set_extra_state` of a module, changed in the body")

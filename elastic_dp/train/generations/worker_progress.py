@@ -21,6 +21,7 @@ class WorkerProgress:
     position: TrainingPosition = field(default_factory=lambda: TrainingPosition(0))
     has_state: bool = False
     lineage_id: int = 0  # the generation whose source gave the initial weights
+    joined_after: int = 0  # the step with whose state this worker began
     ended: str | None = None  # why the run has ended
     evaluations: list[dict[str, float]] = field(default_factory=list)  # of the present step's body
     evaluations_begun: int = 0
@@ -97,6 +98,8 @@ class WorkerProgress:
         ended: str | None,
         lineage_id: int,
     ) -> None:
+        if not self.has_state:
+            self.joined_after = position.step
         self.evaluations, self.ended = evaluations, ended
         self.position, self.has_state, self.lineage_id = position, True, lineage_id
 

@@ -76,6 +76,7 @@ def record_of_gang(
         keeps_late=whole.keeps_late,
         bad=whole.bad,
         weights=" ".join(weights) or None,
+        groups=header.groups,
         connected=None if header.connected is None else whole.connected,
         why_not=whole.why_not,
     ).to_bytes()

@@ -32,6 +32,7 @@ class MemberHeader:
     keeps_late: bool
     bad: Iterable[int]
     weights: str | None
+    groups: str | None = None  # the digest of the fields of the optimizer's parameter groups
     connected: bool | None = None  # whether its device is connected; None: nobody waits for that
     why_not: str | None = None  # why it could not be connected, once that has failed
 
@@ -45,6 +46,8 @@ class MemberHeader:
         }
         if self.weights is not None:
             rest["weights"] = self.weights
+        if self.groups is not None:
+            rest["groups"] = self.groups
         if self.connected is not None:
             rest["connected"] = self.connected
         if self.why_not is not None:
@@ -66,6 +69,7 @@ class StepHeader:
     bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
     results: dict[int, MicroBatchResult]  # by virtual worker
     weights: list[str | None]  # by rank: the digest of its weights, where they are compared
+    groups: set[str | None]  # digests of the parameter groups
     connected: bool  # the devices of all members are connected, and not used yet
     why_not: str | None  # why that of some member could not be connected
 
@@ -92,6 +96,7 @@ class StepHeader:
                 for v, loss, weight, m in text["v"]
             },
             weights=[text.get("weights") for text in texts],
+            groups={text.get("groups") for text in texts},
             connected=all(text.get("connected") for text in texts),
             why_not=next((text["why_not"] for text in texts if "why_not" in text), None),
         )

@@ -38,6 +38,12 @@ from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.loop_guard.parameter_groups import (
+    digest_of,
+    fields_of,
+    groups_differ,
+    record_of,
+)
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.sharding.sharded_step import prepare_step
@@ -92,6 +98,7 @@ class StepRunner:
     _virtual_workers: int = 0  # in it, and the shares of all ranks
     _shares: Sequence[Share] = ()
     delayed: DelayedGradient | None = None  # which it applies; None: its own
+    _joined_after: int = 0  # see `WorkerProgress`
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
@@ -132,8 +139,15 @@ class StepRunner:
         return planned is not None and (agreed or planned(step))
 
     def open(
-        self, group: ProcessGroup, membership: Membership, next_step: int, lineage_id: int
+        self,
+        group: ProcessGroup,
+        membership: Membership,
+        next_step: int,
+        lineage_id: int,
+        *,
+        joined_after: int,
     ) -> None:
+        self._joined_after = joined_after
         self._group, self._membership, self._lineage_id = group, membership, lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
         self._distribute(next_step)
@@ -282,6 +296,8 @@ class StepRunner:
                 self.delayed.hold_again()
             self._undo()
             return RetryStep()
+        if len(header.groups) > 1:
+            self._refuse_different_groups(step)
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self.micro_batches.counting(step, header.results, self.data.describe)
@@ -396,6 +412,7 @@ class StepRunner:
             keeps_late=self.control.checkpoint_late,
             bad=bad - self.state.bad_row_groups,
             weights=self.weights.digest(step - 1),
+            groups=digest_of(fields_of(self.state.optimizers.all)),
             connected=on_device.connected if on_device is not None and connects else None,
             why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
@@ -407,6 +424,13 @@ class StepRunner:
         header = StepHeader.of(self._header.collect(), used, changed)
         self.weights.compare(step - 1, header.weights)
         return header
+
+    def _refuse_different_groups(self, step: int) -> None:
+        """Raises LoopError, on all members."""
+        assert self._membership is not None
+        self._values.launch(record_of(fields_of(self.state.optimizers.all), self._joined_after))
+        workers = [member.worker for member in self._membership.members]
+        raise groups_differ(step, self._values.collect(), workers)
 
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
