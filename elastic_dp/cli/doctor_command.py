@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from elastic_dp.cli.run_options import Json, connect_to
+from elastic_dp.cli.run_options import Json
 from elastic_dp.cli.run_tables import one_line, screen
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.cluster.doctor.check_result import CheckLevel, CheckResult, fails
@@ -77,8 +77,10 @@ def doctor(
 
 
 def _cluster(address: str, storage: StorageURL | None, token: str) -> list[CheckResult]:
+    from elastic_dp.cluster.ray.cluster_connection import connect
+
     try:
-        connect_to(address)
+        connect(address)
     except ClusterError as error:
         text, _, way_out = str(error).partition(": ")
         return [fails("cluster", text, way_out)]

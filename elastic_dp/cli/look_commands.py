@@ -87,9 +87,14 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
 def run_workers(seen: SeenRun) -> list[TextTable]:
     """Return the table of the workers that are there, if there are any."""
     if seen.report is None:
-        workers = seen.read_status().get("workers", {})
-        rows = [(one_line(name), one_line(stage)) for name, stage in workers.items()]
-        return [TextTable(("worker", "stage"), rows)] if rows else []
+        status = seen.read_status()
+        processes = status.get("processes", {})
+        rows = []
+        for name, stage in status.get("workers", {}).items():
+            process = processes.get(name, {"pid": "-", "node": "-"})
+            row = name, stage, process["pid"], process["node"]
+            rows.append(tuple(one_line(cell) for cell in row))
+        return [TextTable(("worker", "stage", "pid", "node"), rows)] if rows else []
     there = [row for row in seen.report.workers if row.condition not in _GONE]
     rows_of_report = [
         (

@@ -15,11 +15,10 @@ from elastic_dp.cli.run_options import (
     AllStoragePath,
     Name,
     StoragePath,
-    connect_to,
-    print_to_stderr,
+    find_live_run,
 )
 from elastic_dp.cli.store_options import StorageOption, storage_options
-from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.errors import SpecError
 from elastic_dp.urls import StorageURL
 
 
@@ -130,7 +129,7 @@ def ui(
     if made:
         token = secrets.token_urlsafe(32)
     rules = AccessRules(host, token, tuple(allow_host or ()))
-    controls = RayControls(address, print_to_stderr) if control else None
+    controls = RayControls(address) if control else None
 
     def ready(here: str) -> None:
         secret = f"#token={token}" if made else ""
@@ -140,13 +139,6 @@ def ui(
 
 
 def _live_url(name: str, address: str | None) -> StorageURL:
-    from elastic_dp.cluster.runs.live_runs import find
-
-    connect_to(address)
-    live = find(name)
-    if live is None:
-        raise ClusterError(
-            f"no run named {name!r} is live on this cluster. One that ended is found by "
-            "--storage-path"
-        )
-    return live.url
+    url = find_live_run(name, address, None, None).url
+    assert isinstance(url, StorageURL)  # as `attach` finds it
+    return url

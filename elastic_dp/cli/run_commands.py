@@ -28,7 +28,6 @@ from elastic_dp.cli.run_options import (
     Json,
     Name,
     StoragePath,
-    connect_to,
     find_live_run,
     find_run,
 )
@@ -167,6 +166,19 @@ def drain(
     _print_reply({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
 
 
+def kill(
+    name: Name,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Kill the process of one worker, to rehearse a loss. `drain` lets one leave in order."""
+    find_live_run(name, address, storage_path, storage_option).kill(worker)
+    _print_reply({"name": name, "worker": worker}, f"{worker} is killed", as_json)
+
+
 def stop(
     name: Name,
     reason: Annotated[str, typer.Option(help="Stored with the result.")] = "asked by an operator",
@@ -239,7 +251,7 @@ def restart(
 
 
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, events, logs, scale, drain, stop, checkpoint, restart):
+    for verb in (run, events, logs, scale, drain, kill, stop, checkpoint, restart):
         app.command()(verb)
 
 
@@ -254,7 +266,9 @@ def _run(
 
     overrides = Overrides(texts)
     if address is not None:
-        connect_to(address)
+        from elastic_dp.cluster.ray.cluster_connection import connect
+
+        connect(address)
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))

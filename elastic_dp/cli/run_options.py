@@ -1,13 +1,11 @@
 """The options by which all verbs find a run: `--address`, `--storage-path`, `--json`, and its name.
 
-A run that is live is found on its Ray cluster. One that has ended is found by its storage path,
-without a cluster.
+A run that is live is found on its Ray cluster, and only with the right folder. One that has ended
+is found by its storage path, without a cluster.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +22,8 @@ Address = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="The Ray cluster, as HOST:6379. Default: the newest one on this machine.",
+        help="The Ray cluster, as HOST:6379. Default: the one that the run's folder names, then "
+        "all of this user on this machine.",
     ),
 ]
 StoragePath = Annotated[
@@ -41,39 +40,27 @@ AllStoragePath = Annotated[
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 
 
-def connect_to(address: str | None) -> None:
-    """Connect to the cluster. Raises ClusterError."""
-    from elastic_dp.cluster.ray.cluster_connection import connect
-
-    connect(address, print_to_stderr)
-
-
-def attach_to(name: str, address: str | None) -> Run:
-    """Return the live run. Raises ClusterError."""
-    from elastic_dp.cluster.runs.attach import attach
-
-    connect_to(address)
-    return attach(name)
-
-
 def find_run(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
 ) -> Run | EndedRun:
     """Return the run. If its folder says that no cluster has it, return what the folder holds,
     without Ray.
     """
-    if storage_path is None:
-        return attach_to(name, address)
-    from elastic_dp.cluster.runs.ended_run import EndedRun
+    ended = None
+    if storage_path is not None:
+        from elastic_dp.cluster.runs.ended_run import EndedRun
 
-    ended = EndedRun(name, storage_path, storage_options(storage_option))
-    if ended.may_be_live:
-        from elastic_dp.cluster.runs.attach import attach_live
+        ended = EndedRun(name, storage_path, storage_options(storage_option))
+        if not ended.may_be_live:
+            return ended
+    from elastic_dp.cluster.runs.attach import find_live
 
-        with contextlib.suppress(ClusterError):  # no cluster: only what is stored
-            connect_to(address)
-            return attach_live(name, ended.url) or ended
-    return ended
+    try:
+        return find_live(name, None if ended is None else ended.url, address)
+    except ClusterError:
+        if ended is None:
+            raise
+        return ended  # no cluster has it: only what is stored
 
 
 def find_live_run(
@@ -92,7 +79,3 @@ def find_live_run(
         f"{name} is not live: {status['reason']}. Run its script again to continue from step "
         f"{status['step']}"
     )
-
-
-def print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)

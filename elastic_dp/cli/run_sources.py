@@ -5,16 +5,17 @@ Each entry is the status of a run as a dict, as `--json` prints it, with its ove
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from elastic_dp.cli.run_options import connect_to, find_run
+from elastic_dp.cli.run_options import find_run
 from elastic_dp.cli.store_options import storage_options
 from elastic_dp.cluster.runs.ended_run import EndedRun
 from elastic_dp.cluster.runs.run_history import total_steps_of
-from elastic_dp.errors import ElasticError
+from elastic_dp.errors import ClusterError, ElasticError
 from elastic_dp.report.report_builder import is_committed_checkpoint
 from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
@@ -66,16 +67,17 @@ class RunSource(Protocol):
 
 
 class ClusterRuns:
-    """The runs of a Ray cluster."""
+    """The runs of the Ray cluster at `address`, or of all clusters of this user on this machine."""
+
+    where = "on this cluster"
 
     def __init__(self, address: str | None) -> None:
-        self.where = "on this cluster"
-        connect_to(address)
+        self._address = address
 
     def look(self) -> list[SeenRun]:
-        from elastic_dp.cluster.runs.live_runs import runs
+        from elastic_dp.cluster.runs.live_runs import runs_of
 
-        return [_seen(row["name"], row) for row in runs()]
+        return [_seen(row["name"], row) for row in runs_of(self._address)]
 
 
 class StoredRuns:
@@ -132,6 +134,9 @@ class LiveRun:
 
     def look(self) -> list[SeenRun]:
         status = {"name": self._name} | self._run.status()
+        with contextlib.suppress(ClusterError):  # it has ended since
+            processes = self._run.processes()
+            status["processes"] = {w: {"pid": p, "node": n} for w, (p, n) in processes.items()}
         if status.get("max_steps") is None:
             status["max_steps"] = self._total
         seen = _seen(self._name, status)

@@ -50,7 +50,7 @@ class Run:
         """
         assert (controller is None) == (stored is not None)
         self.controller = controller
-        self._spec, self._url, self._loggers = spec, url, loggers
+        self._spec, self.url, self._loggers = spec, url, loggers
         self._before = None if controller is None or ended else read_result(url)
         self._end: Result | Exception | None = stored
         self._last = {} if stored is None else status_of(stored, spec.labels)
@@ -122,7 +122,7 @@ class Run:
             if ended.result is not None and ended.reason != reason:  # before the stop reached it
                 progress.say(f"the run had ended already, after step {ended.step} ({ended.reason})")
             else:
-                progress.say(console.what_was_kept(self._url, ended.step or None))
+                progress.say(console.what_was_kept(self.url, ended.step or None))
 
     def checkpoint(self) -> None:
         """Request a checkpoint of one of the next steps; returns at once."""
@@ -135,16 +135,22 @@ class Run:
         """
         if within_s is not None and not (isinstance(within_s, int | float) and within_s >= 0):
             raise SpecError(f"within_s is {within_s!r}, must be a number of seconds, or None")
-        workers = self._ask("drain", worker, within_s)
-        if worker not in workers:
-            raise SpecError(
-                f"worker is {worker!r}, must be one of "
-                f"{', '.join(workers) or 'those that are up: none is'}"
-            )
+        _must_be_one_of(worker, self._ask("drain", worker, within_s))
 
     def pids(self) -> dict[str, int]:
         """Return the process id of each running worker."""
-        return self._ask("pids")
+        return {worker: pid for worker, (pid, _) in self.processes().items()}
+
+    def processes(self) -> dict[str, tuple[int, str]]:
+        """Return the process id of each running worker, and the IP address of its node."""
+        return self._ask("processes")
+
+    def kill(self, worker: str) -> None:
+        """Kill the process of one worker, as a lost node would, to rehearse that.
+
+        Raises SpecError for an unknown worker.
+        """
+        _must_be_one_of(worker, self._ask("kill", worker))
 
     def events(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
         """Yield every event, command and metric as it comes, until the run ends.
@@ -152,7 +158,7 @@ class Run:
         Without `follow`, yield what there is; after the end of the run, what its folder holds.
         """
         if not follow and self._end is not None:
-            yield from read_events(self._url)
+            yield from read_events(self.url)
             return
         if not follow:
             yield from self._ask("follow", None, 0.0)[1]
@@ -180,7 +186,7 @@ class Run:
         holds of all workers.
         """
         if self._end is not None:
-            yield from read_logs(Store(self._url), worker, tail)
+            yield from read_logs(Store(self.url), worker, tail)
             return
         after: dict[str, dict[str, int]] = {}
         given: Counter[tuple[str, str]] = Counter()
@@ -195,7 +201,7 @@ class Run:
                 raise SpecError(
                     f"worker is {worker!r}, must be one that is up: "
                     f"{', '.join(printed) or 'none'}; what "
-                    f"others printed is in {redact_url(self._url)}/logs"
+                    f"others printed is in {redact_url(self.url)}/logs"
                 )
             for each, streams in printed.items():
                 if worker in (None, each):
@@ -211,7 +217,7 @@ class Run:
             if not self._goes_on(_FOLLOW_S):
                 break
         with contextlib.suppress(SpecError):  # a worker that has no file there
-            yield from not_given(read_logs(Store(self._url), worker, tail), given)
+            yield from not_given(read_logs(Store(self.url), worker, tail), given)
 
     def result(self, *, progress: ProgressPrinter | None = None) -> Result:
         """Wait for the end and return the result. Raises UserCodeError, another TrainError, or
@@ -229,7 +235,7 @@ class Run:
     def _wait(self, progress: ProgressPrinter | None) -> Result | Exception:
         import ray
 
-        loggers = LoggerThreads(self._loggers, self._spec.name, self._url)
+        loggers = LoggerThreads(self._loggers, self._spec.name, self.url)
         try:
             try:
                 for line in self.events():
@@ -272,7 +278,7 @@ class Run:
 
     def _stored(self) -> Result | None:
         """Return the result in the run's folder, if it is newer than this driver."""
-        stored = read_result(self._url)
+        stored = read_result(self.url)
         return None if stored == self._before else stored
 
     def _ask(self, method: str, *args: Any) -> Any:
@@ -285,13 +291,21 @@ class Run:
         except ray.exceptions.RayActorError as error:
             raise ClusterError(
                 f"the controller of the run {self._spec.name!r} is gone; "
-                f"{self._url}/events.jsonl says what "
+                f"{self.url}/events.jsonl says what "
                 f"happened up to then ({str(error).splitlines()[0]})"
             ) from error
 
     def _must_be_live(self, method: str) -> None:
         if self._end is not None:
             raise ClusterError(f"the run {self._spec.name!r} is over; {method} needs a live one")
+
+
+def _must_be_one_of(worker: str, workers: Sequence[str]) -> None:
+    if worker not in workers:
+        raise SpecError(
+            f"worker is {worker!r}, must be one of "
+            f"{', '.join(workers) or 'those that are up: none is'}"
+        )
 
 
 def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -> None:

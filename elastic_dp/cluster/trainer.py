@@ -216,7 +216,7 @@ class ElasticTrainer:
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            start = partial(self._record_start, data.steps_of)
+            start = partial(self._record_start, data.steps_of, attach.address())
             for note in (*self._said_of_rows, *start()) if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
@@ -396,13 +396,16 @@ class ElasticTrainer:
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
-    def _record_start(self, steps_of: Callable[[int], int]) -> list[str]:
-        """Record this start. Return what has changed since the last one, for the journal.
+    def _record_start(
+        self, steps_of: Callable[[int], int], address: str | None = None
+    ) -> list[str]:
+        """Record this start, on the Ray cluster at `address`. Return what has changed since the
+        last one, for the journal.
 
         Changes that may be unintended are also warnings.
         """
         store = Store(self.url)
-        start = StartRecord.of(self.spec, self.train, steps_of)
+        start = StartRecord.of(self.spec, self.train, steps_of, address)
         before = last_start(store)
         start.write(store)
         if before is None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.errors import SpecError
 from elastic_dp.storage import StorageURL
 from elastic_dp.wording import counted
 
@@ -39,21 +39,16 @@ class RunControls(Protocol):
 
 
 class RayControls:
-    """The live runs of a Ray cluster, to which it connects when the first one is asked for."""
+    """The live runs of the Ray cluster that has the first one that is asked for."""
 
-    def __init__(self, address: str | None, tell: Callable[[str], None]) -> None:
-        self._address, self._tell, self._lock = address, tell, threading.Lock()
+    def __init__(self, address: str | None) -> None:
+        self._address, self._lock = address, threading.Lock()
 
     def live(self, name: str, url: StorageURL) -> ControlledRun:
-        from elastic_dp.cluster.ray.cluster_connection import connect
-        from elastic_dp.cluster.runs.attach import attach_live
+        from elastic_dp.cluster.runs.attach import find_live
 
         with self._lock:
-            connect(self._address, self._tell)
-        run = attach_live(name, url)
-        if run is None:
-            raise ClusterError(f"the run {name!r} is not live on this cluster")
-        return run
+            return find_live(name, url, self._address)
 
 
 def _scale(run: ControlledRun, size: int, min_workers: int | None) -> str:

@@ -520,7 +520,8 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
     from elastic_dp.cluster.runs import attach
 
     asked = []
-    monkeypatch.setattr(cluster_connection, "connect", lambda address, tell: asked.append(address))
+    monkeypatch.setattr(cluster_connection, "connect", asked.append)
+    monkeypatch.setattr(cluster_connection, "clusters_of_this_user", list)
     monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
     there = ("status", "mine", "--storage-path", ended_run, "--json")
     fields = set(json.loads(run(*there).stdout))

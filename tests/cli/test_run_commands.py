@@ -15,7 +15,7 @@ from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
-    *("run", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
+    *("run", "list", "status", "events", "logs", "scale", "drain", "kill", "checkpoint"),
     *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
     *("checkpoints export", "report", "ui", "doctor", "top"),
 }
@@ -31,7 +31,14 @@ def test_every_verb_prints_json_where_it_is_asked_to():
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
 
-STEERING = {"scale": ["2"], "drain": ["w1"], "checkpoint": [], "stop": [], "restart": [__file__]}
+STEERING = {
+    "scale": ["2"],
+    "drain": ["w1"],
+    "kill": ["w1"],
+    "checkpoint": [],
+    "stop": [],
+    "restart": [__file__],
+}
 
 
 @pytest.mark.parametrize("verb", STEERING)
@@ -159,24 +166,27 @@ GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids"
 
 
 @pytest.mark.parametrize(
-    ("processes", "taken", "others"),
+    ("processes", "expected"),
     [
-        ([], "auto", ""),  # Ray says that there is none
-        ([GCS, raylet("a:1", 1.0)], "a:1", ""),
-        ([raylet("b:2", 2.0), raylet("a:1", 1.0), raylet("c:3", 3.0)], "c:3", "b:2, a:1"),
-        ([raylet("a:1", 1.0), raylet("b:2", 2.0), raylet("a:1", 3.0)], "b:2", "a:1"),  # two nodes
-        ([raylet("a:1", 1.0), raylet("b:2", 2.0, OTHERS)], "a:1", ""),
-        ([raylet("b:2", 2.0, OTHERS)], "b:2", ""),
+        ([], "cannot connect to a Ray cluster at this machine"),
+        ([GCS, raylet("a:1", 1.0)], "a:1"),
+        (
+            [raylet("b:2", 2.0), raylet("a:1", 1.0)],
+            "choose one by --address or RAY_ADDRESS: b:2, a:1",
+        ),
+        ([raylet("a:1", 1.0), raylet("a:1", 3.0)], "a:1"),  # two nodes
+        ([raylet("a:1", 1.0), raylet("b:2", 2.0, OTHERS)], "a:1"),
+        ([raylet("b:2", 2.0, OTHERS)], "cannot connect to a Ray cluster at this machine"),
     ],
 )
-def test_connect_with_several_local_clusters_takes_the_newest_and_says_so(
-    processes, taken, others, monkeypatch
+def test_connect_without_an_address_takes_the_one_cluster_of_this_user(
+    processes, expected, monkeypatch
 ):
     from elastic_dp.cluster.ray import cluster_connection
 
     running = [types.SimpleNamespace(info=info) for info in processes]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    connected, told = [], []
+    connected = []
     monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(
         cluster_connection.ray, "init", lambda address, **_: connected.append(address)
@@ -184,17 +194,18 @@ def test_connect_with_several_local_clusters_takes_the_newest_and_says_so(
     monkeypatch.setattr(cluster_connection.services.psutil, "process_iter", lambda _: running)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
-    cluster_connection.connect(None, told.append)
-    assert connected == [taken]
-    assert bool(told) is bool(others)
-    for text in told:
-        assert f"this is the newest, at {taken}" in text
-        assert text.endswith(f"choose another by --address or RAY_ADDRESS: {others}")
-    told.clear()
-    cluster_connection.connect("d:4", told.append)
+    if ":" in expected[:3]:
+        cluster_connection.connect(None)
+        assert connected == [expected]
+    else:
+        with pytest.raises(ClusterError, match=expected):
+            cluster_connection.connect(None)
+        assert connected == []
+    connected.clear()
+    cluster_connection.connect("d:4")
     monkeypatch.setenv("RAY_ADDRESS", "e:5")
-    cluster_connection.connect(None, told.append)  # Ray goes by it
-    assert connected == [taken, "d:4", "auto"] and not told
+    cluster_connection.connect(None)  # Ray goes by it
+    assert connected == ["d:4", "auto"]
 
 
 def test_address_where_nobody_listens_is_refused_without_asking_ray(monkeypatch):
@@ -264,5 +275,5 @@ def test_help_of_a_verb_says_where_it_goes_without_an_address():
         return next(p.help for p in verbs[name].params if "--address" in p.opts)
 
     assert "a Ray of the run's own" in told("run")
-    for name in ("list", "status", "events", "logs", "scale", "drain", "stop", "restart"):
-        assert "HOST:6379. Default: the newest one on this machine" in told(name)
+    for name in ("list", "status", "events", "logs", "scale", "drain", "kill", "stop", "restart"):
+        assert "HOST:6379. Default: the one that the run's folder names" in told(name)

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: a named one, or the newest on this machine."""
+"""The connection to a Ray cluster: a named one, or this user's on this machine."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 
 import ray
 from ray._private import services
 from ray._raylet import Config  # type: ignore[attr-defined]
 
-from elastic_dp.cluster.console import warn_at_call
 from elastic_dp.cluster.run_handle import ray_ends_with_us
 from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
 
 _LOG = logging.getLogger(__name__)
 _LISTENER_S = 10.0
+_ANSWER_S = 2.0  # of an address that may be stale
 _SLOW_START = "timed out during startup"
 
 
-def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> None:
-    """Connect to `address`, or to RAY_ADDRESS, or to the cluster on this machine, unless connected.
+def connect(address: str | None) -> None:
+    """Connect to `address`, or to RAY_ADDRESS, or to this user's cluster on this machine, unless
+    connected.
 
-    `tell` is called with the choice if several clusters run on this machine. Raises ClusterError if
-    the connection fails.
+    Raises ClusterError if the connection fails, or if this user has several clusters here.
     """
     if ray.is_initialized():
         return
     try:
         if address is not None:
             _wait_for_a_listener(address)
-        address = address or newest_on_this_machine(tell)
+        elif not os.environ.get("RAY_ADDRESS"):
+            address = _only(clusters_of_this_user())
         send_token()
         ray.init(address=address or "auto", log_to_driver=False)
     # An address with another protocol is an AssertionError to Ray 2.56.
@@ -45,6 +45,17 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
             "that has ended is found without a cluster: elastic-dp status RUN --storage-path "
             f"URL. Ray says: {error}"
         ) from error
+
+
+def connects(address: str) -> bool:
+    """Connect to `address` and return True, if a Ray cluster answers there now."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        connect(address)
+    except (OSError, ValueError, ClusterError):
+        return False
+    return True
 
 
 def _wait_for_a_listener(address: str) -> None:
@@ -120,38 +131,32 @@ def send_token() -> None:
         Config.initialize("")  # reads the environment again
 
 
-def newest_on_this_machine(tell: Callable[[str], None]) -> str | None:
-    """Return the address of the newest cluster with a node on this machine.
+def clusters_of_this_user() -> list[str]:
+    """Return the addresses of this user's clusters with a node on this machine, newest first.
 
-    None leaves the choice to Ray, which reads RAY_ADDRESS. Among several clusters, Ray itself would
-    take that of the last `ray start`, even if that is gone.
+    Those of other users are for --address alone: a run of somebody else may have the same name.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        return None
-    found = _newest_first()
-    if len(found) > 1:
-        tell(
-            f"{len(found)} Ray clusters run on this machine: this is the newest, at "
-            f"{found[0]}; choose another by "
-            f"--address or RAY_ADDRESS: {', '.join(found[1:])}"
-        )
-    return found[0] if found else None
-
-
-def _newest_first() -> list[str]:
-    """Return the addresses of clusters with a node on this machine: this user's or, without one,
-    all.
-    """
-    started: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    started: dict[str, float] = {}
     for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
-        words = process.info["cmdline"] or [""]
-        if os.path.basename(words[0]) != "raylet":
+        words, uids = process.info["cmdline"] or [""], process.info["uids"]
+        if os.path.basename(words[0]) != "raylet" or uids is None or uids.real != os.getuid():
             continue
-        mine = process.info["uids"] is not None and process.info["uids"].real == os.getuid()
         for word in words:
             if word.startswith("--gcs-address="):
-                times = started[mine]
                 address, at = word.partition("=")[2], process.info["create_time"]
-                times[address] = min(at, times.get(address, at))
-    found = started[True] or started[False]
-    return sorted(found, key=lambda address: -found[address])
+                started[address] = min(at, started.get(address, at))
+    return sorted(started, key=lambda address: -started[address])
+
+
+def _only(addresses: list[str]) -> str:
+    """Return the one address. Raises ClusterError if there are several, OSError if there is none:
+    Ray itself would take that of the last `ray start`, also if that is gone or somebody else's.
+    """
+    if not addresses:
+        raise OSError("this user has no Ray cluster on this machine")
+    if len(addresses) > 1:
+        raise ClusterError(
+            f"{len(addresses)} Ray clusters of this user run on this machine: choose one by "
+            f"--address or RAY_ADDRESS: {', '.join(addresses)}"
+        )
+    return addresses[0]

@@ -204,13 +204,17 @@ class ControllerActor:
         forget(self._run)
 
     @ray.method(concurrency_group="follow")
-    def pids(self) -> dict[WorkerId, int]:
-        """Return the process id of each running worker."""
-        found = {}
-        for worker, actor in self._worker_group.actors().items():
-            with contextlib.suppress(ray.exceptions.RayError):
-                found[worker] = ray.get(actor.pid.remote(), timeout=1.0)
-        return found
+    def processes(self) -> dict[WorkerId, tuple[int, str]]:
+        """Return the process id of each running worker, and the IP address of its node."""
+        return self._processes()
+
+    @ray.method(concurrency_group="follow")
+    def kill(self, worker: WorkerId) -> list[WorkerId]:
+        """Kill a worker's process. Returns the workers that have one."""
+        present = [*self._processes()]
+        if worker in present:
+            self._worker_group.kill(worker)
+        return present
 
     @ray.method(concurrency_group="follow")
     def printed(
@@ -225,6 +229,18 @@ class ControllerActor:
             with contextlib.suppress(ray.exceptions.RayError):
                 found[worker] = ray.get(answer, timeout=0)
         return found
+
+    def _processes(self) -> dict[WorkerId, tuple[int, str]]:
+        actors = self._worker_group.actors()
+        tables = {
+            worker: ray._private.state.state.actor_table(actor._actor_id.hex())
+            for worker, actor in actors.items()
+        }
+        return {
+            worker: (int(table["Pid"]), str(table["Address"]["IPAddress"]))
+            for worker, table in tables.items()
+            if table and table["State"] == "ALIVE"
+        }
 
     def _request(self, event: Event) -> None:
         """Accept an operator's request; it is stored before it is acknowledged."""

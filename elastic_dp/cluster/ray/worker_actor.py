@@ -68,10 +68,6 @@ class WorkerActor:
         self._worker.deliver(command, rendezvous)
 
     @ray.method(concurrency_group="control")
-    def pid(self) -> int:
-        return os.getpid()
-
-    @ray.method(concurrency_group="control")
     def runtime_env(self) -> str:
         """Return this process's runtime environment, as Ray has it."""
         return str(ray.get_runtime_context().get_runtime_env_string())

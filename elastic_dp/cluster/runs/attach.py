@@ -6,12 +6,11 @@ without it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import ray
 
@@ -27,6 +26,7 @@ from elastic_dp.cluster.runs.live_runs import (
     names,
 )
 from elastic_dp.cluster.runs.ray_kv_state import StoredJob, forget, store_job
+from elastic_dp.cluster.runs.run_history import address_of
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import RunLimits, read_result, run_url
@@ -45,25 +45,79 @@ def attach(
     is neither, StorageError where the storage path cannot be read.
     """
     url = None if storage_path is None else run_url(name, storage_path, storage_options)
-    with contextlib.suppress(ClusterError):  # no cluster: only what is stored
-        cluster_connection.connect(None)
+    try:
+        return find_live(name, url)
+    except ClusterError as error:  # no cluster has it: only what is stored
+        if url is None:
+            raise
+        stored = read_result(url)
+        if stored is None:
+            raise ClusterError(f"{error}; and {url} has no result") from error
+    spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
+    return Run(spec, url, stored=stored)
+
+
+def find_live(name: str, url: str | None = None, address: str | None = None) -> Run:
+    """Return the live run of that name and, with `url`, of that folder; this process is then
+    connected to its cluster.
+
+    A process that is connected asks its own cluster. Otherwise the cluster that the run's last
+    start has noted in its folder is asked first; then the one at `address` or RAY_ADDRESS or,
+    without either, all of this user on this machine. Raises ClusterError if none has the run, or
+    several.
+    """
+    if ray.is_initialized():
+        return attach_live(name, url) or _missing(name, ["this cluster"])
+    noted = None if url is None else address_of(url)
+    if noted is not None and cluster_connection.connects(noted):
         if (run := attach_live(name, url)) is not None:
             return run
-    stored = None if url is None else read_result(url)
-    if url is not None and stored is not None:
-        spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
-        return Run(spec, url, stored=stored)
-    live = names() if ray.is_initialized() else []
-    there = ", ".join(live)
+        ray.shutdown()
+    asked = (
+        []
+        if address or os.environ.get("RAY_ADDRESS")
+        else cluster_connection.clusters_of_this_user()
+    )
+    if len(asked) > 1:
+        having = [each for each in asked if _has(each, name, url)]
+        if len(having) > 1:
+            raise ClusterError(
+                f"{len(having)} Ray clusters on this machine have a run named {name!r}: choose one "
+                f"by --address: {', '.join(having)}; or by its storage_path"
+            )
+        if not having:
+            _missing(name, asked)
+        address = having[0]
+    cluster_connection.connect(address)
+    return attach_live(name, url) or _missing(name, [address or "this cluster"])
+
+
+def _has(address: str, name: str, url: str | None) -> bool:
+    """Return whether that cluster has the run. Nothing is connected afterwards."""
+    try:
+        return cluster_connection.connects(address) and attach_live(name, url) is not None
+    finally:
+        ray.shutdown()
+
+
+def _missing(name: str, asked: Sequence[str]) -> NoReturn:
+    live = names() if ray.is_initialized() else None
+    has = "" if live is None else f", which has: {', '.join(live) or 'none'}"
     raise ClusterError(
-        f"no run named {name!r} is live on this cluster, which has: {there or 'none'}"
-        + (f". And {url} has no result" if url else ". One that ended is found by its storage_path")
-        + did_you_mean(name, live)
+        f"no run named {name!r} is live on {' or '.join(asked)}{has}. One that ended is found by "
+        f"its storage_path{did_you_mean(name, live or ())}"
     )
 
 
+def address() -> str:
+    """Return the address of the cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def attach_live(name: str, url: str | None = None) -> Run | None:
-    """Return the run of that name if its controller answers and, with `url`, that is its folder."""
+    """Return the run of that name of the connected cluster if its controller answers and, with
+    `url`, that is its folder.
+    """
     live = find(name)
     if live is None or (url is not None and not _same(url, live.url)):
         return None
@@ -75,7 +129,7 @@ def _same(one: str, other: str) -> bool:
     """Return whether two URLs name the same folder, also if one is a relative path."""
 
     def whole(url: str) -> str:
-        return url if "://" in url else os.path.abspath(url)
+        return url if "://" in url else os.path.realpath(url)
 
     return whole(one) == whole(other)
 

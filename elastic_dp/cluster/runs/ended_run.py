@@ -18,6 +18,7 @@ from typing import Any
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.run_handle import status_of, status_without_controller
+from elastic_dp.cluster.runs.run_history import address_of
 from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import read_result, run_names, run_url
@@ -62,8 +63,11 @@ class EndedRun:
             return status_of(result, {})
         committed = Catalog(self._store).names()
         said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
+        address = address_of(self.url)
+        cluster = "a cluster" if address is None else f"the Ray cluster at {address}"
         held = (
-            f"{self.holder} holds its lease, and may train on a cluster that does not answer here; "
+            f"{self.holder} holds its lease, and may train on {cluster}, which does not answer "
+            "here; "
         )
         return status_without_controller(
             "unfinished",

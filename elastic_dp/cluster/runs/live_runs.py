@@ -6,6 +6,7 @@ Nothing here imports torch, because the command line uses it.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import ray
 from ray.util import list_named_actors
 
+from elastic_dp.cluster.ray import cluster_connection
 from elastic_dp.cluster.run_handle import ask
 from elastic_dp.config import JobSpec
 from elastic_dp.storage import StorageURL
@@ -55,9 +57,28 @@ def controller_of(name: str) -> Any:
     return ray.get_actor(name + CONTROLLER, namespace=NAMESPACE)
 
 
+def runs_of(address: str | None) -> list[dict[str, Any]]:
+    """Return the status of each run of the cluster at `address`; without one, of the connected
+    cluster, of RAY_ADDRESS, or of all clusters of this user on this machine. Each of several
+    statuses then has the `address` of its cluster. Raises ClusterError.
+    """
+    several = []
+    if not (ray.is_initialized() or address or os.environ.get("RAY_ADDRESS")):
+        several = cluster_connection.clusters_of_this_user()
+    if len(several) < 2:
+        cluster_connection.connect(address)
+        return runs()
+    rows = []
+    for each in several:
+        if cluster_connection.connects(each):
+            rows += [row | {"address": each} for row in runs()]
+        ray.shutdown()
+    return sorted(rows, key=lambda row: (row["name"], row["address"]))
+
+
 def runs() -> list[dict[str, Any]]:
-    """Return the status of each run; only the phase "unknown" if a controller does not answer in
-    time.
+    """Return the status of each run of the connected cluster; only the phase "unknown" if a
+    controller does not answer in time.
     """
     found = {}
     for name in names():

@@ -35,18 +35,24 @@ class StartRecord:
     total_steps: int | None = None  # by max_steps and epochs; None: no such limit
     growth: Mapping[str, int] = field(default_factory=dict)  # see `ScalingConfig.growth`
     sharding: str | None = None
+    ray: str | None = None  # the address of the cluster; None: it was trained in one process
 
     @classmethod
     def of(
-        cls, spec: JobSpec, train: Any, steps_of: Callable[[int], int] | None = None
+        cls,
+        spec: JobSpec,
+        train: Any,
+        steps_of: Callable[[int], int] | None = None,
+        ray: str | None = None,
     ) -> StartRecord:
-        """`steps_of` is not compared, and may be left out for that."""
+        """`steps_of` and `ray` are not compared, and may be left out for that."""
         python = ".".join(platform.python_version_tuple()[:2])
         limits = RunLimits.of(spec)
         total = math.inf if steps_of is None else limits.steps(steps_of)
         total_steps = int(total) if total < math.inf else None
         growth = spec.scaling.growth
-        return cls(code_fingerprint(train), python, limits, total_steps, growth, spec.sharding)
+        code = code_fingerprint(train)
+        return cls(code, python, limits, total_steps, growth, sharding=spec.sharding, ray=ray)
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -107,9 +113,16 @@ def last_start(store: Store) -> StartRecord | None:
             total if isinstance(total, int) else None,
             {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
             stored.get("sharding"),
+            stored.get("ray"),
         )
     except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def address_of(url: str) -> str | None:
+    """Return the address of the Ray cluster on which the run was last started."""
+    start = last_start(Store(url))
+    return None if start is None else start.ray
 
 
 def total_steps_of(url: str) -> int | None:
