@@ -61,4 +61,5 @@ def train(ctx):
 
 if __name__ == "__main__":
     data = edp.MapStyleData(train_set, micro_batch_size=batch_size // 4, epochs=epochs, seed=seed)
-    edp.ElasticTrainer(train, data=data, scaling=edp.ScalingConfig(virtual_workers=4)).fit()
+    scaling = edp.ScalingConfig(virtual_workers=4)
+    edp.ElasticTrainer(train, name="timm-like", data=data, scaling=scaling).fit()

@@ -66,7 +66,7 @@ from elastic_dp.train.train_function import TrainFunction
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
-    A run is identified by (`storage_path`, `name`). Starting a finished run again returns its
+    A run is identified by (`storage_path`, `name`); `name` must be given. Starting a finished run again returns its
     stored result, unless a limit was raised since; a run that was stopped continues. The run ends
     after `max_steps`, the data's `epochs`, `max_time_s` seconds, or `ctx.stop`, whichever comes
     first.
@@ -143,9 +143,8 @@ class ElasticTrainer:
         if not isinstance(storage_path, str | os.PathLike | None) or storage_path == "":
             raise SpecError(f"storage_path is {storage_path!r}, must be a path or URL")
         self.train = train
-        named = getattr(train, "__name__", "run")
         job: dict[str, Any] = {
-            "name": f"{named}-{time.strftime('%Y%m%d-%H%M%S')}" if name is None else name,
+            "name": name,
             "storage_path": os.path.expanduser("~/elastic_dp_runs")
             if storage_path is None
             else os.fspath(storage_path),

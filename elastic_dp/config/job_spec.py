@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.config.schedules import by_step, check_schedule
 from elastic_dp.errors import SpecError
 
+_SEPARATOR = re.compile("/|::")  # of folders, and of chained file systems
 _NAME_BYTES = 255  # the longest name of a folder in file systems
 _PARTS: dict[str, tuple[type, ...]] = {
     "data": (DataConfig, MapStyleData, IterableData),
@@ -48,10 +50,16 @@ class JobSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        word = isinstance(self.name, str) and self.name.isprintable() and "/" not in self.name
-        if not word or self.name.strip() in ("", ".", ".."):
+        if self.name is None:
             raise SpecError(
-                f"name is {self.name!r}, must be a word without '/': it names the run's folder"
+                "name is missing: give the run a name=. It names the run's folder, and a script that "
+                "is started again goes on under the same name"
+            )
+        word = isinstance(self.name, str) and self.name.isprintable()
+        if not word or self.name.strip() in ("", ".", "..") or _SEPARATOR.search(self.name):
+            raise SpecError(
+                f"name is {self.name!r}, must be a word without '/' and '::': it names the run's "
+                "folder"
             )
         if len(self.name.encode()) > _NAME_BYTES:
             raise SpecError(

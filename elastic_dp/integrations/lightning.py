@@ -103,7 +103,6 @@ class LightningTrainer(ElasticTrainer):
                 f"ScalingConfig.virtual_workers is {scaling.virtual_workers}, but the Trainer "
                 "counts its epochs in batches of one size; give one number"
             )
-        others.setdefault("name", time.strftime("lightning-%Y%m%d-%H%M%S"))
         settings = {
             "callbacks": callbacks,
             "validation": validation,

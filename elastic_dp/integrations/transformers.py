@@ -88,7 +88,7 @@ class TransformersTrainer(ElasticTrainer):
             tail="drop" if args.dataloader_drop_last else "short",
             workers=args.dataloader_num_workers,
         )
-        options.setdefault("name", args.run_name or time.strftime("transformers-%Y%m%d-%H%M%S"))
+        options.setdefault("name", args.run_name)
         sent = _without_process_state(trainer, rows)
         super().__init__(
             types.MethodType(_train, sent),

@@ -21,6 +21,7 @@ import heapq
 import io
 import itertools
 import json
+import math
 import os
 import secrets
 import sys
@@ -44,6 +45,7 @@ _TIMEOUT_S = 20.0  # for one request, which the store retries
 _AGAIN_S = 1.0  # between two attempts while the store is unavailable
 _DIGITS = 4  # decimals of a time in seconds
 _FILES = ("events", "metrics")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON does not have
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -158,7 +160,7 @@ class Journal:
         if self._on_line is not None:
             self._on_line(line)
         if self._writer is not None:
-            entry = file, json.dumps(line, default=str)
+            entry = file, json_line(line)
             self._queue.put(entry, urgent=True)
 
     def _keep(self, file: str, line: dict[str, Any]) -> None:
@@ -271,6 +273,28 @@ def _texts(store: Store, file: str) -> list[str]:
     return bytes(content).decode(errors="replace").splitlines()
 
 
+def json_line(line: dict[str, Any]) -> str:
+    """Return a line as JSON, which has no numbers that are not finite: they are written as the
+    texts "NaN", "Infinity" and "-Infinity".
+    """
+    try:
+        return json.dumps(line, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(line), default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+
+
 def journal_lines(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file ("events" or "metrics"), without those that a process did not
     finish or that are not ours.
@@ -280,6 +304,8 @@ def journal_lines(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             wanted = ("time", "step") if file == "metrics" else ("time",)
             if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
+                if any(word in text for word in _NOT_FINITE):
+                    line = {name: _as_number(value) for name, value in line.items()}
                 yield with_current_names(line) if file == "events" else line
 
 

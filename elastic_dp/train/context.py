@@ -26,6 +26,7 @@ from elastic_dp.train.worker_session import WorkerSession
 _CARRY = "carry"  # the key of `ctx.carry` in the state
 _CARRIED = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
 _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
+_DEEPEST = 32  # levels of a logged value
 
 
 class Step:
@@ -317,7 +318,7 @@ class TrainContext:
             raise LoopError(
                 f"ctx.log got a {type(metrics).__name__}, must be a mapping of names to values"
             )
-        plain = {str(key): _plain(value) for key, value in metrics.items()}
+        plain = _plain(metrics)
         taken = _OF_A_LINE & plain.keys() if plain.pop("step", step) == step else {"step"}
         if taken:
             raise LoopError(
@@ -399,13 +400,20 @@ class TrainContext:
         self._session.control.stop(reason)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Returns JSON values, so that the controller needs neither the user's classes nor a device."""
+    if depth > _DEEPEST:
+        raise LoopError(f"ctx.log got a value of more than {_DEEPEST} levels: log its numbers")
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         size = value.numel() if isinstance(value, torch.Tensor) else value.size
         value = value.item() if size == 1 else value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
+        return {_text(key): _plain(x, depth + 1) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        return [_plain(x, depth + 1) for x in value]
+    return value if value is None or isinstance(value, bool | int | float) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """Returns a text that can be written. A file name that is no UTF-8 holds half characters."""
+    return str(value).encode("utf-8", "backslashreplace").decode()

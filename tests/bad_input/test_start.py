@@ -27,6 +27,7 @@ def test_start_without_shards_is_refused(tmp_path):
     with pytest.raises(errors.DataError, match=str(tmp_path)):
         edp.ElasticTrainer(
             good,
+            name="job",
             data=edp.DataConfig(str(tmp_path), micro_batch_size=1),
             storage_path=str(tmp_path),
             max_steps=1,

@@ -210,6 +210,7 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
 def test_global_batch_is_the_one_of_as_many_processes():
     job = integration.LightningTrainer(
         jobs.Classifier(),
+        name="job",
         datamodule=jobs.PointsData(rows=44),
         scaling=edp.ScalingConfig(max_workers=3),
         accumulate_grad_batches=2,
@@ -273,11 +274,13 @@ def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
         def train_dataloader(self):
             return DataLoader(jobs.Pairs(16), batch_size=2)
 
-    job = integration.LightningTrainer(WithData(), max_steps=3)
+    job = integration.LightningTrainer(WithData(), name="job", max_steps=3)
     assert not job.spec.data.shuffle and job.spec.max_steps == 3 and job.spec.data.epochs is None
-    assert integration.LightningTrainer(WithData()).spec.data.epochs == 1000
+    assert integration.LightningTrainer(WithData(), name="job").spec.data.epochs == 1000
     loader = DataLoader(jobs.Pairs(16), batch_size=8, shuffle=True, drop_last=True)
-    job = integration.LightningTrainer(jobs.Classifier(), train_dataloaders=loader, max_epochs=1)
+    job = integration.LightningTrainer(
+        jobs.Classifier(), name="job", train_dataloaders=loader, max_epochs=1
+    )
     assert job.spec.data.micro_batch_size == 8 and job.spec.data.tail == "drop"
 
 
@@ -385,7 +388,9 @@ def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden(hook):
 
 def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
     module = overriding(jobs.Classifier, "on_test_batch_end")()
-    assert integration.LightningTrainer(module, datamodule=jobs.PointsData(), max_epochs=1)
+    assert integration.LightningTrainer(
+        module, name="job", datamodule=jobs.PointsData(), max_epochs=1
+    )
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,9 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
 
 def test_global_batch_is_the_one_of_as_many_processes(tmp_path):
     trainer = jobs.causal_lm(tmp_path, max_steps=-1, num_train_epochs=2.5)
-    job = integration.TransformersTrainer(trainer, scaling=edp.ScalingConfig(max_workers=3))
+    job = integration.TransformersTrainer(
+        trainer, name="job", scaling=edp.ScalingConfig(max_workers=3)
+    )
     assert job.spec.data.micro_batch_size == 2
     assert job.spec.scaling.num_virtual_workers == 12
     assert job.spec.max_steps == 5  # 44 rows in batches of 24: 2 steps an epoch
@@ -296,7 +298,7 @@ def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size(tmp_pa
 
 def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling(tmp_path):
     trainer = integration.TransformersTrainer(
-        jobs.causal_lm(tmp_path / "a"), storage_path=tmp_path, sharding="optimizer"
+        jobs.causal_lm(tmp_path / "a"), name="a", storage_path=tmp_path, sharding="optimizer"
     )
     assert trainer.spec.sharding == "optimizer"
     scaled = jobs.causal_lm(tmp_path / "b", fp16=True)
@@ -421,7 +423,7 @@ def test_optimizer_that_has_taken_steps_is_refused(tmp_path):
     with pytest.raises(SpecError, match="optimizer has taken steps"):
         integration.TransformersTrainer(trainer)
     trainer.optimizer = trainer.lr_scheduler = None
-    assert integration.TransformersTrainer(trainer)
+    assert integration.TransformersTrainer(trainer, name="job")
 
 
 def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
