@@ -72,6 +72,4 @@ def train(ctx):
 if __name__ == "__main__":
     windows = edp.MapStyleData(Windows(), micro_batch_size=batch_size, seed=seed)
     scaling = edp.ScalingConfig(max_workers=2, virtual_workers=gradient_accumulation_steps)
-    edp.ElasticTrainer(
-        train, name="nanogpt", data=windows, scaling=scaling, max_steps=max_iters
-    ).fit()
+    edp.ElasticTrainer(train, data=windows, scaling=scaling, max_steps=max_iters).fit()

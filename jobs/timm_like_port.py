@@ -61,5 +61,4 @@ def train(ctx):
 
 if __name__ == "__main__":
     data = edp.MapStyleData(train_set, micro_batch_size=batch_size // 4, epochs=epochs, seed=seed)
-    scaling = edp.ScalingConfig(virtual_workers=4)
-    edp.ElasticTrainer(train, name="timm-like", data=data, scaling=scaling).fit()
+    edp.ElasticTrainer(train, data=data, scaling=edp.ScalingConfig(virtual_workers=4)).fit()

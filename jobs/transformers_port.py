@@ -54,6 +54,4 @@ def train(ctx):
 if __name__ == "__main__":
     data = edp.MapStyleData(lines, micro_batch_size=batch_size // 4, seed=seed, collate_fn=collate)
     scaling = edp.ScalingConfig(max_workers=2, virtual_workers=4)
-    edp.ElasticTrainer(
-        train, name="llama", data=data, scaling=scaling, max_steps=max_steps
-    ).fit()
+    edp.ElasticTrainer(train, data=data, scaling=scaling, max_steps=max_steps).fit()

@@ -112,7 +112,7 @@ def test_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path, monkeypatc
 
     def here(trainer: edp.ElasticTrainer, train: Callable[..., None], **given: Any) -> None:
         """With the rows of this test, and on the CPU."""
-        init(trainer, train, **given)
+        init(trainer, train, **{"name": "page"} | given)
         scaling = dataclasses.replace(trainer.spec.scaling, resources_per_worker={"CPU": 1})
         config = {
             name: data if name == "eval" else one for name, one in trainer.spec.config.items()

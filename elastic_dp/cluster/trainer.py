@@ -12,9 +12,11 @@ import math
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 from elastic_dp.checkpoint.catalog import Catalog
@@ -62,14 +64,17 @@ from elastic_dp.train.local_run import LocalRun
 from elastic_dp.train.loop_guard.steps_arguments import check_function
 from elastic_dp.train.train_function import TrainFunction
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_unnamed: dict[str, ElasticTrainer] = {}  # runs of this process that their script has named
+
 
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
-    A run is identified by (`storage_path`, `name`); `name` must be given. Starting a finished run again returns its
-    stored result, unless a limit was raised since; a run that was stopped continues. The run ends
-    after `max_steps`, the data's `epochs`, `max_time_s` seconds, or `ctx.stop`, whichever comes
-    first.
+    A run is identified by (`storage_path`, `name`); without `name`, the script's file names it.
+    Starting a finished run again returns its stored result, unless a limit was raised since; a run
+    that was stopped continues. The run ends after `max_steps`, the data's `epochs`, `max_time_s`
+    seconds, or `ctx.stop`, whichever comes first.
 
     - `train`: `train(ctx)` runs in every worker.
     - `config`: passed to the train function as `ctx.config`.
@@ -144,7 +149,7 @@ class ElasticTrainer:
             raise SpecError(f"storage_path is {storage_path!r}, must be a path or URL")
         self.train = train
         job: dict[str, Any] = {
-            "name": name,
+            "name": _name_of_script(train) if name is None else name,
             "storage_path": os.path.expanduser("~/elastic_dp_runs")
             if storage_path is None
             else os.fspath(storage_path),
@@ -169,6 +174,7 @@ class ElasticTrainer:
         self.spec = JobSpec(**job)
         overrides.created(self.url)
         self.loggers = tuple(loggers)
+        self._is_named = name is not None
         self._total_steps = self.spec.max_steps  # and by epochs, once the data is open
         self.runtime_env = dict(runtime_env or {})
         self._said_of_rows: list[str] = []  # for the journal
@@ -370,8 +376,13 @@ class ElasticTrainer:
         """Return the stored result of a finished run, or None.
 
         Raises RunMismatch if the run belongs to another job, StorageError if the run's folder
-        cannot be used.
+        cannot be used. SpecError for the second run of a script that names none.
         """
+        if not self._is_named and _unnamed.setdefault(str(self.url), self) is not self:
+            raise SpecError(
+                f"this script has two runs without a name, which would both be {self.url}: give "
+                "each a name="
+            )
         probe(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_of)
@@ -422,3 +433,18 @@ class ElasticTrainer:
         for note in notes[len(notes) - len(odd) :]:
             console.warn_at_call(note)
         return notes
+
+
+def _name_of_script(train: Any) -> str | None:
+    """Return the name of the file that `train` is from, so that a script that is started again has
+    the same run; None if there is no file, as in a notebook.
+    """
+    while isinstance(train, partial | MethodType):
+        train = train.func if isinstance(train, partial) else train.__func__
+    code = getattr(train, "__code__", None) or getattr(type(train).__call__, "__code__", None)
+    file = getattr(code, "co_filename", "")
+    if file.startswith(_PACKAGE):  # of an adapter: the script itself
+        file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    if not os.path.isfile(file):
+        return None
+    return os.path.splitext(os.path.basename(file))[0]

@@ -52,8 +52,8 @@ class JobSpec:
     def __post_init__(self) -> None:
         if self.name is None:
             raise SpecError(
-                "name is missing: give the run a name=. It names the run's folder, and a script that "
-                "is started again goes on under the same name"
+                "name is missing, and there is no file of a script to name the run after: give it "
+                "a name=. Started again under the same name, a run goes on"
             )
         word = isinstance(self.name, str) and self.name.isprintable()
         if not word or self.name.strip() in ("", ".", "..") or _SEPARATOR.search(self.name):

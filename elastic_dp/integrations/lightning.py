@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import time
 import types
 from collections.abc import Sequence
 from typing import Any

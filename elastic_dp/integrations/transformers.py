@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import time
 import types
 import warnings
 from collections.abc import Mapping

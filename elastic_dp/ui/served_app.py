@@ -24,7 +24,6 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
-    JSONResponse,
     RedirectResponse,
     Response,
     StreamingResponse,
@@ -124,15 +123,15 @@ class _Server:
     # ----------------------------------------------------------------------------- reading
 
     async def description(self, request: Request) -> Response:
-        return JSONResponse(api_description())
+        return _json_response(api_description())
 
     async def list_runs(self, request: Request) -> Response:
         runs, number = await asyncio.to_thread(self._runs.summaries)
-        return JSONResponse({"runs": runs, "number": number})
+        return _json_response({"runs": runs, "number": number})
 
     async def report(self, request: Request) -> Response:
         run = await self._find(request)
-        return JSONResponse(await asyncio.to_thread(run.report))
+        return _json_response(await asyncio.to_thread(run.report))
 
     async def stream(self, request: Request) -> Response:
         run = await self._find(request)
@@ -186,7 +185,7 @@ class _Server:
         fields = fields_of(verb, await _json(request))
         run = await self._find(request)
         done = await asyncio.to_thread(self._do, run, verb, fields)
-        return JSONResponse({"done": done}, 202)
+        return _json_response({"done": done}, 202)
 
     def _do(self, run: ServedRun, verb: str, fields: dict[str, Any]) -> str:
         assert self._controls is not None
@@ -203,12 +202,18 @@ class _Server:
     async def failed(self, request: Request, error: Exception) -> Response:
         statuses = {SpecError: 422, ClusterError: 409}
         status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
-        return JSONResponse({"error": self._runs.clean(str(error))}, status)
+        return _json_response({"error": self._runs.clean(str(error))}, status)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
+    return _json_response({"error": error.detail}, error.status_code, headers=error.headers)
+
+
+def _json_response(value: Any, status: int = 200, headers: Any = None) -> Response:
+    """Return the value as JSON in ASCII: a text of a run may hold half a character."""
+    text = json.dumps(value, allow_nan=False)
+    return Response(text, status, headers, media_type="application/json")
 
 
 async def _json(request: Request) -> Any:

@@ -1,6 +1,7 @@
 """Values and arguments that a job cannot have: a typed error that names the field and the way out,
 before anything starts."""
 
+import functools
 import math
 import re
 
@@ -132,7 +133,7 @@ async def waits(ctx):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"name": name}, "name is ") for name in ("..", ".", "", " ", "a/b", "a\nb", 5)),
+        *(({"name": name}, "name is ") for name in ("..", ".", "", " ", "a/b", "a::b", "a\nb", 5)),
         ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
         ({"labels": {"team": 1}}, "labels is {'team': 1}, must be a dict of strings"),
         ({"storage_path": 5}, "storage_path is 5"),
@@ -209,6 +210,23 @@ def test_trainer_takes_path_objects(tmp_path):
     data = edp.DataConfig(tmp_path / "rows", micro_batch_size=4)
     trainer = edp.ElasticTrainer(good, name="a b", storage_path=tmp_path, data=data, max_steps=1)
     assert (trainer.url, trainer.spec.data.urls) == (f"{tmp_path}/a b", (f"{tmp_path}/rows",))
+
+
+def test_run_without_a_name_has_that_of_the_script(tmp_path):
+    def made(train):
+        data = edp.MapStyleData(Points(), micro_batch_size=4)
+        return edp.ElasticTrainer(train, storage_path=tmp_path, data=data, max_steps=1)
+
+    assert made(good).spec.name == "jobs" and made(functools.partial(good)).spec.name == "jobs"
+    cell = {}
+    exec("def train(ctx): pass", cell)
+    with pytest.raises(SpecError, match=r"name is missing.*give it a name="):
+        made(cell["train"])
+    again = made(good)
+    again.fit(local=True)
+    assert again.fit(local=True).step == 1
+    with pytest.raises(SpecError, match="two runs without a name"):
+        made(good).fit(local=True)
 
 
 def test_attach_finds_an_ended_run_by_a_path_object(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import threading
 
@@ -245,6 +246,24 @@ def test_metrics_at_the_limits_of_floats_are_added():
 
 def test_log_of_no_mapping_is_refused():
     fails(LoopError, ["ctx.log got a int", "mapping"], body=lambda m, s, c: c.log(3))
+
+
+def test_log_of_a_value_without_end_is_refused():
+    endless = []
+    endless.append(endless)
+    fails(LoopError, ["more than 32 levels"], body=lambda m, s, c: c.log({"x": endless}))
+
+
+def test_log_of_half_a_character_is_recorded_as_a_text_that_can_be_written():
+    half = os.fsdecode(b"caf\xe9")
+
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({half: half})
+
+    (logged,) = local(spec_of(steps=1), train).logged
+    assert logged == {"step": 1, "caf\\udce9": "caf\\udce9"}
 
 
 def test_log_of_a_reserved_name_is_refused():

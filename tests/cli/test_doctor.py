@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from elastic_dp.cli import app, doctor_command
+from elastic_dp.cli import app
 from elastic_dp.cluster.doctor import node_facts
 from elastic_dp.cluster.doctor.check_result import CheckLevel
 from elastic_dp.cluster.doctor.node_checks import (
@@ -23,6 +23,7 @@ from elastic_dp.cluster.doctor.node_checks import (
 )
 from elastic_dp.cluster.doctor.node_facts import GpuFacts, NodeFacts, facts_of_this_machine
 from elastic_dp.cluster.doctor.store_check import check_store
+from elastic_dp.cluster.ray import cluster_connection
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from elastic_dp.urls import StorageURL
@@ -226,7 +227,7 @@ def test_doctor_of_a_cluster_that_does_not_answer_says_so_beside_the_other_check
     def gone(address):
         raise ClusterError("cannot connect to a Ray cluster at head:1: give --address")
 
-    monkeypatch.setattr(doctor_command, "connect_to", gone)
+    monkeypatch.setattr(cluster_connection, "connect", gone)
     text = asked("--address", "head:1", code=1)
     assert "fails    cluster" in text and "cannot connect to a Ray cluster at head:1" in text
     assert "ok       ports" in text

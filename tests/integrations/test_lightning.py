@@ -202,7 +202,9 @@ def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     given = {"module": jobs.Classifier(), "data": jobs.PointsData(), "callbacks": []}
     script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-    script = script.replace("scaling=scaling).fit()", "storage_path='runs').fit(local=True)")
+    script = script.replace(
+        "scaling=scaling).fit()", "name='run', storage_path='runs').fit(local=True)"
+    )
     exec(script.replace(', resources_per_worker={"GPU": 1}', ""), given)
     assert (tmp_path / "final.pt").exists()
 
@@ -237,7 +239,8 @@ def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size():
 
 def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
     options = {"datamodule": jobs.PointsData(), "sharding": "optimizer", **QUIET}
-    assert integration.LightningTrainer(jobs.Classifier(), **options).spec.sharding == "optimizer"
+    trainer = integration.LightningTrainer(jobs.Classifier(), name="job", **options)
+    assert trainer.spec.sharding == "optimizer"
     with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
         integration.LightningTrainer(jobs.Classifier(), precision="16-mixed", **options)
 

@@ -99,7 +99,7 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     eventually(lambda: said("status", "job")["world_size"] == 2)
     assert re.search("^w1 +member +[0-9]+ +[0-9.]+$", asked("status", "job").stdout, re.M)
     frame = asked("top", "job").stdout  # no terminal: one frame
-    assert re.search("^w1 +member$", frame, re.M)
+    assert re.search("^w1 +member ", frame, re.M)
     assert re.search("generation [0-9]+: 1 worker", frame)
     assert [row["health"] for row in said("top")] == ["healthy"]
     assert "must be one of w1, w2" in asked("drain", "job", "nobody", code=2).stderr

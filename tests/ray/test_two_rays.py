@@ -119,4 +119,4 @@ def test_run_that_one_ray_alone_has_is_found_by_its_name(two):
     assert ended["path"] == str(older / "job")
     assert asked("status", "job", "--json", "--storage-path", older)["phase"] == "over"
     assert "is not live" in asked("stop", "job", "--storage-path", older, code=2)
-    assert asked("status", "job", "--json")["phase"] == "running"  # the newer one
+    eventually(lambda: asked("status", "job", "--json")["phase"] == "running")  # the newer one

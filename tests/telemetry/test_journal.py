@@ -2,6 +2,7 @@
 follow."""
 
 import json
+import math
 import time
 import uuid
 from collections import deque
@@ -206,6 +207,17 @@ def test_journal_of_a_signature_leaves_out_the_compressed_layout():
     journal.event(WorkerReady("w1", Signature("layout", "data", "kind", (), b"lines"), True))
     [(*_, line)] = journal._kept
     assert json.loads(json.dumps(line))["signature"] == ["layout", "data", "kind", []]
+
+
+def test_numbers_that_json_does_not_have_are_written_as_json_and_read_back(url):
+    journal = Journal(url)
+    journal.metrics(1, {"loss": math.nan, "most": math.inf, "inner": [-math.inf]})
+    journal.close()
+    fs, path = wait_for_file(url, "metrics", 1)
+    line = json.loads(fs.cat_file(path), parse_constant=pytest.fail)
+    assert (line["loss"], line["most"], line["inner"]) == ("NaN", "Infinity", ["-Infinity"])
+    (line,) = read_events(url)
+    assert math.isnan(line["loss"]) and line["most"] == math.inf
 
 
 @pytest.mark.parametrize("content", [b"[]\n", b"{}\n5\nnull\n", b"\xff\xfe\n", b"[" * 100_000])

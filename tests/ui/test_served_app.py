@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import time
 
 import pytest
@@ -50,6 +51,14 @@ def test_report_is_served_as_json_for_each_run_of_the_folder(shown):
     assert names["night"]["phase"] == "finished" and 0 < names["night"]["goodput"] < 1
     assert shown.json("/api/runs/night")["lost"] == 1
     assert shown.json("/api/runs/%C3%BCmlaut%20100%25")["name"] == "ümlaut 100%"
+
+
+def test_run_with_half_a_character_in_a_name_is_served(tmp_path):
+    lines = [*night(), {"time": T0 + 1, "step": 1, os.fsdecode(b"caf\xe9"): 1.0}]
+    write(tmp_path / "night", lines)
+    (tmp_path / "night" / "run.json").write_text("{}")
+    with served(tmp_path) as server:
+        assert "caf\udce9" in server.json("/api/runs/night")["curves"]
 
 
 def test_list_of_many_runs_says_how_many_there_are(folder, monkeypatch):
