@@ -3,14 +3,14 @@
     python -m benchmarks.sharding_memory [--pairs 5] [--quick]
 
 Each system trains alone in its processes (AdamW, Gloo) for `--pairs` steps, in fp32, or in bf16
-with fp32 masters: `MasterWeights`, and FSDP2's `MixedPrecisionPolicy`. Quoted: by how
-much the peak of a process's memory exceeds what it had before its model was made, in bytes for each
-parameter, the largest of all processes; and the formula of docs/larger-models.md, or for two workers of
-several processes that of docs/larger-models.md. Activations, buckets and what Gloo allocates come on top of
-the formula. There is no checkpoint. Memory from 128 KiB on is mapped by itself, in all systems:
-glibc's heap would keep holes between tensors of megabytes, and keeps none between those of models
-that need sharding, which are too large for it. The last lines are on paper: 7 billion parameters on
-8 workers, or on workers of 8 processes. Ends with 1, and says why, if a target was missed.
+with fp32 masters: `MasterWeights`, and FSDP2's `MixedPrecisionPolicy`. Quoted: by how much the peak
+of a process's memory exceeds what it had before its model was made, in bytes for each parameter,
+the largest of all processes; and the formula of docs/larger-models.md. Activations, buckets and
+what Gloo allocates come on top of the formula. There is no checkpoint. Memory from 128 KiB on is
+mapped by itself, in all systems: glibc's heap would keep holes between tensors of megabytes, and
+keeps none between those of models that need sharding, which are too large for it. The last lines
+are on paper: 7 billion parameters on 8 workers, or on workers of 8 processes. Ends with 1, and says
+why, if a target was missed.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.step_header import RetryStep, StopAgreed
+from elastic_dp.train.step.participants import RetryStep, StopAgreed
 from elastic_dp.train.step.step_runner import StepRunner
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.training_parts import StepsArguments, TrainingParts

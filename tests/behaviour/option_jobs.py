@@ -219,8 +219,9 @@ def of_one_process(name: str) -> dict[str, str]:
 
 
 def of_workers(name: str, workers: int, **how: Any) -> str:
-    """Train the job on that many processes; `how` are arguments of `tests.runs.group`. Returns the
-    SHA-256 of the final weights."""
-    outcome, _ = group(JOBS[name].made(workers), JOBS[name].train, **how)
+    """Train the job on that many processes, all of which are there in some step. `how` are
+    arguments of `tests.runs.group`. Returns the SHA-256 of the final weights."""
+    spec = JOBS[name].made(workers, hold=dict.fromkeys(range(1, 5), workers))
+    outcome, _ = group(spec, JOBS[name].train, **how)
     assert outcome.digest
     return outcome.digest

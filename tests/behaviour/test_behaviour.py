@@ -61,7 +61,9 @@ EXACT = [name for name, job in JOBS.items() if job.spec.get("exact", True)]
 def test_job_with_options_has_the_recorded_weights_with_workers_and_kills(name, workers, tmp_path):
     """With more than one worker, one of them is killed in a backward pass."""
     workers = min(workers, JOBS[name].fewest_virtual_workers)
-    dead = WorkerFault("backward", step=4, rank=workers - 1, once=str(tmp_path / "dead"))
+    dead = WorkerFault(
+        "backward", rank=workers - 1, world_size=workers, once=str(tmp_path / "dead"), settled=True
+    )
     found = of_workers(name, workers, faults=(dead,) if workers > 1 else ())
     assert found == recorded_on_this_machine("options", JOBS)[name]["weights"]
     assert os.path.exists(dead.once) == (workers > 1)

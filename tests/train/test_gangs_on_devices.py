@@ -29,8 +29,6 @@ from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.gang.gang_kind import kind_of_gang
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.gang_step import record_of_gang
-from elastic_dp.train.step.step_header import MemberHeader, StepHeader
 from elastic_dp.train.training_parts import StepsArguments
 from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
@@ -158,27 +156,6 @@ class Told:
 
     def part(self) -> bytes:
         raise AssertionError
-
-
-class Order:
-    def digest(self) -> bytes:
-        return b"order"
-
-
-@pytest.mark.parametrize(("other", "all_are"), [(True, True), (False, False)])
-def test_worker_is_connected_when_the_devices_of_all_its_processes_are(
-    other: bool, all_are: bool
-) -> None:
-    """Process i of all workers use their communicator from the same step on, or none does."""
-    nothing: dict[str, Any] = {"late": False, "used": b"", "changed": b"", "results": {}}
-    nothing |= {"stop": None, "keep": False, "keeps_late": False, "bad": (), "weights": None}
-    second = MemberHeader(**nothing, connected=other, why_not=None if other else "no route")
-    exchange: Any = Told(Order().digest() + second.to_bytes())
-    order: Any = Order()
-    gang = Gang(0, 2, None, exchange)  # type: ignore[arg-type]
-    record = record_of_gang(gang, 1, MemberHeader(**nothing, connected=True), order)
-    whole = StepHeader.of([record], 0, 0)
-    assert (whole.connected, whole.why_not) == (all_are, second.why_not)
 
 
 @pytest.fixture

@@ -22,7 +22,11 @@ Fields = list[list[list[Any]]]  # by group: name and value of each field
 def fields_of(optimizers: Iterable[torch.optim.Optimizer]) -> Fields:
     """Returns the fields that are numbers, strings, None, or lists and tuples of them."""
     return [
-        [[key, plain] for key, value in group.items() if (plain := _plain(value)) is not ...]
+        [
+            [key, plain]
+            for key, value in group.items()
+            if key != "params" and (plain := _plain(value)) is not ...
+        ]
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic_dp.distributed.gradient_norm import gradient_square
-from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.errors import LossError, ModelError
 from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.step.micro_batch import MicroBatchResult
-from elastic_dp.train.step.step_header import MemberHeader, StepHeader
 
 
 def refuse_none(gang: Gang | None, step: int, virtual_worker: int) -> None:
@@ -29,73 +25,6 @@ def refuse_none(gang: Gang | None, step: int, virtual_worker: int) -> None:
             "cannot be decoded. The other processes wait for its part of the backward pass, so "
             "each micro-batch needs one; return a loss of 0 that depends on the model"
         )
-
-
-def refuse_change(gang: Gang | None, step: int) -> None:
-    """Raises ModelError where a buffer of a gang's model has changed."""
-    if gang is not None:
-        raise ModelError(
-            f"a buffer of the model changed in step {step}, as those of batch normalization do, "
-            "and each process of a worker has its own: use layers without such buffers, or "
-            "processes_per_worker=1"
-        )
-
-
-def record_of_gang(
-    gang: Gang | None, step: int, header: MemberHeader, order: GradientOrder | None
-) -> bytes:
-    """Returns the record of this member: that of all processes of its worker together. Raises
-    ModelError if their gradients came in different orders, and LossError if the same rows have
-    given them different losses."""
-    if gang is None:
-        return header.to_bytes()
-    assert order is not None
-    results = {gang.loss_number(v): result for v, result in header.results.items()}
-    mine = dataclasses.replace(header, results=results).to_bytes()
-    used, changed, digest = len(header.used), len(header.changed), order.digest()
-    told = gang.exchange(digest + mine)
-    if len({one[: len(digest)] for one in told}) > 1:
-        raise ModelError(
-            "the processes of a worker have got the gradients of this step in different orders: "
-            "the model runs other layers for other rows. torch pairs what the processes send by "
-            "its order, so all must run the same layers in the same order"
-        )
-    records = [one[len(digest) :] for one in told]
-    if gang.compares:
-        _check_losses(step, [StepHeader.of([one], used, changed) for one in records])
-    # Of what several processes have, that of the first one counts.
-    whole = StepHeader.of(records[::-1], used, changed)
-    weights = [digest for digest in whole.weights if digest is not None]
-    return MemberHeader(
-        late=whole.late,
-        used=whole.used,
-        changed=bytes(i in whole.changed for i in range(changed)),
-        results=whole.results,
-        stop=whole.stop,
-        keep=whole.keep,
-        keeps_late=whole.keeps_late,
-        bad=whole.bad,
-        weights=" ".join(weights) or None,
-        groups=header.groups,
-        connected=None if header.connected is None else whole.connected,
-        why_not=whole.why_not,
-    ).to_bytes()
-
-
-def _check_losses(step: int, headers: Sequence[StepHeader]) -> None:
-    found: dict[int, tuple[int, MicroBatchResult]] = {}
-    for number, header in enumerate(headers):
-        for key, other in header.results.items():
-            first, one = found.setdefault(key, (number, other))
-            if (one.loss, one.weight) != (other.loss, other.weight):
-                raise LossError(
-                    f"the loss of step {step} on virtual worker {key} is {one.loss} (weight "
-                    f"{one.weight:g}) on process {first} of its worker, and {other.loss} (weight "
-                    f"{other.weight:g}) on process {number}. With tensor_parallel_size they have "
-                    "the same rows, so their losses must be equal: gather what is sharded before "
-                    "the loss is taken, and draw the same random numbers. If earlier steps had no "
-                    "such difference, a machine may be faulty: start the run again"
-                )
 
 
 def check_replicated(

@@ -38,12 +38,6 @@ from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed, rounding_seed
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard.parameter_groups import (
-    digest_of,
-    fields_of,
-    groups_differ,
-    record_of,
-)
 from elastic_dp.train.noise_scale import LEAF_SQUARE, estimated
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.sharding.sharded_step import prepare_step
@@ -56,12 +50,28 @@ from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.delayed_gradient import DelayedGradient
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
-from elastic_dp.train.step.gang_step import check_replicated, record_of_gang, refuse_change
+from elastic_dp.train.step.gang_step import check_replicated
 from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics, not_finite, total_weight
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
-from elastic_dp.train.step.step_header import MemberHeader, RetryStep, StepHeader, StopAgreed
+from elastic_dp.train.step.participants import (
+    BadRowGroups,
+    Buffers,
+    CheckpointWish,
+    DeviceConnections,
+    GradientFlags,
+    GradientOrders,
+    ParameterGroups,
+    Results,
+    RetryStep,
+    StepParticipant,
+    StopAgreed,
+    StopWish,
+    WeightDigests,
+    agree_all,
+    propose_all,
+)
 
 
 @dataclass
@@ -98,7 +108,6 @@ class StepRunner:
     _virtual_workers: int = 0  # in it, and the shares of all ranks
     _shares: Sequence[Share] = ()
     delayed: DelayedGradient | None = None  # which it applies; None: its own
-    _joined_after: int = 0  # see `WorkerProgress`
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
@@ -122,6 +131,22 @@ class StepRunner:
             self.inner,
             None if self.state.sharding is None else self.state.sharding.send_copies,
         )
+        self._results = Results(self.micro_batches, self.data, self.gang)
+        self._stop, self._checkpoint = StopWish(self.control), CheckpointWish(self.control)
+        self._groups = ParameterGroups(self.state.optimizers.all)
+        self._flags = GradientFlags(self.gradients, lambda: self.sums)
+        self._participants: list[StepParticipant] = [
+            WeightDigests(self.weights),
+            DeviceConnections(),
+            *([] if order is None or self.gang is None else [GradientOrders(self.gang, order)]),
+            self._stop,
+            self._checkpoint,
+            self._flags,
+            self._groups,
+            BadRowGroups(self.state, self.data, self._results),
+            self._results,
+            Buffers(self.buffers, lambda: self._virtual_workers, self.pass_point, self.gang),
+        ]
         self._delay: DelayedGradient | None = None  # of the steps that have one
         if previous is not None:
             given = self._leaves, self.staleness, self.seed, self._expected_weight
@@ -147,9 +172,13 @@ class StepRunner:
         *,
         joined_after: int,
     ) -> None:
-        self._joined_after = joined_after
+        """Begins a generation. `joined_after` is the step with whose state this worker began."""
+        workers = [member.worker for member in membership.members]
+        self._groups.open_among(workers, joined_after)
         self._group, self._membership, self._lineage_id = group, membership, lineage_id
-        self._header, self._values = RecordGather(group), RecordGather(group)
+        self._header = RecordGather(group)
+        for participant in self._participants:
+            participant.open(group)
         self._distribute(next_step)
         self.speed.open()
 
@@ -204,7 +233,8 @@ class StepRunner:
         for reducer in (self.gradients, self.sums):
             reducer.drop()
             reducer.close()
-        self.buffers.undo()
+        for participant in self._participants:
+            participant.undo()
         self._group = None
 
     def finished_nodes(self, step: int) -> tuple[Node, ...]:
@@ -244,14 +274,15 @@ class StepRunner:
     def _attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         group, membership = self._group, self._membership
         assert group is not None and membership is not None
-        stop = self.control.stop_reason
         self.report("compute")
         self.committed.drop()
         if self._numbers_of(step) != self._numbers:
             self._distribute(step)
             self.data.read_ahead(step, self.share(membership, group.rank, step))
         expected = self._expected_weight(step)
-        self.buffers.begin()
+        for participant in self._participants:
+            participant.begin(step)
+        stop = self._stop.reason
         if self.delayed is not None:
             if self.schedule.at(max(1, step - 1)) != self.delayed.virtual_workers:
                 self._distribute_delayed(step)
@@ -264,7 +295,7 @@ class StepRunner:
             self.state.sharding.begin()
         given = step, self._shares[group.rank], self._virtual_workers, expected, self._finished
         meanwhile = None if self.delayed is None else self.sums.advance
-        results = self._leaves.run(*given, meanwhile=meanwhile, stop=stop is not None)
+        self._results.take(self._leaves.run(*given, meanwhile=meanwhile, stop=stop is not None))
         self.report("collective")
         if self.delayed is None:
             self.gradients.send()
@@ -273,39 +304,24 @@ class StepRunner:
         self.pass_point("sent", step)
         extremes: list[torch.Tensor] | None = None
         if group.on_device is None:
-            lengths = self._launch_header(step, results, stop)
+            self._launch_header(step)
             self.pass_point("exchange", step)
             self.sums.reduce()  # while the last bucket and the header are on their way
             self.pass_point("gather", step)
         else:
-            extremes = self._read_device(step, results)
-            lengths = self._launch_header(step, results, stop)
-        header = self._collect_headers(step, *lengths)
-        if group.on_device is not None:  # what follows in this step is not on the device
-            group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
-        if header.stop is not None:
-            if self.state.sharding is not None:
-                self.state.sharding.copy_rest()
-            self._undo()
-            self.control.commit()
-            return StopAgreed(header.stop)
-        if header.late:
-            self.sums.settle()
-            self.gradients.add_sequentially()
-            if self.delayed is not None:
-                self.delayed.hold_again()
-            self._undo()
-            return RetryStep()
-        if len(header.groups) > 1:
-            self._refuse_different_groups(step)
-        if header.bad:
-            self.data.check_bad(self.state.bad_row_groups | header.bad)
-        results = self.micro_batches.counting(step, header.results, self.data.describe)
+            extremes = self._read_device(step, self._results.own)
+            self._launch_header(step)
+        verdict = agree_all(self._participants, self._header.collect())
+        if verdict is not None:
+            self._undo(verdict)
+            return verdict
+        for participant in self._participants:
+            participant.prepare()
+        results = self._results.of_all
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
         expected *= 1 if self.gang is None else self.gang.num_losses  # `fully_shard`'s mean
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         factor = own if self.delayed is None else self.delayed.previous.factor
-        buffers = self._exchange_buffers(step, header.changed)
         norm: float | None = None
         if self._sharding is not None:
             norm = prepare_step(
@@ -314,11 +330,11 @@ class StepRunner:
                 self.weights,
                 step,
                 factor,
-                header.used,
+                self._flags.used,
                 self.clip_norm,
                 self.pass_point,
                 extremes,
-                keeps=self._has_checkpoint(step, agreed=header.keep and not header.keeps_late),
+                keeps=self._has_checkpoint(step, agreed=self._checkpoint.agreed),
             )
             finite = norm is not None
         elif extremes is None:
@@ -335,14 +351,9 @@ class StepRunner:
         self.control.commit()
         self.pass_point("after_commit", step)
         applies = self.delayed is None or self.delayed.commit(step, own, results)
-        self.state.skip_row_groups(header.bad)
-        self.data.mark_bad(header.bad)
-        record = self._apply(
-            step, results, weight, header, buffers, norm, finite if applies else None
-        )
-        if record.kept:
-            self.control.checkpoint_agreed()
-        return record
+        for participant in self._participants:
+            participant.commit()
+        return self._apply(step, results, weight, norm, finite if applies else None)
 
     # ------------------------------------------------------------------- up to the commit
 
@@ -394,51 +405,9 @@ class StepRunner:
         self.buffers.take(read[len(extremes) : len(extremes) + len(buffers)])
         return read[: len(extremes)]
 
-    def _launch_header(
-        self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None
-    ) -> tuple[int, int]:
-        """Sends the header. Returns its numbers of flags for parameters and for buffers."""
-        assert self._group is not None
-        on_device = self._group.on_device
-        connects = on_device is not None and not on_device.switched
-        bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
-        header = MemberHeader(
-            late=self.gradients.late,
-            used=self.sums.used,
-            changed=self.buffers.changed(),
-            results=results,
-            stop=stop,
-            keep=self.control.checkpoint_wanted,
-            keeps_late=self.control.checkpoint_late,
-            bad=bad - self.state.bad_row_groups,
-            weights=self.weights.digest(step - 1),
-            groups=digest_of(fields_of(self.state.optimizers.all)),
-            connected=on_device.connected if on_device is not None and connects else None,
-            why_not=on_device.connecting_failure() if on_device is not None and connects else None,
-        )
-        self._header.launch(record_of_gang(self.gang, step, header, self.gradients.order))
+    def _launch_header(self, step: int) -> None:
+        self._header.launch(propose_all(self._participants, self.gang))
         self.pass_point("header", step)
-        return len(header.used), len(header.changed)
-
-    def _collect_headers(self, step: int, used: int, changed: int) -> StepHeader:
-        header = StepHeader.of(self._header.collect(), used, changed)
-        self.weights.compare(step - 1, header.weights)
-        return header
-
-    def _refuse_different_groups(self, step: int) -> None:
-        """Raises LoopError, on all members."""
-        assert self._membership is not None
-        self._values.launch(record_of(fields_of(self.state.optimizers.all), self._joined_after))
-        workers = [member.worker for member in self._membership.members]
-        raise groups_differ(step, self._values.collect(), workers)
-
-    def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
-        if not changed:
-            return {}
-        refuse_change(self.gang, step)
-        self._values.launch(self.buffers.payload(changed))
-        self.pass_point("buffers", step)
-        return self.buffers.combine(self._values.collect(), changed, self._virtual_workers)
 
     @property
     def _sharding(self) -> ShardedOptimizer | None:
@@ -446,9 +415,21 @@ class StepRunner:
         sharding = self.state.sharding
         return None if sharding is None or sharding.all_hold_all else sharding
 
-    def _undo(self) -> None:
+    def _undo(self, verdict: StopAgreed | RetryStep) -> None:
+        """Undoes a step that the members agreed not to commit."""
+        if isinstance(verdict, StopAgreed):
+            if self.state.sharding is not None:
+                self.state.sharding.copy_rest()
+        else:
+            self.sums.settle()
+            self.gradients.add_sequentially()
+            if self.delayed is not None:
+                self.delayed.hold_again()
         self.gradients.drop()
-        self.buffers.undo()
+        for participant in self._participants:
+            participant.undo()
+        if isinstance(verdict, StopAgreed):
+            self.control.commit()
 
     # ---------------------------------------------------------------------- from the commit
 
@@ -457,8 +438,6 @@ class StepRunner:
         step: int,
         results: Mapping[int, MicroBatchResult],
         weight: float,
-        header: StepHeader,
-        buffers: Mapping[int, torch.Tensor | bytes],
         norm: float | None,  # None: not known yet
         finite: bool | None,  # None: there is no gradient to apply
     ) -> StepRecord:
@@ -468,9 +447,8 @@ class StepRunner:
         seed_everything(body_seed(self.seed, step))
         grad_norm = norm
         if norm is None:
-            self.sums.assign(header.used)
+            self.sums.assign(self._flags.used)
             self.committed.take()
-        self.buffers.commit(buffers)
         noise: dict[str, float] = {}
         if self._leaves.measures_noise(step):
             scale = state.loss_scale.scale if state.loss_scale else 1.0
@@ -501,8 +479,8 @@ class StepRunner:
             metrics=mean_metrics(results.values()) | noise,
             lr=lr,
             grad_norm=grad_norm,
-            kept=header.keep and not header.keeps_late,
-            late=header.keeps_late,
+            kept=self._checkpoint.agreed,
+            late=self._checkpoint.late,
         )
         state.commit(record)
         self.pass_point("after_step", step)

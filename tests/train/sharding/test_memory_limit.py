@@ -27,7 +27,7 @@ WIDTH, DEPTH = 2048, 12
 STEPS = 6
 # For each parameter. Without sharding a worker needs 24: 4 for the parameter, 8 for its gradient,
 # sent and received, and 12 for its state (AMSGrad). With it, 12 + 32 / 8 = 16, and 4 more while the
-# group changes; see docs/larger-models.md. Stacks of threads, activations and so on come on top of both.
+# group changes; see docs/larger-models.md. Stacks of threads, activations and so on come on top.
 LIMIT_BYTES = 25.5
 
 

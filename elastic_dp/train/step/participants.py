@@ -1,0 +1,450 @@
+"""What the members of a group agree on in a step before its commit, and do at it.
+
+A step has a list of participants, the same on all members and in the same order. Each of them has
+an entry of its own in the step's header, which every member sends to all others:
+
+    begin     the step begins
+    propose   this member's entry, once its micro-batches have run
+    agree     the entries of all: go on, stop, or do the step again
+    prepare   what needs a further exchange; the last call that may raise
+    commit    the step is committed
+    undo      the step is not committed, and nothing of it may be left
+
+`agree` must depend on the entries alone: all members have the same ones, so all decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgpack
+import torch
+
+from elastic_dp.distributed.gradient_order import GradientOrder
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.record_gather import RecordGather
+from elastic_dp.errors import ModelError
+from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.loop_guard.parameter_groups import (
+    digest_of,
+    fields_of,
+    groups_differ,
+    record_of,
+)
+from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.step.batch_source import RowSource
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+
+
+@dataclass(frozen=True, slots=True)
+class StopAgreed:
+    """A member requested the end of the run: no member commits the step."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetryStep:
+    """No member commits the step. All of them do it again in the same generation."""
+
+
+Verdict = StopAgreed | RetryStep | None  # None: the step goes on
+
+
+class StepParticipant:
+    """One thing that members agree on in a step. The methods do nothing unless they are
+    overridden."""
+
+    name: str  # of its entry in the header; no two participants of a step share one
+
+    def open(self, group: ProcessGroup) -> None:
+        """A generation begins, with this group."""
+
+    def begin(self, step: int) -> None:
+        """Begins a step. It may have been attempted before."""
+
+    def propose(self) -> bytes:
+        """Returns this member's entry. Empty entries are not sent."""
+        return b""
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        """Takes the entries of all members, in rank order, of each process where a worker has
+        several. Depends on nothing else. Raises GroupError if the generation has to end."""
+        return None
+
+    def prepare(self) -> None:
+        """Does what is needed before the commit. May exchange with other members, and may raise
+        GroupError or an error of the user's code."""
+
+    def commit(self) -> None:
+        """The step is committed. Cannot fail."""
+
+    def undo(self) -> None:
+        """Discards the step. May be called more than once."""
+
+
+def propose_all(participants: Iterable[StepParticipant], gang: Gang | None = None) -> bytes:
+    """Returns this member's record: the entries of its process, or of all processes of its
+    worker."""
+    proposed = ((one.name, one.propose()) for one in participants)
+    own = msgpack.packb({name: entry for name, entry in proposed if entry})
+    return msgpack.packb([own] if gang is None else gang.exchange(own))
+
+
+def agree_all(participants: Iterable[StepParticipant], records: Sequence[bytes]) -> Verdict:
+    """Hands the members' records to the participants, and returns what they decide: to stop, if any
+    of them says so, else to do the step again, if any says so, else to go on."""
+    entries = [msgpack.unpackb(own) for record in records for own in msgpack.unpackb(record)]
+    verdicts = [one.agree([entry.get(one.name, b"") for entry in entries]) for one in participants]
+    stops = [verdict for verdict in verdicts if isinstance(verdict, StopAgreed)]
+    retries = [verdict for verdict in verdicts if isinstance(verdict, RetryStep)]
+    return (stops or retries or [None])[0]
+
+
+class Results(StepParticipant):
+    """The loss, weight and metrics of each virtual worker."""
+
+    name = "results"
+
+    def __init__(
+        self, micro_batches: MicroBatchRunner, data: RowSource, gang: Gang | None = None
+    ) -> None:
+        self._micro_batches, self._data, self._gang = micro_batches, data, gang
+        self._step = 0
+        self._own: Mapping[int, MicroBatchResult] = {}
+        self.of_all: dict[int, MicroBatchResult] = {}  # from `prepare` on, those that count
+
+    def begin(self, step: int) -> None:
+        self._step, self._own, self.of_all = step, {}, {}
+
+    @property
+    def own(self) -> Mapping[int, MicroBatchResult]:
+        """The results of this member's virtual workers."""
+        return self._own
+
+    def take(self, results: Mapping[int, MicroBatchResult]) -> None:
+        """Takes the results of this member's virtual workers."""
+        self._own = results
+
+    def propose(self) -> bytes:
+        number = self._gang.loss_number if self._gang is not None else int
+        rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self._own.items()]
+        return msgpack.packb(rows, unicode_errors="surrogatepass")
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        rows = [msgpack.unpackb(p, unicode_errors="surrogatepass") for p in proposals if p]
+        # Processes of one worker may give the same micro-batch. That of the first one counts.
+        self.of_all = {
+            v: MicroBatchResult(loss, weight, metrics)
+            for own in reversed(rows)
+            for v, loss, weight, metrics in own
+        }
+        return None
+
+    def prepare(self) -> None:
+        self.of_all = self._micro_batches.counting(self._step, self.of_all, self._data.describe)
+
+    def undo(self) -> None:
+        self._own, self.of_all = {}, {}
+
+
+class StopWish(StepParticipant):
+    """A request of any member to end the run."""
+
+    name = "stop"
+
+    def __init__(self, control: WorkerControl) -> None:
+        self._control = control
+        self.reason: str | None = None
+
+    def begin(self, step: int) -> None:
+        self.reason = self._control.stop_reason
+
+    def propose(self) -> bytes:
+        return (self.reason or "").encode("utf-8", "surrogatepass")
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        reason = next(filter(None, proposals), b"").decode("utf-8", "surrogatepass")
+        return StopAgreed(reason) if reason else None
+
+
+class CheckpointWish(StepParticipant):
+    """A request of any member for a checkpoint of this step. It waits while a member still writes
+    its last one."""
+
+    name = "checkpoint"
+
+    def __init__(self, control: WorkerControl) -> None:
+        self._control = control
+        self._wanted = self.late = False  # late: a member is still writing
+
+    @property
+    def agreed(self) -> bool:
+        """Whether this step has a checkpoint by request."""
+        return self._wanted and not self.late
+
+    def propose(self) -> bytes:
+        flags = bytes([self._control.checkpoint_wanted, self._control.checkpoint_late])
+        return flags if any(flags) else b""
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._wanted = any(p[0] for p in proposals if p)
+        self.late = any(p[1] for p in proposals if p)
+        return None
+
+    def commit(self) -> None:
+        if self.agreed:
+            self._control.checkpoint_agreed()
+
+    def undo(self) -> None:
+        self._wanted = self.late = False
+
+
+class BadRowGroups(StepParticipant):
+    """Row groups that a member could not decode. No later step reads them."""
+
+    name = "bad_row_groups"
+
+    def __init__(self, state: TrainState, data: RowSource, results: Results) -> None:
+        self._state, self._data, self._results = state, data, results
+        self._step = 0
+        self._found: frozenset[int] = frozenset()
+
+    def begin(self, step: int) -> None:
+        self._step, self._found = step, frozenset()
+
+    def propose(self) -> bytes:
+        bad = frozenset[int]().union(
+            *(self._data.bad_row_groups(self._step, v) for v in self._results.own)
+        )
+        new = sorted(bad - self._state.bad_row_groups)
+        return msgpack.packb(new) if new else b""
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._found = frozenset(n for p in proposals if p for n in msgpack.unpackb(p))
+        return None
+
+    def prepare(self) -> None:
+        if self._found:
+            self._data.check_bad(self._state.bad_row_groups | self._found)
+
+    def commit(self) -> None:
+        self._state.skip_row_groups(self._found)
+        self._data.mark_bad(self._found)
+
+    def undo(self) -> None:
+        self._found = frozenset()
+
+
+class WeightDigests(StepParticipant):
+    """Digests of the weights after the step before, where they are compared."""
+
+    name = "weights"
+
+    def __init__(self, weights: WeightComparison) -> None:
+        self._weights, self._step = weights, 0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def propose(self) -> bytes:
+        return (self._weights.digest(self._step - 1) or "").encode()
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        if any(proposals):
+            processes = len(proposals) // len(self._weights.members)
+            rows = [proposals[i : i + processes] for i in range(0, len(proposals), processes)]
+            digests = [b" ".join(filter(None, row)).decode() or None for row in rows]
+            self._weights.compare(self._step - 1, digests)
+        return None
+
+
+class DeviceConnections(StepParticipant):
+    """Whether the devices of all members are connected: then gradients travel between them from
+    the next step on."""
+
+    name = "devices"
+
+    def __init__(self) -> None:
+        self._group: ProcessGroup | None = None
+        self._step = 0
+
+    def open(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def propose(self) -> bytes:
+        on_device = None if self._group is None else self._group.on_device
+        if on_device is None or on_device.switched:
+            return b""
+        failure = on_device.connecting_failure() or ""
+        return bytes([on_device.connected]) + failure.encode("utf-8", "surrogatepass")
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        on_device = None if self._group is None else self._group.on_device
+        if on_device is not None:
+            failures = [p[1:].decode("utf-8", "surrogatepass") for p in proposals]
+            connected = all(p and p[0] for p in proposals)
+            why_not = next(filter(None, failures), None)
+            on_device.agree(self._step, connected=connected, why_not=why_not)
+        return None
+
+
+class GradientFlags(StepParticipant):
+    """Which parameters got a gradient, and whether a hook fired twice: then the step is done again
+    one leaf at a time."""
+
+    name = "gradients"
+
+    def __init__(self, gradients: GradientReducer, sums: Callable[[], GradientReducer]) -> None:
+        """`sums` returns what adds up the gradient that the step applies."""
+        self._gradients, self._sums = gradients, sums
+        self.used = b""  # per parameter of the layout, whether any virtual worker gave it one
+
+    def propose(self) -> bytes:
+        return bytes([self._gradients.late]) + self._sums().used
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        either = _or(proposals)
+        self.used = either[1:]
+        return RetryStep() if either[0] else None
+
+    def undo(self) -> None:
+        self.used = b""
+
+
+class GradientOrders(StepParticipant):
+    """In which order the processes of a worker got their gradients: torch pairs what they send by
+    its order."""
+
+    name = "gradient_order"
+
+    def __init__(self, gang: Gang, order: GradientOrder) -> None:
+        self._gang, self._order = gang, order
+
+    def propose(self) -> bytes:
+        return self._order.digest()
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        size = self._gang.size
+        for first in range(0, len(proposals), size):
+            if len(set(proposals[first : first + size])) > 1:
+                raise ModelError(
+                    "the processes of a worker have got the gradients of this step in different "
+                    "orders: the model runs other layers for other rows. torch pairs what the "
+                    "processes send by its order, so all must run the same layers in the same order"
+                )
+        return None
+
+
+class ParameterGroups(StepParticipant):
+    """The fields of the optimizer's parameter groups, which the loop's body may have set."""
+
+    name = "parameter_groups"
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._step = self._joined_after = 0
+        self._workers: Sequence[str] = ()
+        self._records: RecordGather | None = None
+        self._differ = False
+
+    def open(self, group: ProcessGroup) -> None:
+        self._records = RecordGather(group)
+
+    def open_among(self, workers: Sequence[str], joined_after: int) -> None:
+        """`joined_after` is the step with whose state this worker began."""
+        self._workers, self._joined_after = workers, joined_after
+
+    def begin(self, step: int) -> None:
+        self._step, self._differ = step, False
+
+    def propose(self) -> bytes:
+        return digest_of(fields_of(self._optimizers)).encode()
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._differ = len(set(proposals)) > 1
+        return None
+
+    def prepare(self) -> None:
+        if self._differ:
+            assert self._records is not None
+            self._records.launch(record_of(fields_of(self._optimizers), self._joined_after))
+            raise groups_differ(self._step, self._records.collect(), self._workers)
+
+    def undo(self) -> None:
+        self._differ = False
+
+
+class Buffers(StepParticipant):
+    """Buffers and extra state of modules that a micro-batch changed: each is combined over all
+    virtual workers."""
+
+    name = "buffers"
+
+    def __init__(
+        self,
+        buffers: ModuleBuffers,
+        virtual_workers: Callable[[], int],
+        pass_point: Callable[[str, int], None],
+        gang: Gang | None = None,
+    ) -> None:
+        self._buffers, self._virtual_workers = buffers, virtual_workers
+        self._pass_point, self._gang = pass_point, gang
+        self._step = 0
+        self._values: RecordGather | None = None
+        self._changed: list[int] = []
+        self._combined: Mapping[int, torch.Tensor | bytes] = {}
+
+    def open(self, group: ProcessGroup) -> None:
+        self._values = RecordGather(group)
+
+    def begin(self, step: int) -> None:
+        self._step, self._changed, self._combined = step, [], {}
+        self._buffers.begin()
+
+    def propose(self) -> bytes:
+        flags = self._buffers.changed()
+        return flags if any(flags) else b""
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        flags = _or([p for p in proposals if p] or [b""])
+        self._changed = [i for i, flag in enumerate(flags) if flag]
+        return None
+
+    def prepare(self) -> None:
+        if not self._changed:
+            return
+        if self._gang is not None:
+            raise ModelError(
+                f"a buffer of the model changed in step {self._step}, as those of batch "
+                "normalization do, and each process of a worker has its own: use layers without "
+                "such buffers, or processes_per_worker=1"
+            )
+        assert self._values is not None
+        self._values.launch(self._buffers.payload(self._changed))
+        self._pass_point("buffers", self._step)
+        values, virtual_workers = self._values.collect(), self._virtual_workers()
+        self._combined = self._buffers.combine(values, self._changed, virtual_workers)
+
+    def commit(self) -> None:
+        self._buffers.commit(self._combined)
+
+    def undo(self) -> None:
+        self._changed, self._combined = [], {}
+        self._buffers.undo()
+
+
+def _or(rows: Sequence[bytes]) -> bytes:
+    """Combines rows of one length byte by byte."""
+    either = 0
+    for row in rows:
+        either |= int.from_bytes(row, "little")
+    return either.to_bytes(len(rows[0]), "little")
