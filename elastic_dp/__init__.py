@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_dp.checkpoint.codec import register_state_type
     from elastic_dp.checkpoint.exporting import load_state
     from elastic_dp.cluster.run_handle import Run
     from elastic_dp.cluster.runs.attach import attach
@@ -48,6 +49,7 @@ __all__ = [
     "attach",
     "batch_lr",
     "load_state",
+    "register_state_type",
 ]
 
 _HOMES = {
@@ -63,6 +65,7 @@ _HOMES = {
     "attach": "elastic_dp.cluster.runs.attach",
     "batch_lr": "elastic_dp.train.learning_rate",
     "load_state": "elastic_dp.checkpoint.exporting",
+    "register_state_type": "elastic_dp.checkpoint.codec",
 }
 
 

@@ -411,7 +411,7 @@ def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
         "MapStyleData MasterWeights NoiseScale Result Run ScalingConfig Step "
-        "TrainContext WeightPrediction attach batch_lr load_state"
+        "TrainContext WeightPrediction attach batch_lr load_state register_state_type"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:
@@ -438,7 +438,7 @@ def test_a_worker_does_not_import_pandas():
 # Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
 # smaller lowers the first number; the test prints what is left to do.
 BUDGETS = {
-    "checkpoint": (4_600, 2_800),
+    "checkpoint": (3_360, 2_800),
     "cli": (2_050, 1_000),
     "cluster": (7_750, 4_800),
     "config": (1_620, 950),

@@ -13,7 +13,7 @@ share to the others; and decodes the state with `whole_tree`. A process alone ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,18 +57,16 @@ def whole_tree(
     commit: CommitRecord,
     line: torch.Tensor,
     *,
-    types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
     """Returns the state, whose tensors are views of `line`, also those that were on a device.
 
-    The caller copies the latter directly from there (`device_types`). `types` and `plain`: see
-    `decode`.
+    The caller copies the latter directly from there (`device_types`). `plain`: see `decode`.
     """
-    from elastic_dp.checkpoint.decoding import decode
+    from elastic_dp.checkpoint.codec import decode
 
     tensors = commit.manifest.layout.views(line)
-    return decode(commit.manifest.tree, tensors, types=types, plain=plain)
+    return decode(commit.manifest.tree, tensors, plain=plain)
 
 
 def device_types(commit: CommitRecord) -> dict[str, str]:
@@ -82,23 +80,23 @@ def device_types(commit: CommitRecord) -> dict[str, str]:
     return found
 
 
-def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
+def load(catalog: Catalog, commit: CommitRecord, *, plain: bool = False) -> Any:
     """Returns the whole state, read by this process alone. Each tensor has its own memory.
 
-    `how`: the arguments `types` and `plain` of `decode`. Raises CheckpointDamaged.
+    `plain`: see `decode`. Raises CheckpointDamaged.
     """
     import torch
 
-    from elastic_dp.checkpoint.decoding import decode
+    from elastic_dp.checkpoint.codec import decode
 
     manifest = commit.manifest
     line = torch.empty(manifest.layout.total, dtype=torch.uint8)
     read_own_range(catalog, commit, 0, 1, line)
     tensors = [view.clone() for view in manifest.layout.views(line)]
-    tree = decode(manifest.tree, tensors, **how)
+    tree = decode(manifest.tree, tensors, plain=plain)
     if manifest.units is not None:
         placed = list(manifest.units.units.values())
-        add_states(tree, read_states(catalog, commit, placed, **how))
+        add_states(tree, read_states(catalog, commit, placed, plain=plain))
     return tree
 
 
@@ -108,7 +106,6 @@ def load_newest(
     keep: Keep | None = None,
     *,
     on_damage: Callable[[CheckpointDamaged], None],
-    **how: Any,
 ) -> tuple[CommitRecord, Any]:
     """Loads the newest checkpoint that is not damaged, or the one that `step` names.
 
@@ -117,10 +114,10 @@ def load_newest(
     """
     if step != "latest":
         commit = catalog.find(step, keep)
-        return commit, load(catalog, commit, **how)
+        return commit, load(catalog, commit)
     for commit in newest_first(catalog, on_damage):
         try:
-            return commit, load(catalog, commit, **how)
+            return commit, load(catalog, commit)
         except CheckpointDamaged as error:
             on_damage(error)
     raise AssertionError("newest_first ends with an error")

@@ -5,8 +5,7 @@
   the state, so members with the same digest hold the same state.
 - A `CommitRecord` is one manifest and what only the committer knows. It is written last, once, and
   never changes.
-- A file of an earlier format is upgraded when it is read. A file of a later format is refused by
-  its number.
+- A file of another format is refused by its number.
 - Reading a commit record does not import torch (see layout.py).
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,8 +25,7 @@ from elastic_dp.checkpoint.layout import Layout, TensorSpec, canonical, whole_nu
 from elastic_dp.checkpoint.state_units import UnitTable
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
-FORMAT = 4
-_WITHOUT_UNITS = 3  # the same without units, which earlier versions can read
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the commit record's file."""
-        from elastic_dp.checkpoint.encoding import encode
+        from elastic_dp.checkpoint.codec import encode
 
         metrics = encode(dict(self.metadata.metrics))[0]  # JSON has no NaN
         body = {
@@ -148,17 +146,16 @@ class CommitRecord:
             "manifest": self.manifest.to_json(),
         }
         digest = hashlib.sha256(canonical(body)).hexdigest()
-        number = _WITHOUT_UNITS if self.manifest.units is None else FORMAT
-        return canonical({"elastic_dp_checkpoint": number, "digest": digest, "body": body})
+        return canonical({"elastic_dp_checkpoint": FORMAT, "digest": digest, "body": body})
 
     @classmethod
     def from_bytes(cls, content: bytes, step: int) -> CommitRecord:
         """Parses the content of a commit record's file. `step` is the step in the file's name.
 
-        Raises CheckpointDamaged if it cannot be read, and CheckpointError if its format is a later
-        one.
+        Raises CheckpointDamaged if it cannot be read, and CheckpointError if it has another
+        format.
         """
-        body = _upgraded(_checked(content, step), step)
+        body = _read_format(_checked(content, step), step)
         try:
             told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
             known = {
@@ -220,55 +217,26 @@ def _decoded(metrics: Any) -> Any:
     """
     if all(isinstance(value, int | float) for value in metrics.values()):
         return metrics
-    from elastic_dp.checkpoint.decoding import decode
+    from elastic_dp.checkpoint.codec import decode
 
     return decode(metrics, [])
 
 
-def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
-    """Returns the body in the current format. Raises CheckpointError for a later format."""
-    number, body = stored["elastic_dp_checkpoint"], stored["body"]
+def _read_format(stored: dict[str, Any], step: int) -> dict[str, Any]:
+    """Returns the body. Raises CheckpointError for another format."""
+    number = stored["elastic_dp_checkpoint"]
+    if number == FORMAT:
+        body: dict[str, Any] = stored["body"]
+        return body
     if number > FORMAT:
         raise CheckpointError(
             f"the checkpoint of step {step} has format {number}: it was written by a newer version "
-            f"of elastic_dp, and this one reads up to format {FORMAT}. Upgrade elastic_dp to the "
+            f"of elastic_dp, and this one reads format {FORMAT}. Upgrade elastic_dp to the "
             "version that wrote it, or a later one"
         )
-    if number != FORMAT and number not in _UPGRADES:
-        raise CheckpointDamaged(step, f"its commit record has an unknown format ({number})")
-    while number < FORMAT:
-        body = _UPGRADES[number](body)
-        number += 1
-    return body
-
-
-def _from_1(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrades format 1, which had neither metrics nor losses and whose blocks were whole parts."""
-    manifest = body["manifest"]
-    metadata = {**body["about"], "metrics": {}, "losses": 0, "observed_s": 0.0}
-    return {
-        **body,
-        "about": metadata,
-        "manifest": {**manifest, "block_bytes": manifest["part_bytes"]},
-    }
-
-
-def _from_2(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrades format 2, whose body has the same structure.
-
-    `TrainState.adopt` accepts a tree without the entries of optimizers and modules that format 3
-    added.
-    """
-    return body
-
-
-def _from_3(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrades format 3, which has no units."""
-    return body
-
-
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: _from_1,
-    2: _from_2,
-    3: _from_3,
-}
+    raise CheckpointError(
+        f"the checkpoint of step {step} has format {number}: it was written by an earlier version "
+        f"of elastic_dp, and this one reads format {FORMAT}. Export it with the version that wrote "
+        "it (elastic-dp checkpoints export RUN weights.safetensors), start a new run under another "
+        "name=, and load the file into the model before ctx.steps"
+    )

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.codec import NamedTensor, encode
 from elastic_dp.checkpoint.commit_record import Manifest, block_digest
-from elastic_dp.checkpoint.encoding import NamedTensor, encode
 from elastic_dp.checkpoint.layout import Layout, Part, Piece, TensorSpec, flat_bytes
 from elastic_dp.checkpoint.snapshot_memory import SnapshotMemory
 from elastic_dp.device.host_copies import HostCopies

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.extra_state import unpacked
-from elastic_dp.checkpoint.python_objects import MISSING, Plain
-from elastic_dp.checkpoint.tensor_aliases import join_aliases
+from elastic_dp.checkpoint.codec import from_bytes
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -40,52 +38,30 @@ def model_state(
 ) -> dict[str, Any]:
     """Returns what `model.load_state_dict` takes: tensors, and the extra state of modules.
 
-    `plain`: see `decode`. The state may hold the parameters by name or in the model's order.
+    `plain`: see `decode`.
     """
     step = tree["step"]
-    tensors = {**step["buffers"], **_named(step["parameters"], naming)}
-    keys = naming.get("model") or {name: name for name in tensors}
+    parameters = dict(zip(naming["parameters"], step["parameters"], strict=True))
+    tensors = {**step["buffers"], **parameters}
     extra = {
-        name: unpacked(content, plain=plain)
-        for name, content in tree["body"].get("extra_state", {}).items()
+        name: from_bytes(content, plain=plain)["value"]
+        for name, content in tree["body"]["extra_state"].items()
     }
-    return {key: tensors[name] for key, name in keys.items()} | extra
+    return {key: tensors[name] for key, name in naming["model"].items()} | extra
 
 
 def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what `optimizer.load_state_dict` takes."""
-    step, hyper = tree["step"], tree["body"]["hyper"]
-    parameters = _named(step["parameters"], naming)
-    owners = {f"parameter {name}": p for name, p in parameters.items()}
-    owners |= {f"buffer {name}": buffer for name, buffer in step["buffers"].items()}
-    owners |= {
-        f"optimizer.param_groups[{i}][{key!r}]": item
-        for i, group in enumerate(hyper)
-        for key, item in group.items()
-        if isinstance(item, torch.Tensor)
-    }
-    joined, _ = join_aliases(step["optimizer"], step.get("shared", []), owners)
-    names = [name for group in naming["groups"] for name in group]
-    plain = Plain()
-    states = {
-        i: plain.named(state, f"optimizer.state[{name}]")
-        for i, (name, state) in enumerate(zip(names, joined, strict=True))
-        if state
-    }
-    plain, groups, first = Plain(), [], 0
-    for i, (values, group) in enumerate(zip(hyper, naming["groups"], strict=True)):
-        inner = plain.named(values, f"optimizer.param_groups[{i}]")
-        groups.append({**inner, "params": list(range(first, first + len(group)))})
+    states = {i: state for i, state in enumerate(tree["step"]["optimizer"]) if state}
+    held, groups, first = tree["body"]["held"]["optimizers"][0]["groups"], [], 0
+    for values, group in zip(held, naming["groups"], strict=True):
+        numbers = list(range(first, first + len(group)))
+        groups.append({**values["values"], "params": numbers})
         first += len(group)
     return {"state": states, "param_groups": groups}
 
 
 def scheduler_state(tree: Mapping[str, Any]) -> Any:
     """Returns what `scheduler.load_state_dict` takes."""
-    return Plain().value(tree["step"]["scheduler"], MISSING, "scheduler.state_dict()")
-
-
-def _named(parameters: Any, naming: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    if isinstance(parameters, Mapping):
-        return dict(parameters)
-    return dict(zip(naming["parameters"], parameters, strict=True))
+    held = tree["step"]["held"]["scheduler"]
+    return None if held is None else held["values"] | held["objects"]

@@ -28,23 +28,23 @@ def read_unit(
 
 
 def read_states(
-    catalog: Catalog, commit: CommitRecord, units: Sequence[PlacedUnit], **how: Any
+    catalog: Catalog, commit: CommitRecord, units: Sequence[PlacedUnit], *, plain: bool = False
 ) -> Iterator[tuple[StateUnit, dict[str, Any]]]:
-    """Yields each of these units and its state. `how`: see `decode`. Raises CheckpointDamaged."""
+    """Yields each of these units and its state. `plain`: see `decode`. Raises CheckpointDamaged."""
 
     def read(placed: PlacedUnit) -> dict[str, Any]:
-        return state_of(placed.unit.kind, read_unit(catalog, commit, placed), **how)
+        return state_of(placed.unit.kind, read_unit(catalog, commit, placed), plain=plain)
 
     with ThreadPoolExecutor(threads(catalog)) as executor:
         for placed, state in zip(units, executor.map(read, units), strict=True):
             yield placed.unit, state
 
 
-def state_of(kind: UnitKind, content: memoryview, **how: Any) -> dict[str, Any]:
-    """Returns the state of a unit, with tensors of their own on the host. `how`: see `decode`."""
+def state_of(kind: UnitKind, content: memoryview, *, plain: bool = False) -> dict[str, Any]:
+    """Returns the state of a unit, with tensors of their own on the host. `plain`: see `decode`."""
     import torch
 
-    from elastic_dp.checkpoint.decoding import decode
+    from elastic_dp.checkpoint.codec import decode
 
     tensors, at = [], 0
     for spec in kind.specs:
@@ -53,7 +53,7 @@ def state_of(kind: UnitKind, content: memoryview, **how: Any) -> dict[str, Any]:
         memoryview(memory)[:] = content[at : at + spec.nbytes]
         tensors.append(spec.view(flat))
         at += spec.nbytes
-    state: dict[str, Any] = decode(kind.tree, tensors, **how)
+    state: dict[str, Any] = decode(kind.tree, tensors, plain=plain)
     return state
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import block_digest
-from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.layout import ROOM_ALIGNED_TO, TensorSpec, flat_bytes
 from elastic_dp.checkpoint.snapshot_memory import SnapshotMemory
 from elastic_dp.checkpoint.state_units import StateUnit, UnitFile, UnitKind, UnitPlace

@@ -35,7 +35,6 @@ from elastic_dp.errors import FileDamaged
 from elastic_dp.storage import ObjectMissing, Store
 from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.batch_queue import BatchQueue
-from elastic_dp.telemetry.former_names import with_current_names
 from elastic_dp.threads import background
 
 MAX_KEPT = 10_000  # lines in memory
@@ -306,7 +305,7 @@ def journal_lines(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
             if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
                 if any(word in text for word in _NOT_FINITE):
                     line = {name: _as_number(value) for name, value in line.items()}
-                yield with_current_names(line) if file == "events" else line
+                yield line
 
 
 def _is_number(value: Any) -> bool:

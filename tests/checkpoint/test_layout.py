@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.layout import WORDS, Layout, TensorSpec, flat_bytes, is_dense
 from elastic_dp.checkpoint.snapshot import Snapshot
 from tests.checkpoint.states import big_tree, same

@@ -1,7 +1,6 @@
 """The units of a sharded optimizer's state in a checkpoint: whoever holds and writes them, it is
 read bit for bit, and has one digest; what is missing or changed is named."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from tests.checkpoint.sharded_states import (
     without_units,
     write_sharded,
 )
-from tests.checkpoint.states import checkpoint, memory_store, same
+from tests.checkpoint.states import memory_store, same
 from tests.checkpoint.test_commit_record import _with
 
 
@@ -201,14 +200,6 @@ def test_units_are_deleted_with_their_checkpoint(tmp_path):
     left = [entry.path for entry in found if "/seals/" not in entry.path]
     assert left and all("step-000000000002/" in path for path in left)
     assert verify(catalog, CommitName(2, 1)) == []
-
-
-def test_checkpoint_without_units_keeps_the_format_that_earlier_versions_read():
-    plain = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
-    units = sharded_checkpoint(Catalog(memory_store()), 3, whole_state())
-    assert json.loads(plain.to_bytes())["elastic_dp_checkpoint"] == 3
-    assert json.loads(units.to_bytes())["elastic_dp_checkpoint"] == 4
-    assert "units" not in json.loads(plain.to_bytes())["body"]["manifest"]
 
 
 def _of_first_parameter(units):

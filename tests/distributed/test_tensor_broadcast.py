@@ -12,7 +12,7 @@ from elastic_dp.distributed.process_group import GroupFormation, Rendezvous, ope
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.state import state_payload
 from tests.checkpoint.states import same
-from tests.checkpoint.test_encoding import TREE
+from tests.checkpoint.test_codec import TREE
 from tests.patience import PATIENCE_S
 
 SECRET = b"secret"
@@ -49,10 +49,8 @@ def there(payload, receive):
 
 
 def test_every_kind_of_value_comes_in_every_bit():
-    from elastic_dp.checkpoint.encoding import types_in
-
     def receive(group):
-        return state_payload.receive_state(group, torch.device("cpu"), types_in(TREE))
+        return state_payload.receive_state(group, torch.device("cpu"))
 
     tree, _ = there(state_payload.serialize_state(TREE), receive)
     for key, value in TREE.items():
@@ -69,7 +67,7 @@ def test_tensors_arrive_where_they_are_to_be():
 
     def receive(group):
         return state_payload.receive_state(
-            group, torch.device("cpu"), {}, lambda encoded, specs: {encoded["a"]["v"]: mine}
+            group, torch.device("cpu"), lambda encoded, specs: {encoded["a"]["v"]: mine}
         )
 
     got, _ = there(state_payload.serialize_state(tree), receive)
@@ -91,7 +89,7 @@ def test_code_is_neither_sent_nor_run():
         state_payload.serialize_state({"x": Runs()})
     foreign = tensor_broadcast.pack_payload(pickle.dumps(Runs()))
     with pytest.raises(ValueError, match=r"codec|Expecting"):
-        there(foreign, lambda group: state_payload.receive_state(group, torch.device("cpu"), {}))
+        there(foreign, lambda group: state_payload.receive_state(group, torch.device("cpu")))
     assert not Runs.ran
 
 
@@ -113,7 +111,7 @@ def test_state_goes_through_a_real_group():
                 group, state_payload.serialize_state({"w": torch.arange(400_000.0), "n": 2**70})
             )
         else:
-            found["tree"], _ = state_payload.receive_state(group, torch.device("cpu"), {})
+            found["tree"], _ = state_payload.receive_state(group, torch.device("cpu"))
         group.wait(group.all_reduce(torch.ones(1)))
         group.close()
 

@@ -12,10 +12,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_dp.coordinator import messages
 from elastic_dp.coordinator.messages import Explain, Signature, WorkerReady
 from elastic_dp.telemetry import journal as module
-from elastic_dp.telemetry.former_names import MESSAGES
 from elastic_dp.telemetry.journal import Journal, read_events
 from tests.patience import eventually
 
@@ -230,29 +228,3 @@ def test_lines_that_are_none_of_ours_are_left_out(url, content):
     again = Journal(url, since=0.0)
     again.close()
     assert [line["step"] for line in again.recorded()][-1:] == ([] if b"[[" in content else [1])
-
-
-def test_lines_of_an_earlier_version_are_read_with_the_names_of_today(tmp_path):
-    earlier = [
-        {"time": 1.0, "event": "CheckpointSealed", "step": 5},
-        {"time": 2.0, "event": "WorkerStopped", "place": [5, 0, 0], "whole": True, "founded": 1},
-        {"time": 3.0, "command": "KeepState", "worker": "w1"},
-    ]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in earlier))
-    metrics = {"time": 4.0, "step": 5, "place": 2.0, "whole": 0.5}  # names of the user's
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    now = [
-        {"time": 1.0, "event": "CheckpointCommitted", "step": 5},
-        {
-            **{"time": 2.0, "event": "WorkerStopped"},
-            **{"position": [5, 0, 0], "has_state": True, "lineage_id": 1},
-        },
-        {"time": 3.0, "command": "WriteDrainCheckpoint", "worker": "w1"},
-        metrics,
-    ]
-    assert list(read_events(str(tmp_path))) == now
-
-
-def test_every_name_of_today_is_one_of_a_message():
-    for name in MESSAGES.values():
-        assert hasattr(messages, name), name

@@ -1,7 +1,6 @@
 """Optimizers as people write them, with state in places that torch's own never use. Each depends on
 all of its state."""
 
-import enum
 import itertools
 import logging
 import random
@@ -22,21 +21,20 @@ def pytorch_optimizer():
 
 
 class History:
-    """A plain object with slots and a bound."""
-
-    __slots__ = ("past",)
+    """An object that carries itself."""
 
     def __init__(self):
         self.past = deque(maxlen=5)
 
+    def state_dict(self):
+        return {"past": self.past}
+
+    def load_state_dict(self, state):
+        self.past = state["past"]
+
     def clip(self, norm):
         self.past.append(norm)
         return float(np.percentile(self.past, 50)) / (norm + 1e-6)
-
-
-class Phase(enum.Enum):
-    WARM = 1
-    HOT = 2
 
 
 class AutoClip(torch.optim.SGD):
@@ -45,19 +43,17 @@ class AutoClip(torch.optim.SGD):
     def __init__(self, parameters, **options):
         super().__init__(parameters, lr=0.05, momentum=0.9, **options)
         self.history, self.clipped = History(), Counter()
-        self.also = self.history.past  # one object under two names
         self.clip = self.history.clip  # bound to an object
-        self.phase, self.log, self.rule = Phase.WARM, LOG, lambda n: n + 1
+        self.phase, self.log, self.rule = "warm", LOG, lambda n: n + 1
         self.array, self.seen = np.zeros(3), set()
         self.table = OrderedDict(a=defaultdict(list))
         self.first = self.param_groups[0]["params"][0]
-        self.per_parameter = {}
 
     @torch.no_grad()
     def step(self):
         grads = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.stack([p.grad.norm() for p in grads]).norm())
-        factor = self.clip(norm) * (1.0 + 0.01 * len(self.also))
+        factor = self.clip(norm) * (1.0 + 0.01 * len(self.history.past))
         self.clipped["low" if factor < 1 else "high"] += 1
         self.array[self.clipped.total() % 3] += factor
         self.seen.add(self.clipped.total() % 4)
@@ -65,11 +61,11 @@ class AutoClip(torch.optim.SGD):
         factor += (
             0.01 * float(self.array.sum()) + 0.01 * len(self.seen) + 0.001 * len(self.table["a"][1])
         )
-        if self.phase is Phase.HOT:
+        if self.phase == "hot":
             factor *= 0.9
-        self.phase = Phase.HOT if self.clipped["low"] % 2 else Phase.WARM
+        self.phase = "hot" if self.clipped["low"] % 2 else "warm"
         for p in grads:
-            slow = self.per_parameter.setdefault(p, torch.zeros_like(p))
+            slow = self.state[p].setdefault("slow", torch.zeros_like(p))
             slow.lerp_(p.grad, 0.1)
             p.grad.mul_(factor).add_(slow)
         super().step()
@@ -77,30 +73,27 @@ class AutoClip(torch.optim.SGD):
 
 
 class Noisy(torch.optim.Adam):
-    """Adds noise of four generators of its own; one is made in the first step, one belongs to a
-    group."""
+    """Adds noise of generators of its own; one belongs to a group."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.01)
         self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
-        self.sources = {"python": random.Random(3), "old": np.random.RandomState(4)}
+        self.python, self.old = random.Random(3), np.random.RandomState(4)
         self.param_groups[0]["philox"] = np.random.Generator(np.random.Philox(5))
 
     @torch.no_grad()
     def step(self):
-        if not hasattr(self, "late"):
-            self.late = np.random.Generator(np.random.MT19937(6))
         super().step()
         for p in self.param_groups[0]["params"]:
             noise = torch.randn(p.shape, generator=self.torch)
-            noise += float(self.numpy.normal()) + self.sources["python"].gauss(0, 1)
-            noise += float(self.sources["old"].normal() + self.late.normal())
+            noise += float(self.numpy.normal()) + self.python.gauss(0, 1)
+            noise += float(self.old.normal())
             noise += float(self.param_groups[0]["philox"].normal())
             p.add_(1e-3 * noise)
 
 
 class Flat(torch.optim.Optimizer):
-    """All momenta are views of one vector, which is scaled as a whole; made in the first step."""
+    """All momenta are views of one vector, which is scaled as a whole."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.05})
@@ -110,34 +103,22 @@ class Flat(torch.optim.Optimizer):
         parameters = self.param_groups[0]["params"]
         if not self.state:
             self.vector = torch.zeros(sum(p.numel() for p in parameters))
-            table = torch.ones(4)
             at = 0
             for p in parameters:
                 view = self.vector[at : at + p.numel()].view_as(p)
-                self.state[p] = {"momentum": view, "table": table, "pieces": [view.view(-1)[:1]]}
+                self.state[p] = {"momentum": view}
                 at += p.numel()
-            self.halves = list(self.vector.chunk(2))
-            self.weight = parameters[0].data.view(-1)[:3]
         for p in parameters:
             if p.grad is not None:
                 self.state[p]["momentum"].add_(p.grad)
         self.vector.mul_(0.9)
-        self.halves[0].mul_(0.99)
-        self.state[parameters[0]]["table"].mul_(0.995)
         for p in parameters:
-            self.state[p]["pieces"][0].mul_(0.98)
-            p.sub_(self.state[p]["momentum"] * self.state[p]["table"][0], alpha=0.05)
-        self.weight.mul_(0.99)
-
-
-class Preconditioner:
-    """Made for each parameter in the first step, as Shampoo's."""
-
-    def __init__(self, p):
-        self.power, self.terms = torch.ones(()), [torch.zeros_like(p)]
+            p.sub_(self.state[p]["momentum"], alpha=0.05)
 
 
 class Preconditioned(torch.optim.Optimizer):
+    """Has containers in the state of each parameter, and a table that all share."""
+
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.05})
 
@@ -148,12 +129,15 @@ class Preconditioned(torch.optim.Optimizer):
                 continue
             state = self.state[p]
             if not state:
-                state["kept"], state["past"] = Preconditioner(p), deque(maxlen=3)
+                state["kept"] = {"power": torch.ones(()), "terms": [torch.zeros_like(p)]}
+                state["past"] = deque(maxlen=3)
+                state["table"] = next(iter(self.state.values())).get("table", torch.ones(4))
             state["past"].append(float(p.grad.norm()))
-            state["kept"].power *= 0.99
-            state["kept"].terms[0].add_(p.grad.square())
-            root = state["kept"].terms[0].sqrt() + max(state["past"])
-            p.sub_(p.grad / root * state["kept"].power, alpha=0.05)
+            state["kept"]["power"] *= 0.99
+            state["table"].mul_(0.999)
+            state["kept"]["terms"][0].add_(p.grad.square())
+            root = state["kept"]["terms"][0].sqrt() + max(state["past"])
+            p.sub_(p.grad / root * state["kept"]["power"] * state["table"][0], alpha=0.05)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -221,6 +205,36 @@ class LateInner(torch.optim.SGD):
     def step(self):
         self.inner = torch.optim.Adam(self.param_groups[0]["params"])
         super().step()
+
+
+class LateGenerator(torch.optim.SGD):
+    def step(self):
+        self.random = torch.Generator()
+        super().step()
+
+
+class ByParameter(torch.optim.SGD):
+    """Keeps state in a dict of its own, by parameter or by `id()`."""
+
+    def __init__(self, parameters, key=lambda p: p):
+        super().__init__(parameters, lr=0.05)
+        self.key, self.counts = key, {}
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.counts[self.key(p)] = self.counts.get(self.key(p), 0) + 1
+        super().step()
+
+
+class Settings:
+    def __init__(self):
+        self.rate = 0.1
+
+
+class OfSettings(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+        self.settings = Settings()
 
 
 class LateIterator(torch.optim.SGD):

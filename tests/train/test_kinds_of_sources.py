@@ -290,9 +290,7 @@ def structure(tree: Any) -> Any:
 
 
 def checkpoint(url: Path) -> Any:
-    _, tree = load_newest(
-        Catalog(Store(str(url))), on_damage=lambda e: pytest.fail(str(e)), types=()
-    )
+    _, tree = load_newest(Catalog(Store(str(url))), on_damage=lambda e: pytest.fail(str(e)))
     return structure(tree)
 
 

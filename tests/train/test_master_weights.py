@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import elastic_dp as edp
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train import master_weights

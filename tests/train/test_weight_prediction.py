@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import elastic_dp as edp
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError

@@ -59,12 +59,11 @@ def read_collectively(
     damaged: Callable[[CheckpointDamaged], None],
     own_units: Callable[[CommitRecord], list[PlacedUnit] | None] = lambda commit: None,
     cuts_of: Callable[[CommitRecord], Sequence[StateCut]] = lambda commit: (),
-    types: Mapping[str, type] | None = None,
 ) -> ReadCheckpoint:
     """Returns the newest checkpoint that is whole, on the host: the same tensors on all members of
     `group`, and the states of units: of those that `own_units` returns, or of all if it returns
     None, as it does on all members or on none. `cuts_of`: the same on all members; what is cut is
-    only where it is needed. `types`: see `decode`.
+    only where it is needed.
 
     Each member calls `enters` with "restore" before it reads, which may take as long as the store
     needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
@@ -88,7 +87,7 @@ def read_collectively(
             continue
         _share_line(commit, group, line)
         tensors = commit.manifest.layout.views(line)
-        return ReadCheckpoint(commit, tensors, units.states(types), units.is_own)
+        return ReadCheckpoint(commit, tensors, units.states(), units.is_own)
 
 
 def _share_line(commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> None:
@@ -191,7 +190,7 @@ class _Units:
                 )
             )
 
-    def states(self, types: Mapping[str, type] | None) -> States:
+    def states(self) -> States:
         """Returns the states of all units, of which the others have read their shares."""
         if not self.is_own and self._group.world_size > 1 and len(self._line):
             shares = [self._share(rank) for rank in range(self._group.world_size)]
@@ -200,7 +199,7 @@ class _Units:
         content: Any = self._line.numpy()
         target = memoryview(content)
         return [
-            (one.unit, state_of(one.unit.kind, target[start:end], types=types))
+            (one.unit, state_of(one.unit.kind, target[start:end]))
             for one, start, end in zip(self._units, self._ends, self._ends[1:], strict=False)
         ]
 

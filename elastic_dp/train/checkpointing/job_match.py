@@ -159,17 +159,15 @@ def _compared(
         yield from _tensors("parameter", theirs, state.parameters)
     yield "the parameters", called, [*state.parameters]
     yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
-    if "extra_state" in step:  # else an earlier version wrote it
-        named = sorted(state.committed_extra)
-        yield "the modules with get_extra_state", sorted(step["extra_state"]), named
+    named = sorted(state.committed_extra)
+    yield "the modules with get_extra_state", sorted(step["extra_state"]), named
     kind = type(state.optimizer).__name__
     yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
     groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
     yield "the optimizer's groups", naming.get("groups", groups), groups
-    if "inner_hyper" in step:  # else an earlier version wrote it
-        mine = len(state.optimizers.committed["inner_hyper"])
-        yield "the number of optimizers in the optimizer", len(step["inner_hyper"]), mine
-    yield "a scheduler", body["scheduler"] is not None, state.scheduler is not None
+    held, mine = step["held"], len(state.optimizers.all)
+    yield "the number of optimizers in the optimizer", len(held["optimizers"]), mine
+    yield "a scheduler", held["scheduler"] is not None, state.scheduler is not None
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
     yield "staleness", int("previous" in step), int(state.previous is not None)
     yield "the keys of state=", sorted(body["user"]), sorted(state.user)

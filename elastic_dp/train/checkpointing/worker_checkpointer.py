@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +24,8 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
+from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
-from elastic_dp.checkpoint.decoding import decode
-from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.state_units import PlacedUnit
 from elastic_dp.checkpoint.unit_reader import add_states
@@ -52,7 +50,7 @@ from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits, StateCut
 from elastic_dp.train.state.state_payload import rehome_state
-from elastic_dp.train.state.train_state import TrainState, types_of
+from elastic_dp.train.state.train_state import TrainState
 
 
 class WorkerCheckpointer:
@@ -300,12 +298,12 @@ class WorkerCheckpointer:
         `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
-        types, rank = types_of(state), membership.rank(self._worker)
+        rank = membership.rank(self._worker)
         among = len(membership.members), membership.topology
-        read = self._read(group, membership, enters, types)
+        read = self._read(group, membership, enters)
         commit = read.commit
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
-        tree = decode(commit.manifest.tree, read.tensors, types=types)
+        tree = decode(commit.manifest.tree, read.tensors)
         if not read.is_own:
             add_states(tree, read.states)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
@@ -316,13 +314,13 @@ class WorkerCheckpointer:
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
         places = places_here(commit, state)
-        calls = tree.get("log_calls", 0)  # absent in early versions
+        calls = tree["log_calls"]
         if share is not None:
             tree = share(tree | {"log_calls": calls}, commit.step, places)
         of_optimizer = tree["step"]["optimizer"]
         if self._units is not None:  # it goes piece by piece to where it is to be
             tree["step"]["optimizer"] = [{} for _ in of_optimizer]
-        state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
+        state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
         if self._units is not None and read.is_own:
             self._units.hold(read.states, places)
         elif self._units is not None:
@@ -355,7 +353,6 @@ class WorkerCheckpointer:
         group: ProcessGroup,
         membership: Membership,
         enters: Callable[[str], None],
-        types: Mapping[str, type],
     ) -> ReadCheckpoint:
         among = len(membership.members), membership.topology
 
@@ -384,7 +381,6 @@ class WorkerCheckpointer:
             damaged=damaged,
             own_units=own_units,
             cuts_of=cuts_of,
-            types=types,
         )
 
     def close(self) -> None:
@@ -413,5 +409,5 @@ def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) ->
     tree = state.tree(progress.evaluations, None, whole=whole)
     tree["log_calls"] = progress.log_calls_of_body()
     if state.record is not None:
-        tree["step"]["record"] = dataclasses.replace(state.record, grad_norm=None)
+        tree["step"]["record"] = vars(state.record) | {"grad_norm": None}
     return tree

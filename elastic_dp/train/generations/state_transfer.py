@@ -28,7 +28,7 @@ from elastic_dp.train.state.state_payload import (
     serialize_state,
     unpack_state,
 )
-from elastic_dp.train.state.train_state import TrainState, types_of
+from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 
@@ -112,7 +112,7 @@ class StateTransfer:
         progress = self._progress
         tree = self._state.tree(progress.evaluations, progress.ended)
         ours = {
-            "position": progress.position,
+            "position": list(progress.position),
             "of_finished_bodies": progress.of_finished_bodies(),
         }
         return serialize_state(tree | ours | {"agreed": self._weights.agreed})
@@ -128,9 +128,9 @@ class StateTransfer:
         self._reporter.pass_point("receiving_state")
         joins = not self._progress.has_state
         targets = self._state.own_tensors if joins else None
-        tree, nbytes = receive_state(group, self._device, types_of(self._state), targets)
+        tree, nbytes = receive_state(group, self._device, targets)
         self._control.may_continue()
-        position = tree["position"]
+        position = TrainingPosition(*tree["position"])
         if joins or position.step > self._progress.position.step:
             self._state.adopt(tree, body=joins)
             self._state_changed(agreed=tree["agreed"])
@@ -175,7 +175,7 @@ class StateTransfer:
         self._reporter.report("restore")
         self._reporter.pass_point("restoring")
         content = torch.frombuffer(bytearray(self._gang.control.part()), dtype=torch.uint8)
-        tree = unpack_state(content, self._device, types_of(self._state))
+        tree = unpack_state(content, self._device)
         self._state.adopt(tree, body=True)
         self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
 

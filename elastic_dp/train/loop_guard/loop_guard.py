@@ -27,7 +27,6 @@ class LoopGuard:
     def body_ended(self, warn: Callable[[str], None]) -> None:
         """Checks the body that has ended. Passes warnings to `warn`. Raises LoopError."""
         self._state.loop_body_guard.check()
-        self._state.optimizers.check_body()
         for warning in [*self._state.loop_body_guard.attributes_set(), *self._variables.check()]:
             warn(warning)
         written = self._buffers.written_outside()

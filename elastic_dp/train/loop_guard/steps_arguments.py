@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.errors import ModelError, SpecError, StateError
 from elastic_dp.train.step.precision import check_precision
 

@@ -14,8 +14,7 @@ from itertools import chain
 
 import torch
 
-from elastic_dp.checkpoint.decoding import decode
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.distributed.piece_assignment import Move
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import from_flat, on_host, to_flats
@@ -121,4 +120,4 @@ def _pack(states: Mapping[int, State]) -> list[torch.Tensor]:
 
 def _unpack(flat: torch.Tensor, device: torch.device) -> list[tuple[int, State]]:
     text, tensors = from_flat(flat, device)
-    return [(piece, state) for piece, state in decode(json.loads(text), tensors, types={})]
+    return [(piece, state) for piece, state in decode(json.loads(text), tensors)]

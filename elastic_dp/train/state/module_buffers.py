@@ -28,7 +28,6 @@ from functools import reduce
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.reduction_tree import Node, middle
 from elastic_dp.errors import LoopError, ModelError
@@ -39,6 +38,7 @@ from elastic_dp.train.state.buffer_memory import (
     buffer_memories,
     same_bits,
 )
+from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.unread_buffers import BODY, UnreadBuffers, changed_by_body
 
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit

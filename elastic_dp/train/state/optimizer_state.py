@@ -2,23 +2,23 @@
 of its scheduler.
 
     state       per parameter, and everything else in `optimizer.state`: read when it is sent
-    hyper       the parameter groups, and
-    own         attributes that are not torch's own, and objects registered as step hooks: both are
+    held        parameter groups, other attributes, step hooks and the scheduler (held_values.py):
                 copied at each commit, since the loop body may change them
 
 State that cannot be sent is refused by name: before the first step; after it, for what that step
-created; and after any later step in which an attribute changes its type.
+created.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from elastic_dp.checkpoint.python_objects import MISSING, Capture, References, Restore, held_in
 from elastic_dp.distributed.local_shards import (
     is_sharded,
     local_of,
@@ -26,7 +26,8 @@ from elastic_dp.distributed.local_shards import (
     sharded_like,
     whole_of,
 )
-from elastic_dp.errors import LoopError, ModelError
+from elastic_dp.errors import ModelError
+from elastic_dp.train.state.held_values import Held, HeldValues, checked, refuse_shared_memory
 
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -34,297 +35,229 @@ _SCHEDULER = "scheduler.state_dict()"
 
 
 class OptimizerState:
-    """The state of an optimizer. `references` names the run's other objects. Raises ModelError."""
+    """The state of an optimizer. Raises ModelError for state that cannot be sent.
+
+    `committed` is what is held, as of the last commit: {"optimizers": …, "scheduler": …}.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        parameters: Mapping[str, torch.Tensor],
-        references: References,
+        model: torch.nn.Module,
+        others: Iterable[Any],
     ) -> None:
-        self.outer, self._scheduler, self._references = optimizer, scheduler, references
-        self._parameters = parameters
-        found = {id(one): (path, one) for path, one in held_in(optimizer, "optimizer")}
+        """`others`: objects that each worker has, and that are carried apart."""
+        self.outer, self._scheduler, self._model = optimizer, scheduler, model
+        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self._names = {p: name for name, p in self._parameters.items()}
+        found = {id(one): (path, one) for path, one in _optimizers_in(optimizer, "optimizer")}
         self._all = list(found.values())  # the outermost one first
-        for path, one in self._all:
-            self._refer_to(path, one)
         self.all = [one for _, one in self._all]
-        references.add("scheduler", scheduler)
-        # Paths of the objects at the start of the loop or the last transfer; None: not known yet.
-        self._built: set[str] | None = None
-        self._constants: dict[str, Any] = {}
-        self._state_is_checked = False
-        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self._held = HeldValues()
+        self._held.know(*model.modules(), *model.parameters(), *model.buffers(), *others)
+        if scheduler is not None:
+            self._held.know(scheduler)
+        for path, one in self._all:
+            self._prepare(path, one)
+        self._is_checked = self._state_is_checked = False
         self.committed: dict[str, Any] = {}
 
-    def replace_committed(self, given: Mapping[str, Any]) -> None:
-        """Takes over what another worker recorded at the commit, on a worker that joins."""
-        self.committed |= given
-
     def note_commit(self) -> None:
-        """Records the state at a commit, or after a state transfer: the body starts from it.
-
-        Raises ModelError for state that cannot be sent.
-        """
-        began, captures = self._built is not None, [Capture(self._references, clones=True)]
-        captures.append(Capture(self._references))
-        self.committed = self._now(*captures)
-        self._watched = [(path, t, t._version) for path, t in captures[1].tensors]
-        if not began or (not self._state_is_checked and any(one.state for _, one in self._all)):
-            captures.append(Capture(self._references))
-            self._state(captures[2])
-            self._state_is_checked = began
-        self._check(*captures)
-
-    def check_body(self) -> None:
-        """Raises LoopError if the loop body wrote to a tensor that belongs to an optimizer."""
-        for path, tensor, version in self._watched:
-            if tensor._version != version:
-                raise LoopError(
-                    f"the body of the loop over ctx.steps wrote to {path}: tensors of the "
-                    "optimizer may change only inside the step; keep what the body changes in an "
-                    "object of its own and pass it as state="
-                )
+        """Records what is held at a commit, or after a state transfer: the body starts from it."""
+        has_state = any(one.state for one in self.all)
+        if self._is_checked and self._state_is_checked == has_state:
+            self.committed = self.now()
+            return
+        found: list[tuple[str, str, Any]] = []
+        self.committed = self.now(found)
+        refuse_shared_memory([*found, *self._tensors_of(self.state())])
+        self._held.begin()
+        self._is_checked, self._state_is_checked = True, has_state
 
     # ------------------------------------------------------------------------------- transfer
 
-    def now(self) -> dict[str, Any]:
-        """Returns what the body may have changed. `committed` holds the same as of the commit."""
-        return self._now(Capture(self._references, clones=True), Capture(self._references))
+    def now(self, found: list[tuple[str, str, Any]] | None = None) -> dict[str, Any]:
+        """Returns what is held now. Adds its own tensors to `found`, each with kind and path."""
+
+        def read(holder: Mapping[Any, Any], path: str, kind: str) -> Held:
+            tensors: list[tuple[str, Any]] = []
+            held = self._held.read(holder, path, tensors)
+            if found is not None:
+                found.extend((kind, at, tensor) for at, tensor in tensors)
+            return held
+
+        optimizers = [
+            {
+                "groups": [
+                    read(_without_params(group), f"{path}.param_groups[{i}]", "groups")
+                    for i, group in enumerate(one.param_groups)
+                ],
+                "attributes": read(_own(one), path, path),
+                "hooks": read(_hooks(one), f"{path}.step_hooks", path),
+            }
+            for path, one in self._all
+        ]
+        scheduler = None
+        if self._scheduler is not None:
+            scheduler = self._held.read(self._scheduler.state_dict(), _SCHEDULER)
+        return {"optimizers": optimizers, "scheduler": scheduler}
 
     def state(
         self, of_parameters: Mapping[torch.Tensor, Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Returns what only steps change. Tensors are the optimizers' own. Raises ModelError.
+        """Returns what only steps change. Tensors are the optimizers' own.
 
         `of_parameters` is the state of the parameters, if the optimizer does not have it itself.
         """
-        capture = Capture(self._references)
-        tree = self._state(capture, of_parameters)
-        self._check(capture)
-        return tree
+        tree = self._state_of(*self._all[0], of_parameters)
+        inner = [
+            None if one.state is self.outer.state else self._state_of(path, one)
+            for path, one in self._all[1:]
+        ]
+        return {
+            "optimizer": tree["parameters"],
+            "optimizer_rest": tree["rest"],
+            "inner_state": inner,
+        }
 
     def gathered(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of each parameter, whole and on the host. `gather` is its
         counterpart."""
         return {
             p: {key: whole_of(value) for key, value in self.outer.state.get(p, {}).items()}
-            for p in self._optimized()
+            for p in _optimized(self.outer)
         }
 
     def gather(self) -> None:
         """Takes part in `gathered` of another process of this worker."""
-        for p in self._optimized():
+        for p in _optimized(self.outer):
             for value in self.outer.state.get(p, {}).values():
                 whole_of(value)
 
-    def owners(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that every worker has, in whose memory state may lie."""
-        groups = {
-            f"{path}.param_groups[{i}][{key!r}]": item
-            for path, one in self._all
-            for i, group in enumerate(one.param_groups)
-            for key, item in group.items()
-            if isinstance(item, torch.Tensor)
-        }
-        return {f"parameter {n}": local_of(p) for n, p in self._parameters.items()} | groups
-
-    def adopt(self, state: Mapping[str, Any], hyper: Mapping[str, Any], shared: set[int]) -> None:
-        """Takes over `state`, as `state()` returns it, and `hyper`, as `now()` returns it.
-
-        Both may come from an earlier version and lack entries.
-        """
-        restore = Restore(self._references, shared)
-        names = {p: name for name, p in self._parameters.items()}
-        for p, given in zip(self._optimized(), state["optimizer"], strict=True):
-            if not given:
-                self.outer.state.pop(p, None)
-                continue
-            mine = self.outer.state[p]
-            at = f"optimizer.state[{names[p]}]"
-            values = {
-                key: restore.value(item, mine.get(key, MISSING), f"{at}.{key}", in_place=False)
-                for key, item in given.items()
-            }
-            mine.clear()
-            mine.update(
-                {key: _whole(value, p) for key, value in values.items() if value is not MISSING}
-            )
-        rest = state["optimizer_rest"]
-        pairs = rest["state"]
-        pairs = [list(pair) for pair in pairs.items()] if isinstance(pairs, dict) else pairs
-        self._adopt_pairs(restore, self.outer, pairs, "optimizer.state", set(self._optimized()))
-        for (path, one), given in zip(self._all[1:], state.get("inner_state", ()), strict=False):
+    def adopt(self, state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+        """Takes over `state`, as `state()` returns it, and `held`, as `now()` returns it."""
+        outer = {"parameters": state["optimizer"], "rest": state["optimizer_rest"]}
+        for one, given in zip(self.all, [outer, *state["inner_state"]], strict=True):
             if given is not None:
-                self._adopt_pairs(restore, one, given, f"{path}.state", set())
-        vars(self.outer).update(rest.get("own", {}))  # checkpoints of earlier versions
-        self._adopt_hyper(hyper, shared)
-        self._built = None  # includes what this call created
+                _adopt_state(one, given)
+        self._held.begin_writing()
+        for (path, one), given in zip(self._all, held["optimizers"], strict=True):
+            for i, (mine, theirs) in enumerate(zip(one.param_groups, given["groups"], strict=True)):
+                mine |= self._held.write(theirs, mine, f"{path}.param_groups[{i}]")
+            own = _own(one)
+            values = self._held.write(given["attributes"], own, path)
+            for key in own.keys() - values.keys():
+                if type(own[key]) in (bool, int, float, str):
+                    delattr(one, key)  # the others do not have it yet
+            for key, value in values.items():
+                if hasattr(type(one), key) or key in _OF_TORCH:
+                    raise ModelError(f"the state that is restored has a value for {path}.{key}")
+                vars(one)[key] = value
+            self._held.write(given["hooks"], _hooks(one), f"{path}.step_hooks")
+        if self._scheduler is not None:
+            mine = self._scheduler.state_dict()
+            values = self._held.write(held["scheduler"], mine, _SCHEDULER)
+            self._scheduler.load_state_dict(mine | values)
+        self._is_checked = False
 
     # ------------------------------------------------------------------------------- private
 
-    def _refer_to(self, path: str, one: torch.optim.Optimizer) -> None:
+    def _prepare(self, path: str, one: torch.optim.Optimizer) -> None:
         if isinstance(one, torch.optim.LBFGS | torch.optim.SparseAdam):
             raise ModelError(f"{path} is {type(one).__name__}, which a step cannot run; use Adam")
         if "_optimizer_step_pre_hooks" not in vars(one):  # its __init__ does not call torch's
             vars(one).setdefault("defaults", {})
             torch.optim.Optimizer.__setstate__(one, {})
-        mine = {id(p) for p in self._parameters.values()}
-        for group in one.param_groups:
-            for p in group["params"]:
-                if id(p) not in mine:
-                    raise ModelError(
-                        f"{path} holds a tensor of shape {tuple(p.shape)} that is not a "
-                        "parameter of the model given to ctx.steps; pass one module that holds "
-                        "all of them"
-                    )
-        add = self._references.add
-        add(path, one)
-        for name in _OF_TORCH:
-            add(f"{path}.{name}", getattr(one, name, None))
-        for i, group in enumerate(one.param_groups):
-            add(f"{path}.param_groups[{i}]", group)
-            add(f"{path}.param_groups[{i}]['params']", group["params"])
-
-    def _optimized(self) -> list[torch.Tensor]:
-        return [p for group in self.outer.param_groups for p in group["params"]]
-
-    def _now(self, capture: Capture, own: Capture) -> dict[str, Any]:
-        """`capture` copies tensors and is for groups and scheduler; `own` is for attributes."""
-        hyper = [
-            [
-                capture.attributes(
-                    {key: item for key, item in group.items() if key != "params"},
-                    f"{path}.param_groups[{i}]",
+        for p in _optimized(one):
+            if p not in self._names:
+                raise ModelError(
+                    f"{path} holds a tensor of shape {tuple(p.shape)} that is not a "
+                    "parameter of the model given to ctx.steps; pass one module that holds "
+                    "all of them"
                 )
-                for i, group in enumerate(one.param_groups)
-            ]
-            for path, one in self._all
-        ]
-        scheduler = None
-        if self._scheduler is not None:
-            scheduler = capture.value(self._scheduler.state_dict(), _SCHEDULER)
-        attributes = [
-            {
-                "attributes": own.attributes(_own(one), path),
-                "hooks": [
-                    own.value(hook, f"{path}'s step hook {n}") for n, hook in enumerate(_hooks(one))
-                ],
-            }
-            for path, one in self._all
-        ]
-        return {
-            "hyper": hyper[0],
-            "inner_hyper": hyper[1:],
-            "scheduler": scheduler,
-            "own": attributes,
-        }
+        self._held.know(one, *(getattr(one, name) for name in _OF_TORCH if hasattr(one, name)))
+        for group in one.param_groups:
+            self._held.know(group, group["params"])
 
-    def _state(
+    def _state_of(
         self,
-        capture: Capture,
+        path: str,
+        one: torch.optim.Optimizer,
         of_parameters: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        optimized = self._optimized()
-        given = self.outer.state if of_parameters is None else of_parameters
-        names = {p: name for name, p in self._parameters.items()}
-        entries = {p: given.get(p, {}) for p in optimized}
-        if of_parameters is None:
-            entries = {p: _local(entry, p, names[p]) for p, entry in entries.items()}
-        tree: dict[str, Any] = {
-            "optimizer": [
-                capture.attributes(entry, f"optimizer.state[{names[p]}]")
-                for p, entry in entries.items()
-            ]
-        }
-        known = set(optimized)
-        rest = {key: item for key, item in _pairs(self.outer) if key not in known}
-        tree["optimizer_rest"] = {"state": capture.pairs(rest, "optimizer.state")}
-        tree["inner_state"] = [
-            None if one.state is self.outer.state else capture.pairs(one.state, f"{path}.state")
-            for path, one in self._all[1:]
-        ]
-        return tree
-
-    def _check(self, *captures: Capture) -> None:
-        """Raises ModelError for objects that were created or replaced since the loop began.
-
-        A worker that joins would not have them.
-        """
-        built = {path for capture in captures for path in capture.built}
-        constants = {path: x for capture in captures for path, x in capture.constants.items()}
-        if self._built is None:
-            self._built, self._constants = built, constants
-            return
-        for path in sorted(built - self._built):
-            raise ModelError(
-                f"{path} was made in a step: a worker that joins would not have it. Make it "
-                "in __init__, before the loop"
+        optimized = _optimized(one)
+        entries = [
+            checked(
+                _local(dict(one.state.get(p, {})), p, self._names[p])
+                if of_parameters is None
+                else dict(of_parameters.get(p, {})),
+                f"{path}.state[{self._names[p]}]",
             )
-        for path, value in constants.items():
-            if self._constants.setdefault(path, value) is not value:
-                raise ModelError(
-                    f"{path} is a {type(value).__name__}, which is not sent to a worker that "
-                    "joins, and was replaced by another one in a step; keep it out of the "
-                    "optimizer, or make it of numbers and tensors"
-                )
+            for p in optimized
+        ]
+        known = set(optimized)
+        rest = {key: value for key, value in _pairs(one) if key not in known}
+        return {"parameters": entries, "rest": checked(rest, f"{path}.state")}
 
-    def _adopt_pairs(
-        self,
-        restore: Restore,
-        one: torch.optim.Optimizer,
-        pairs: list[Any],
-        path: str,
-        but: set[torch.Tensor],
-    ) -> None:
-        before = dict(_pairs(one))
-        for key in before:
-            if key not in but:
-                del one.state[key]
-        one.state.update(restore.pairs(pairs, before, path, in_place=False))
-
-    def _adopt_hyper(self, given: Mapping[str, Any], shared: set[int]) -> None:
-        defaults = [item for _, one in self._all for item in one.defaults.values()]
-        restore = Restore(self._references, shared, defaults)
-        groups = [given["hyper"], *given.get("inner_hyper", ())]
-        for (path, one), theirs in zip(self._all, groups, strict=False):
-            for i, (mine, values) in enumerate(zip(one.param_groups, theirs, strict=True)):
-                for key, item in values.items():
-                    before = mine.get(key, MISSING)
-                    if isinstance(before, torch.Tensor) and isinstance(item, torch.Tensor):
-                        before.copy_(item)
-                    else:
-                        value = restore.value(item, before, f"{path}.param_groups[{i}].{key}")
-                        if value is not MISSING:
-                            mine[key] = value
-        if self._scheduler is not None:
-            mine = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(restore.value(given["scheduler"], mine, _SCHEDULER))
-        restore = Restore(self._references, shared, [*self.owners().values(), *defaults])
-        for (path, one), attributes in zip(self._all, given.get("own", ()), strict=False):
-            theirs = attributes["attributes"]
-            restore.attributes(theirs, one, path)
-            for key in _own(one).keys() - theirs.keys():
-                delattr(one, key)
-            for n, (hook, item) in enumerate(zip(_hooks(one), attributes["hooks"], strict=False)):
-                restore.value(item, hook, f"{path}'s step hook {n}")
+    def _tensors_of(self, state: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+        """Yields the tensors of a state and of the model, with their kinds and paths."""
+        for name, tensor in [*self._parameters.items(), *self._model.named_buffers()]:
+            yield "model", f"model.{name}", local_of(tensor)
+        for p, entry in zip(_optimized(self.outer), state["optimizer"], strict=True):
+            yield from _tensors_in(entry, f"optimizer.state[{self._names[p]}]")
+        for part in ("optimizer_rest", "inner_state"):
+            yield from _tensors_in(state[part], f"optimizer ({part})")
 
 
-def same(one: Any, other: Any) -> bool:
-    """Returns whether captured values are equal. Tensors are equal if they share the same
-    memory."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if type(one) in (list, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)
+def _adopt_state(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    optimized = _optimized(one)
+    known = set(optimized)
+    for key in [key for key, _ in _pairs(one) if key not in known]:
+        del one.state[key]
+    for p, entry in zip(optimized, given["parameters"], strict=True):
+        if entry:
+            mine = one.state[p]
+            mine.clear()
+            mine.update({key: _whole(value, p) for key, value in entry.items()})
+        else:
+            one.state.pop(p, None)
+    one.state.update(given["rest"])
+
+
+def _tensors_in(tree: Any, path: str) -> Iterator[tuple[str, str, Any]]:
+    if isinstance(tree, torch.Tensor) and is_traceable_wrapper_subclass(tree):
+        return
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        yield "state", path, tree
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from _tensors_in(item, f"{path}.{key}")
+    elif isinstance(tree, list | tuple | deque):
+        for item in tree:
+            yield from _tensors_in(item, path)
+
+
+def _optimizers_in(
+    value: Any, path: str, seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yields an optimizer and those in its attributes, lists and dicts, with their paths."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    if isinstance(value, torch.optim.Optimizer):
+        seen.add(id(value))
+        yield path, value
+        for key, item in vars(value).items():
+            if key not in _OF_TORCH and key not in _HOOKS:
+                yield from _optimizers_in(item, f"{path}.{key}", seen)
+    elif isinstance(value, dict):
+        for n, (key, item) in enumerate(value.items()):
+            word = repr(key) if isinstance(key, str | int) else f"entry {n}"
+            yield from _optimizers_in(item, f"{path}[{word}]", seen)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _optimizers_in(item, f"{path}[{i}]", seen)
 
 
 def _local(state: Mapping[str, Any], p: torch.Tensor, name: str) -> Mapping[str, Any]:
@@ -373,6 +306,14 @@ def _pairs(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Any, Any]]:
     return dict.items(state) if isinstance(state, dict) else state.items()
 
 
+def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         key: value
@@ -381,6 +322,6 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _hooks(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for name in _HOOKS:
-        yield from getattr(optimizer, name, {}).values()
+def _hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]
+    return {str(n): hook for n, hook in enumerate(hooks)}

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.decoding import decode
-from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import StatePayload, TensorMeta
@@ -39,35 +38,33 @@ def pack_state(tree: Any, device_types: Mapping[str, str]) -> torch.Tensor:
     return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in named], places))
 
 
-def unpack_state(flat: torch.Tensor, device: torch.device, types: Mapping[str, type]) -> Any:
-    """Reverses `pack_state`. `types`: see `decode`."""
+def unpack_state(flat: torch.Tensor, device: torch.device) -> Any:
+    """Reverses `pack_state`."""
     text, tensors = tensor_broadcast.from_flat(flat, device)
-    return decode(json.loads(text), tensors, types=types)
+    return decode(json.loads(text), tensors)
 
 
 def receive_state(
     group: ProcessGroup,
     device: torch.device,
-    types: Mapping[str, type],
     targets: Targets | None = None,
 ) -> tuple[Any, int]:
     """Returns the tree that rank 0 of `group` sends, and the size of its tensors in bytes.
 
-    `types`: see `decode`. `targets` names tensors that are received in place.
+    `targets` names tensors that are received in place.
     """
 
     def ours(text: bytes, specs: Sequence[TensorMeta]) -> Mapping[int, torch.Tensor]:
         return {} if targets is None else targets(json.loads(text), specs)
 
     text, tensors = tensor_broadcast.receive(group, device, ours)
-    tree = decode(json.loads(text), tensors, types=types)
+    tree = decode(json.loads(text), tensors)
     return tree, sum(t.numel() * t.element_size() for t in tensors)
 
 
 def rehome_state(
     tree: Any,
     device: torch.device,
-    types: Mapping[str, type],
     targets: Targets,
     device_types: Mapping[str, str],
 ) -> Any:
@@ -82,7 +79,7 @@ def rehome_state(
     ]
     tensors = [tensor for _, tensor in named]
     own = tensor_broadcast.copy_to_own_memory(tensors, metas, device, targets(encoded, metas))
-    return decode(encoded, own, types=types)
+    return decode(encoded, own)
 
 
 def tensor_slot(encoded: Any) -> int | None:

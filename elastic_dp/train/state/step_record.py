@@ -1,7 +1,4 @@
-"""The outcome of a committed step.
-
-Checkpoints store it, so its fields and its name do not change.
-"""
+"""The outcome of a committed step. Checkpoints store its fields."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from dataclasses import dataclass
 @dataclass
 class StepRecord:
     """The outcome of one committed step; equal on every worker."""
-
-    __module__ = "elastic_dp.train.state"  # the name in checkpoints
 
     number: int
     epoch: int

@@ -20,29 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.checkpoint.encoding import types_in
-from elastic_dp.checkpoint.extra_state import extra_states
-from elastic_dp.checkpoint.python_objects import References
-from elastic_dp.checkpoint.tensor_aliases import join_aliases, split_aliases
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
-from elastic_dp.errors import RunMismatch
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
+from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state, same
+from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_record import StepRecord
 
-# The keys of the trees of `OptimizerState`.
-_OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
-_OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
-# What the norm of the gradients is added over: that of runs begun by early versions was added over
-# whole parameters, whose rounding they keep.
-UNITS, PARAMETERS = "units", "parameters"
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
 
@@ -59,7 +49,6 @@ class TrainState:
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     committed_extra: dict[str, bytes] = field(default_factory=dict)
-    norm_over: str = UNITS  # what the norm for clipping is added over, through the whole run
     sharding: ShardedOptimizer | None = None  # it has the optimizer's state, if it is sharded
     previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
@@ -69,15 +58,8 @@ class TrainState:
         # Whether the state is sharded over the processes of this worker.
         self.in_parts = any(map(is_sharded, self.parameters.values()))
         self._extra = extra_states(self.model)
-        references = References()
-        for prefix, module in self.model.named_modules():
-            references.add(f"model.{prefix}".rstrip("."), module)
-        for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
-            references.add(f"model.{name}", tensor)
-        for key, value in self.user.items():
-            references.add(f"state[{key!r}]", value)
         self.optimizers = OptimizerState(
-            self.optimizer, self.scheduler, self.parameters, references
+            self.optimizer, self.scheduler, self.model, self.user.values()
         )
         self.loop_body_guard = LoopBodyGuard(self.model, self.optimizer)
         self.note_commit()
@@ -143,14 +125,6 @@ class TrainState:
         parameters = [whole_of(p) if whole else local_of(p) for p in self.parameters.values()]
         if whole and self.in_parts:
             of_parameters = optimizers.gathered()
-        state = optimizers.state(of_parameters)
-        committed, now = optimizers.committed, optimizers.now()
-        if same(now["own"], committed["own"]):
-            now["own"] = None  # sent once, as committed
-        # Tensors of the groups are copies, and the receiver writes them into its own: there they
-        # share memory as before.
-        carried = {"state": state, "committed": committed["own"], "now": now["own"]}
-        carried, shared = split_aliases(carried, self._owners())
         # The generation in which the step was committed; see `ShardedOptimizer.roll_forward`.
         apart: dict[str, Any] = {}
         if sharding is not None and not whole:
@@ -162,20 +136,16 @@ class TrainState:
                 **apart,
                 "parameters": parameters,
                 "buffers": dict(self.model.named_buffers()),
-                **carried["state"],
-                **committed,
-                "own": carried["committed"],
-                "shared": shared,
+                **optimizers.state(of_parameters),
+                "held": optimizers.committed,
                 "extra_state": self.committed_extra,
                 "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
-                "record": self.record,
+                "record": None if self.record is None else vars(self.record),
                 "bad_row_groups": sorted(self.bad_row_groups),
                 "kinds": list(self.kinds),
-                "norm_over": self.norm_over,
             },
             "body": {
-                **now,
-                "own": carried["now"],
+                "held": optimizers.now(),
                 "extra_state": self._extra_state(),
                 "user": {key: value.state_dict() for key, value in self.user.items()},
                 "requires_grad": [p.requires_grad for p in self.parameters.values()],
@@ -257,42 +227,25 @@ class TrainState:
         step = tree["step"]
         if self.sharding is not None and "sharded" in step and not body:
             # It updates what is here still.
-            self.sharding.roll_forward(step["record"].number, step["sharded"])
+            self.sharding.roll_forward(step["record"]["number"], step["sharded"])
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(local_of(mine), given)
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
             copy_values(buffers[name], given)
         changeable = tree["body"] if body else step
-        own = changeable.get("own")
-        own = step.get("own") if own is None else own
-        state = {key: step[key] for key in step.keys() & _OF_STEPS}
-        carried, shared = join_aliases(
-            {"state": state, "own": own}, step.get("shared", []), self._owners()
-        )
-        hyper = {key: changeable[key] for key in changeable.keys() & _OF_BODIES}
-        if own is not None:  # else an earlier version wrote the checkpoint
-            hyper["own"] = carried["own"]
-        self.optimizers.adopt(carried["state"], hyper, shared)
+        self.optimizers.adopt(step, changeable["held"])
         if self.sharding is not None:
             self._adopt_sharded(step, body)
-        given = changeable.get("extra_state", {})  # absent in early versions
         for extra in self._extra:
-            if extra.name in given:
-                extra.write(given[extra.name])
+            extra.write(changeable["extra_state"][extra.name])
         if self.loss_scale is not None:
             vars(self.loss_scale).update(step["loss_scale"])
         if self.previous is not None:
             self.previous.adopt(step["previous"])
-        self.record = step["record"]
+        self.record = None if step["record"] is None else StepRecord(**step["record"])
         self.bad_row_groups = set(step["bad_row_groups"])
         self.kinds = list(step["kinds"])
-        self.norm_over = step.get("norm_over", PARAMETERS)  # absent in early versions
-        if self.sharding is not None and self.norm_over == PARAMETERS:
-            raise RunMismatch(
-                "the run was begun by an early version, whose norms of gradients are not to be had "
-                'with sharding="optimizer": leave it out'
-            )
         if body:
             for key, value in tree["body"]["user"].items():
                 self.user[key].load_state_dict(value)
@@ -304,12 +257,8 @@ class TrainState:
                 module.training = flag
         self.note_commit()
         if body:
-            committed = {key: step[key] for key in step.keys() & _OF_BODIES}
-            if tree["body"].get("own") is not None:
-                given = join_aliases(step["own"], step["shared"], self._owners())
-                committed["own"] = given[0]
-            self.optimizers.replace_committed(committed)
-            self.committed_extra = step.get("extra_state", self.committed_extra)
+            self.optimizers.committed = step["held"]
+            self.committed_extra = step["extra_state"]
 
     def _adopt_sharded(self, step: Mapping[str, Any], body: bool) -> None:
         assert self.sharding is not None
@@ -317,10 +266,6 @@ class TrainState:
             self.sharding.absorb()
         elif body:
             self.sharding.forget(step["sharded"])
-
-    def _owners(self) -> dict[str, torch.Tensor]:
-        buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}
-        return self.optimizers.owners() | buffers
 
     def _extra_state(self) -> dict[str, bytes]:
         return {extra.name: extra.read() for extra in self._extra}
@@ -337,11 +282,3 @@ class TrainState:
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-
-def types_of(state: TrainState) -> dict[str, type]:
-    """Returns the dataclasses, enums and named tuples that a state of this job holds, by name.
-
-    `decode` needs them for types that a script defines, which are in no importable module.
-    """
-    return types_in(state.tree([], None)) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))

@@ -85,7 +85,7 @@ def test_orphan_commits_its_state_and_the_next_start_continues_from_it(tmp_path,
     assert steps_of(tmp_path) == [5, 9]
     later = Stage(str(tmp_path))
     assert later.goes_on_from() == 9, "and waits for no lease"
-    _, tree = load_newest(later.catalog, on_damage=pytest.fail, types=())
+    _, tree = load_newest(later.catalog, on_damage=pytest.fail)
     assert torch.equal(tree["weights"], TREE["weights"] + 9)
     later.write("w2", ("w2",), range(6), step=12)
     assert later.committed.get(timeout=PATIENCE_S) == 12

@@ -183,14 +183,13 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     """A worker that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
-        position=TrainingPosition(5),
+        position=[5, 0, 0],
         of_finished_bodies=(0, None),
         agreed=4,
         evaluations=[],
         ended=None,
     )
     monkeypatch.setattr(state_transfer, "receive_state", lambda *_: (tree, 0))
-    monkeypatch.setattr(state_transfer, "types_of", lambda state: {})
     progress, control = WorkerProgress(TrainingPosition(4), has_state=has_state), WorkerControl()
     control._generation, control._inside = 1, True
     control.request_checkpoint()

@@ -14,8 +14,8 @@ from elastic_dp.checkpoint import layout as layouts
 from elastic_dp.checkpoint.catalog import Catalog, part_path
 from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts
+from elastic_dp.checkpoint.codec import decode
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import sliced_read

@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, read_own_range, whole_tree
 from elastic_dp.train.state.state_payload import rehome_state
-from elastic_dp.train.state.train_state import types_of
 from tests.checkpoint.states import memory_store, save, train_state
 
 DEVICE = torch.device("meta")  # nothing can be copied from it
@@ -32,10 +31,9 @@ def test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_
     read_own_range(catalog, commit, 0, 1, line)
     assert set(device_types(commit).values()) == {"cpu"}
     places = dict.fromkeys(device_types(commit), "cuda")
-    types = types_of(own)
     with Copies() as copies:
-        tree = whole_tree(commit, line, types=types)
-        made = rehome_state(tree, DEVICE, types, own.own_tensors, places)
+        tree = whole_tree(commit, line)
+        made = rehome_state(tree, DEVICE, own.own_tensors, places)
     specs = commit.manifest.layout.specs
     assert sorted(copies.nbytes) == sorted(spec.nbytes for spec in specs)
     parameters = list(own.parameters.values())
