@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import textwrap
 from collections.abc import Callable
@@ -36,7 +37,6 @@ ELSEWHERE = {
     "run = ": "tests/ray/test_run.py",
     "elastic_dp.dataprep": "tests/data/test_readme.py",
     "class Squares": "tests/test_docs.py",
-    "get_lr": "tests/jobs/test_ports.py",
 }
 A_RUN = "s3://bucket/runs/mine"
 ROWS, STEPS = 1024, 2
@@ -79,7 +79,7 @@ def names_of_a_page(folder: Path) -> dict[str, Any]:
     """What a page takes as given."""
     model = MyModel()
     data = edp.DataConfig(str(folder), micro_batch_size=1, columns=["x", "tokens"], epochs=1)
-    modules = {"torch": torch, "nn": nn, "F": F, "dist": dist, "edp": edp, "pc": pc}
+    modules = {"math": math, "torch": torch, "nn": nn, "F": F, "dist": dist, "edp": edp, "pc": pc}
     functions = {"loss_fn": loss_fn, "train": plain, "decay": lambda step: 1.0, "pad": dict}
     return (
         modules

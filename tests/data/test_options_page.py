@@ -275,12 +275,3 @@ def test_page_has_what_was_measured():
 
 def of_budget(measured: Any) -> bool:
     return type(measured) is dict and "growth_to_budget" in measured
-
-
-def test_options_that_other_loaders_are_compared_with_exist():
-    page = (ROOT / "docs/coming-from.md").read_text()
-    table = re.split(r"^\| \| `DataLoader` .*\n\|[-|]*\n", page, flags=re.M)[1]
-    ours = [line.strip("|").split(" | ")[-1] for line in table.partition("\n\n")[0].splitlines()]
-    named = {name for cell in ours for name in re.findall(r"`(\w+)=", cell)}
-    assert len(named) > 15
-    assert named <= {field.name for field in dataclasses.fields(DataConfig)}

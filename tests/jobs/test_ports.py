@@ -37,17 +37,6 @@ def changed_lines(original: str, port: str) -> list[str]:
     return [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
 
 
-def test_page_of_ports_names_the_changed_lines_that_are_counted():
-    page = (ROOT / "docs/ports.md").read_text()
-    for original, port in PORTS.items():
-        row = f"| `docs/ports/{original}` | `jobs/{port}` | {len(changed_lines(original, port))} |"
-        assert row in page, row
-    patch = (ROOT / "docs/ports/nanogpt_train.patch").read_text().splitlines()
-    removed = sum(line.startswith("-") and not line.startswith("--- ") for line in patch)
-    added = sum(line.startswith("+") and not line.startswith("+++ ") for line in patch)
-    assert f"{removed} lines removed, {added} added (`docs/ports/nanogpt_train.patch`)" in page
-
-
 @pytest.mark.parametrize("port", PORTS.values())
 @pytest.mark.filterwarnings("default")  # of foreign libraries
 def test_the_port_runs(port, tmp_path, monkeypatch):
