@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from elastic_dp.cli.run_options import Json, StoragePath
+from elastic_dp.cli.run_options import Address, Json, Name, StoragePath, find_live_run
 from elastic_dp.cli.run_tables import TextTable, print_table
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
@@ -21,7 +21,7 @@ from elastic_dp.urls import StorageURL, redact_url
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.catalog import Catalog, CommitName
 
-checkpoints = typer.Typer(help="Look at a run's checkpoints.", no_args_is_help=True)
+checkpoints = typer.Typer(help="Make a run's checkpoints, and look at them.", no_args_is_help=True)
 
 _Url = Annotated[
     str,
@@ -129,6 +129,20 @@ def export(
         print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
     else:
         _out().print(f"step {commit.step} → {redact_url(destination)}")
+
+
+@checkpoints.command()
+def save(
+    name: Name,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Let a live run make a checkpoint of one of its next steps."""
+    find_live_run(name, address, storage_path, storage_option).checkpoint()
+    done = "a checkpoint of one of the next steps will be made"
+    print(json.dumps({"name": name}) if as_json else done)
 
 
 def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Catalog:

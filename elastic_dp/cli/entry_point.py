@@ -31,12 +31,21 @@ from elastic_dp.cli import (
     look_commands,
     report_commands,
     run_commands,
-    top_command,
 )
-from elastic_dp.errors import ElasticError
+from elastic_dp.errors import ElasticError, SpecError
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
 _UsageError: Any = typer.BadParameter.__base__
+
+
+_REMOVED = {  # verb of an earlier version: what to write instead
+    "list": "status",
+    "top": "status --watch",
+    "events": "logs RUN --events",
+    "drain": "scale RUN --drain WORKER",
+    "checkpoint": "checkpoints save RUN",
+    "restart": "run JOB.py --restart",
+}
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -49,6 +58,9 @@ class _Verbs(typer.core.TyperGroup):
         if as_json:
             settings["standalone_mode"] = False  # raises what it would print
         try:
+            if words and words[0] in _REMOVED:
+                now = _REMOVED[words[0]]
+                raise SpecError(f"{words[0]} does not exist any more, use: elastic-dp {now}")
             code = super().main(args, *more, **settings)
         except ElasticError as error:
             text = " ".join(str(error).split())
@@ -79,7 +91,6 @@ app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTING
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 look_commands.add_to(app)
-app.command()(top_command.top)
 run_commands.add_to(app)
 app.command()(report_commands.report)
 app.command()(report_commands.ui)

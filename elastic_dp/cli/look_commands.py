@@ -1,13 +1,15 @@
-"""`elastic-dp list` and `status`: runs of a cluster, or at a storage path, in one look."""
+"""`elastic-dp status`: runs of a cluster, or at a storage path, in one look."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastic_dp.cli.run_options import Address, AllStoragePath, Json, Name, StoragePath
+from elastic_dp.cli.run_options import Address, Json, StoragePath
 from elastic_dp.cli.run_tables import (
     TextTable,
     age,
@@ -17,6 +19,7 @@ from elastic_dp.cli.run_tables import (
     overview_table,
     print_run,
     print_table,
+    screen,
 )
 from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.report.report_model import Report, WorkerCondition
@@ -25,54 +28,45 @@ from elastic_dp.wording import counted
 if TYPE_CHECKING:
     from elastic_dp.cli.run_sources import SeenRun
 
+_WATCH_S = 1.0
 _GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
 
 
-def list_(
-    storage_path: AllStoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """List the runs of the cluster, or those at --storage-path: health, step, loss, workers,
-    goodput, the age of the newest checkpoint, and the last event.
-    """
-    from elastic_dp.cli.run_sources import runs_source
-
-    source = runs_source(address, storage_path, storage_option)
-    seen = source.look()
-    if as_json:
-        print(json.dumps([each.to_json_or_reason() for each in seen], default=str))
-    elif seen:
-        print_table(overview_table([each.overview for each in seen]))
-    else:
-        print(f"no runs {source.where}")
-
-
 def status(
-    name: Name,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="The run's name. Default: all runs.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Print it again every second, until Ctrl-C.")
+    ] = False,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Print the health of a run and the reason for it, how far it is, and its workers; or how it
-    ended.
+    """Print the health of a run and the reason for it, how far it is, and its workers, or how it
+    ended; without RUN one line for each run of the cluster, or at --storage-path.
     """
-    from elastic_dp.cli.run_sources import run_source
+    from elastic_dp.cli.run_sources import run_source, runs_source
 
-    (seen,) = run_source(name, address, storage_path, storage_option).look()
-    if as_json:
-        print(json.dumps(seen.to_json(), default=str))
-    else:
-        print_run(seen.overview, run_facts(seen), run_workers(seen))
+    where = address, storage_path, storage_option
+    look = runs_source(*where) if name is None else run_source(name, *where)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            seen = look()
+            if watch and not as_json:
+                screen().clear()  # of a terminal
+            _print(seen, name, as_json)
+            if not watch or (name is not None and seen[0].overview.is_over):
+                return
+            time.sleep(_WATCH_S)
 
 
 def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
     """Return what is known of a run, as (name, value)."""
     if seen.report is not None:
         return overview_facts(seen.overview, _facts_of(seen.report))
-    status = seen.read_status()
+    status = seen.status
     waits = status.get("waits_for") or ""
     more = [
         ("phase", f"{status.get('phase')}: {one_line(status.get('reason', ''))}"),
@@ -87,7 +81,7 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
 def run_workers(seen: SeenRun) -> list[TextTable]:
     """Return the table of the workers that are there, if there are any."""
     if seen.report is None:
-        status = seen.read_status()
+        status = seen.status
         processes = status.get("processes", {})
         rows = []
         for name, stage in status.get("workers", {}).items():
@@ -113,10 +107,21 @@ def run_workers(seen: SeenRun) -> list[TextTable]:
 
 def add_to(app: typer.Typer) -> None:
     app.command()(status)
-    app.command("list")(list_)
 
 
 # ---------------------------------------------------------------------------------- private
+
+
+def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
+    if as_json:
+        rows = [each.to_json() for each in seen]
+        print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
+    elif name is not None:
+        print_run(seen[0].overview, run_facts(seen[0]), run_workers(seen[0]))
+    elif seen:
+        print_table(overview_table([each.overview for each in seen]))
+    else:
+        print("no runs here")
 
 
 def _facts_of(report: Report) -> list[tuple[str, str]]:

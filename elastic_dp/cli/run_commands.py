@@ -42,7 +42,6 @@ _RunAddress = Annotated[
         help="The Ray cluster, as HOST:6379. Default: a Ray of the run's own, which ends with it.",
     ),
 ]
-_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")]
 _Job = Annotated[
     Path,
     typer.Argument(metavar="JOB.py", exists=True, dir_okay=False, help="A script that trains."),
@@ -64,6 +63,14 @@ def run(
     job: _Job,
     arguments: _Arguments = None,
     set_: _Set = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="If the run is live, stop it with a checkpoint, and continue it with this script: "
+            "new code, or another image. The new job is checked first.",
+        ),
+    ] = False,
     address: _RunAddress = None,
     as_json: Json = False,
 ) -> None:
@@ -72,22 +79,7 @@ def run(
     Running it again attaches to the live run, continues from its newest checkpoint, or returns the
     result of a finished run.
     """
-    raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
-
-
-def events(
-    name: Name,
-    follow: _Follow = False,
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """Print every event, command and metric, one per line; with --json one JSON object per line."""
-    found = find_run(name, address, storage_path, storage_option)
-    with _sigterm_exits():
-        for line in found.events(follow=follow):
-            print(json.dumps(line, default=str) if as_json else _journal_line(line), flush=True)
+    raise typer.Exit(_run(job, arguments or [], set_ or [], restart, address, as_json))
 
 
 def logs(
@@ -96,22 +88,30 @@ def logs(
     tail: Annotated[
         int, typer.Option(min=1, help="The number of last lines of each worker.")
     ] = 100,
-    follow: _Follow = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print events, commands and metrics instead.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")
+    ] = False,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Print what the workers of a run have printed: the running ones or, after its end, all of
-    them.
+    them; or, with --events, every event, command and metric.
 
     The run's folder keeps the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
-    printed = False
+    printed = events
     found = find_run(name, address, storage_path, storage_option)
     with _sigterm_exits():
-        for each, line in found.logs(worker, tail=tail, follow=follow):
+        for record in found.events(follow=follow) if events else ():
+            words = json.dumps(record, default=str) if as_json else _journal_line(record)
+            print(words, flush=True)
+        for each, line in () if events else found.logs(worker, tail=tail, follow=follow):
             words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
             print(words, flush=True)
             printed = True
@@ -132,13 +132,28 @@ def scale(
     min_workers: Annotated[
         int | None, typer.Option(help="The minimum number of workers. Default: unchanged.")
     ] = None,
+    drain: Annotated[
+        str | None,
+        typer.Option(metavar="WORKER", help="Let this one leave once it is replaced."),
+    ] = None,
+    within_s: Annotated[
+        float | None, typer.Option(help="Seconds until the drained worker must be gone.")
+    ] = None,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Change the maximum, or the minimum, number of workers of a run."""
+    """Change the maximum, or the minimum, number of workers of a run, or drain a worker."""
+    if drain is None and within_s is not None:
+        raise SpecError("--within-s is the time of the worker that --drain names")
     found = find_live_run(name, address, storage_path, storage_option)
+    if drain is not None:
+        found.drain(drain, within_s)
+        if size is None and min_workers is None:
+            done = f"{drain} leaves once it is replaced"
+            _print_reply({"name": name, "worker": drain}, done, as_json)
+            return
     status = found.status()
     found.scale(size, min_workers=min_workers)
     present = status["world_size"]
@@ -152,20 +167,6 @@ def scale(
     _print_reply(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
 
 
-def drain(
-    name: Name,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
-    within_s: Annotated[float | None, typer.Option(help="Seconds until it must be gone.")] = None,
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """Let one worker leave once it is replaced."""
-    find_live_run(name, address, storage_path, storage_option).drain(worker, within_s)
-    _print_reply({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
-
-
 def kill(
     name: Name,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
@@ -174,7 +175,7 @@ def kill(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Kill the process of one worker, to rehearse a loss. `drain` lets one leave in order."""
+    """Kill the process of one worker, to rehearse a loss; `scale --drain` lets one leave."""
     find_live_run(name, address, storage_path, storage_option).kill(worker)
     _print_reply({"name": name, "worker": worker}, f"{worker} is killed", as_json)
 
@@ -202,56 +203,8 @@ def stop(
     _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
 
 
-def checkpoint(
-    name: Name,
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """Make a checkpoint of one of the next steps."""
-    find_live_run(name, address, storage_path, storage_option).checkpoint()
-    _print_reply({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
-
-
-def restart(
-    name: Name,
-    job: _Job,
-    arguments: _Arguments = None,
-    set_: _Set = None,
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """Checkpoint and stop a run, and continue it with a local script: new code, or another image.
-
-    The run keeps its name and its storage path; other --set options must be given again.
-    """
-    from elastic_dp.cluster.overrides import Overrides
-
-    Overrides(set_ or [])  # told before anything is stopped
-    found = find_live_run(name, address, storage_path, storage_option)
-    has_owner = _ray_has_owner()
-    found.stop("to be started again")
-    ended = found.result()
-    print(f"{name} is stopped after step {ended.step}, and continues from there", file=sys.stderr)
-    if has_owner:
-        print(
-            (
-                "its Ray cluster ends with the process that started it; the run continues on a Ray "
-                "cluster of this process"
-            ),
-            file=sys.stderr,
-        )
-        _leave_ray()
-        address = None
-    same = [f"name={name}", f"storage_path={ended.path.removesuffix('/' + name)}"]
-    raise typer.Exit(_run(job, arguments or [], [*(set_ or []), *same], address, as_json))
-
-
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, events, logs, scale, drain, kill, stop, checkpoint, restart):
+    for verb in (run, logs, scale, kill, stop):
         app.command()(verb)
 
 
@@ -259,12 +212,17 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _run(
-    job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
+    job: Path,
+    arguments: list[str],
+    texts: list[str],
+    restart: bool,
+    address: str | None,
+    as_json: bool,
 ) -> int:
     from elastic_dp.cluster.overrides import Overrides, overriding
     from elastic_dp.run_record import read_result
 
-    overrides = Overrides(texts)
+    overrides = Overrides(texts, restarts=restart)
     if address is not None:
         from elastic_dp.cluster.ray.cluster_connection import connect
 
@@ -332,18 +290,6 @@ def _sigterm_exits() -> Iterator[None]:
             yield
     except Interrupted:  # also a KeyboardInterrupt, which would be reported as Ctrl-C
         raise typer.Exit(128 + signal.SIGTERM) from None
-
-
-def _ray_has_owner() -> bool:
-    from elastic_dp.cluster.runs.ray_kv_state import has_owner
-
-    return has_owner()
-
-
-def _leave_ray() -> None:
-    from elastic_dp.cluster.ray.cluster_connection import disconnect
-
-    disconnect()
 
 
 def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:

@@ -84,7 +84,7 @@ def age(seconds: float | None) -> str:
 
 
 def overview_table(overviews: Sequence[RunOverview]) -> TextTable:
-    """Return the table of `list` and `top`: what matters first."""
+    """Return the table of `status`: what matters first."""
     header = ("run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event")
     rows = [
         (

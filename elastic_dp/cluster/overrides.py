@@ -1,13 +1,8 @@
-"""Overrides of a job's fields: `elastic-dp run JOB.py --set scaling.max_workers=8`.
+"""`elastic-dp run JOB.py --set scaling.max_workers=8`: changes of a job's fields.
 
-The script is not changed: the overrides are in force while it runs, and each `ElasticTrainer` that
-it creates applies them before the job is checked. All fields of a config change together, so two
-fields that bound each other may both be set. An unknown name is an error that lists the known ones.
-A field of `config` must be one that the script sets, because nothing would read a misspelt one.
-
-Written by hand: values are parsed by the annotations of our own frozen dataclasses, whose checks
-name the field and the way out; a library for typed configuration would add a dependency to replace
-these 100 lines.
+They are in force while the script runs: each `ElasticTrainer` that it makes applies them. Values
+are JSON, or texts. The checks of the configs refuse a wrong one; a field of `config` must be one
+that the script sets, because nothing would read a misspelt one, and keeps its type.
 """
 
 from __future__ import annotations
@@ -24,138 +19,90 @@ from elastic_dp.config import JobSpec
 from elastic_dp.config.removed_names import REMOVED_NAMES
 from elastic_dp.errors import SpecError
 
-_Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
+_Changes = Mapping[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
 
 
 class Overrides:
-    """Parsed `--set` options. `urls` are the folders of the runs that were created under them."""
+    """Parsed `--set` options. `urls` are the folders of the runs that were created under them.
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._changes: _Changes = {}
-        self.urls: list[str] = []
+    `restarts`: a live run of the same folder is stopped, and continued with the new job.
+    """
+
+    def __init__(self, texts: Sequence[str] = (), *, restarts: bool = False) -> None:
+        self.restarts, self.urls = restarts, list[str]()
+        self._changes: dict[tuple[str, ...], str] = {}
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or not all(name.split(".")):
                 raise SpecError(f"--set {text!r} must be FIELD=VALUE, as in scaling.max_workers=8")
             self._changes[tuple(name.split("."))] = value
 
-    def created(self, url: str) -> None:
-        self.urls.append(url)
-
     def applied(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return `job`, the arguments of an ElasticTrainer, with the overrides applied."""
         hints = {**typing.get_type_hints(JobSpec), "storage_path": str}
-        return _changed_fields("", job, {name: hints[name] for name in job}, self._changes)
+        return {**job, **_changed("a job", job, hints, self._changes)} if self._changes else {**job}
 
 
-_active = Overrides(())
+active = Overrides()
 
 
 @contextlib.contextmanager
 def overriding(overrides: Overrides) -> Iterator[None]:
     """Put overrides in force inside a `with` block."""
-    global _active
-    before, _active = _active, overrides
+    global active
+    before, active = active, overrides
     try:
         yield
     finally:
-        _active = before
+        active = before
 
 
-def active_overrides() -> Overrides:
-    """Return the overrides that are in force."""
-    return _active
-
-
-def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:
-    """Return the `value` of field `name` with `changes` of it or of its own fields."""
-    if () in changes:
-        if len(changes) > 1 or dataclasses.is_dataclass(value):
-            fields = f"set fields of it: {_names(value)}" if _names(value) else "it has no fields"
-            raise SpecError(f"{name} cannot be set as a whole; {fields}")
-        return _read(name, changes[()], hint)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = typing.get_type_hints(type(value))
-        present = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        new = _changed_fields(name, present, hints, changes)
-        return dataclasses.replace(value, **{path[0]: new[path[0]] for path in changes})
-    if isinstance(value, Mapping):
-        of_any = (*typing.get_args(hint), Any, Any)[1]
-        hints = {key: _kind(held) if of_any is Any else of_any for key, held in value.items()}
-        if of_any is not Any:  # any key is valid, such as a resource that the script does not name
-            hints |= {path[0]: of_any for path in changes}
-        return _changed_fields(name, value, hints, changes)
-    raise SpecError(f"{name} is {value!r}, and has no fields to set")
-
-
-def _changed_fields(
-    name: str, values: Mapping[str, Any], hints: Mapping[str, Any], changes: _Changes
+def _changed(
+    name: str, fields: Mapping[str, Any], hints: Mapping[str, Any], changes: _Changes
 ) -> dict[str, Any]:
-    new = dict(values)
+    """Return the new values of the fields that change. All of an object change together."""
+    new = {}
     for first in dict.fromkeys(path[0] for path in changes):
-        inner = f"{name}.{first}".lstrip(".")
-        if first not in hints:
-            if not name and first in REMOVED_NAMES:
-                raise SpecError(REMOVED_NAMES[first])
-            has = f"which has {', '.join(hints)}" if hints else "which is empty"
-            raise SpecError(f"{inner} is no field of {name or 'a job'}, {has}")
+        inner = first if name == "a job" else f"{name}.{first}"
+        if first in REMOVED_NAMES:
+            raise SpecError(REMOVED_NAMES[first])
+        if first not in fields and hints.get("*") is None:
+            raise SpecError(f"{inner} is no field of {name}; it has: {', '.join(fields) or 'none'}")
+        old: Any = fields.get(first)
+        hint = hints.get(first, hints.get("*", Any))
         own = {path[1:]: text for path, text in changes.items() if path[0] == first}
-        new[first] = _changed(inner, values.get(first), hints[first], own)
+        is_config = dataclasses.is_dataclass(old) and not isinstance(old, type)
+        if () in own and not is_config and len(own) == 1:
+            new[first] = _read(inner, own[()], old, hint)
+        elif is_config and () not in own:
+            held = {field.name: getattr(old, field.name) for field in dataclasses.fields(old)}
+            more = _changed(inner, held, typing.get_type_hints(type(old)), own)
+            new[first] = dataclasses.replace(old, **more)
+        elif isinstance(old, Mapping) and () not in own:
+            of_any = (*typing.get_args(hint), Any, Any)[1] is Any
+            new[first] = {**old, **_changed(inner, old, {} if of_any else {"*": float}, own)}
+        else:
+            raise SpecError(f"{inner} is set as a whole, or has no such fields: set its own fields")
     return new
 
 
-def _read(name: str, text: str, hint: Any) -> Any:
-    """Return `text` as a value of type `hint`."""
+def _read(name: str, text: str, old: Any, hint: Any) -> Any:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    arms = typing.get_args(hint) if union else (hint,)
-    for arm in sorted(arms, key=lambda arm: arm is not type(None)):
-        with contextlib.suppress(ValueError, KeyError):
-            return _as(arm, text)
-    raise SpecError(f"{name} is {text!r}, must be {' or '.join(_words(arm) for arm in arms)}")
-
-
-def _as(arm: Any, text: str) -> Any:
-    if arm is type(None):
-        return {"none": None, "null": None}[text.lower()]
-    if arm is bool:
-        return {"true": True, "false": False}[text.lower()]
-    if arm in (int, float, str):
-        return arm(text)
-    if arm is Any:
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-    origin = typing.get_origin(arm)
-    if origin is typing.Literal:
-        return {str(value): value for value in typing.get_args(arm)}[text]
-    kind = {Mapping: dict, Sequence: list}.get(origin)
-    if kind is list and not text.startswith("["):
-        return [part.strip() for part in text.split(",")]
-    if kind is not None and isinstance(value := json.loads(text), kind):
-        by_number = kind is dict and typing.get_args(arm)[0] is int  # JSON has no such keys
-        return {int(key): held for key, held in value.items()} if by_number else value
-    raise ValueError(text)
-
-
-def _kind(value: Any) -> Any:
-    """Return the type of a value of `config`, which a new value must have."""
-    return type(value) if isinstance(value, bool | int | float | str) else Any
-
-
-def _words(arm: Any) -> str:
-    known = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-    if typing.get_origin(arm) is typing.Literal:
-        return " or ".join(map(str, typing.get_args(arm)))
-    if typing.get_origin(arm) is Mapping:
-        return "a JSON object"
-    return known.get(arm, "what the script alone can give")
-
-
-def _names(value: Any) -> str:
-    fields = (
-        (field.name for field in dataclasses.fields(value))
-        if dataclasses.is_dataclass(value)
-        else value
-    )
-    return ", ".join(fields)
+    kinds = typing.get_args(hint) if union else (hint,)
+    if str in kinds and not (text.lower() == "none" and type(None) in kinds):
+        return json.loads(text) if text.startswith("[") else text
+    try:
+        word = {"none": "null"}.get(text.lower(), text.lower())
+        value = json.loads(word if word in ("null", "true", "false") else text)
+    except ValueError:
+        value = text
+    if isinstance(value, dict):  # JSON has no numbers as keys
+        value = {int(key) if key.isdecimal() else key: held for key, held in value.items()}
+    if hint is Any and isinstance(old, bool | int | float | str):
+        value = float(value) if isinstance(old, float) and type(value) is int else value
+        value = text if isinstance(old, str) else value
+        if type(value) is not type(old):
+            raise SpecError(
+                f"{name} is {text!r}, must be of type {type(old).__name__}, like {old!r}"
+            )
+    return value

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.cluster import console
+from elastic_dp.cluster import overrides as set_options
 from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
-from elastic_dp.cluster.overrides import active_overrides
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
 from elastic_dp.cluster.worker import prepare_environment
@@ -167,12 +167,11 @@ class ElasticTrainer:
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,
         }
-        overrides = active_overrides()
-        job = overrides.applied(job)
+        job = set_options.active.applied(job)
         self.storage_path: str = job.pop("storage_path")
         self._storage_options = dict(storage_options or {})
         self.spec = JobSpec(**job)
-        overrides.created(self.url)
+        set_options.active.urls.append(self.url)
         self.loggers = tuple(loggers)
         self._is_named = name is not None
         self._total_steps = self.spec.max_steps  # and by epochs, once the data is open
@@ -220,6 +219,8 @@ class ElasticTrainer:
 
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
+            if set_options.active.restarts:
+                attach.stop_live(self.spec.name, self.url)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
             start = partial(self._record_start, data.steps_of, attach.address())
             for note in (*self._said_of_rows, *start()) if is_new else ():

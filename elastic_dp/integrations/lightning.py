@@ -172,7 +172,10 @@ def _dataloaders(module: Any, datamodule: Any, train: Any, validation: Any) -> t
     owner = module if datamodule is None else datamodule
     if train is None:
         if getattr(type(owner), "train_dataloader", None) is _base(owner).train_dataloader:
-            raise SpecError(f"{type(owner).__name__} has no train_dataloader, and none is given")
+            raise SpecError(
+                f"{type(owner).__name__} has no train_dataloader: define it, or pass "
+                "train_dataloaders= to LightningTrainer"
+            )
         train = owner.train_dataloader()
     if validation is None and type(owner).val_dataloader is not _base(owner).val_dataloader:
         validation = owner.val_dataloader()

@@ -16,7 +16,7 @@ import math
 import os
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ NOT_FIRED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 _KEY = "trainer"  # of what the loop's body changes, in `state=`
 # What differs between workers, which must agree on the state: roles, and readings of a clock.
 _OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss")
 _OF_CLOCK = ("_runtime", "_per_second", "_preparation_time")
 
 
@@ -89,6 +90,7 @@ class TransformersTrainer(ElasticTrainer):
         )
         options.setdefault("name", args.run_name)
         sent = _without_process_state(trainer, rows)
+        sent.elastic_workers = scaling.max_workers
         super().__init__(
             types.MethodType(_train, sent),
             data=data,
@@ -371,16 +373,31 @@ class _Body:
         trainer = self._trainer
         args, state = trainer.args, trainer.state
         grad_norm = step.grad_norm if trainer.control.should_log else None
-        best = state.best_model_checkpoint
+        best, logged = state.best_model_checkpoint, len(state.log_history)
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss, grad_norm, trainer.model, None, step.epoch, None, 0.0, step.lr
         )
+        _check_logged(trainer, state.log_history[logged:])
         # Trainer looks whether the folder is there, which another worker may be writing just now.
         if self._recorder.saved_at == state.best_global_step == step.number:
             best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step.number}")
         state.best_model_checkpoint = best
         if not trainer.model.training:  # after an evaluation
             trainer.model.train()
+
+
+def _check_logged(trainer: Any, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Raise LoopError for a value that the user's `Trainer.log` adds: it is that of the rows that
+    this worker has seen, and the workers must agree on what was logged."""
+    if type(trainer).log is transformers.Trainer.log or trainer.elastic_workers == 1:
+        return
+    for name in (name for line in lines for name in line):
+        if name not in _LOGGED and not name.startswith("eval_") and not name.endswith(_OF_CLOCK):
+            raise LoopError(
+                f"{type(trainer).__name__}.log adds {name!r}, which each worker computes from its "
+                "own rows alone: return it from compute_metrics, or write the loop with ctx.steps, "
+                f"and a loss function that returns (loss, weight, {{{name!r}: ...}})"
+            )
 
 
 class _Recorder(TrainerCallback):

@@ -31,7 +31,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOverview:
-    """One line of `elastic-dp list`. None: not known.
+    """One line of `elastic-dp status`. None: not known.
 
     `world_size` and `size` are the workers in the generation and those wanted. `total_steps` is
     where the run ends, if a number of steps was set.

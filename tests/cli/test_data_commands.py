@@ -408,16 +408,15 @@ WITHOUT_RAY = {
     "checkpoints list mine": set(),
     "checkpoints verify mine": set(),
     "status mine --storage-path .": set(),
-    "events mine --storage-path .": set(),
     "logs mine --storage-path .": set(),
-    "list --storage-path .": set(),
+    "status --storage-path .": set(),
 }
 
 
 # A page of help, and a command of each group; the others go the same ways.
 IN_CI = (
     *("--help", "data inspect data", "data convert data converted", "checkpoints verify mine"),
-    *("status mine --storage-path .", "list --storage-path ."),
+    *("status mine --storage-path .", "status --storage-path ."),
 )
 
 
@@ -439,7 +438,7 @@ def test_commands_that_need_no_cluster_import_neither_ray_nor_torch(command, end
 
 
 def test_events_of_an_ended_run_are_in_the_order_of_their_time(ended_run):
-    there = ("events", "mine", "--storage-path", ended_run)
+    there = ("logs", "mine", "--events", "--storage-path", ended_run)
     lines = [json.loads(line) for line in run(*there, "--json").stdout.splitlines()]
     assert [line["time"] for line in lines] == [1.0, 2.0, 3.0]
     assert lines[1] == {"time": 2.0, "step": 7, "loss": 0.5}
@@ -510,9 +509,9 @@ def test_logs_of_a_folder_are_followed_until_its_lease_is_released(live_folder):
 
 
 def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
-    (row,) = json.loads(run("list", "--storage-path", ended_run, "--json").stdout)
+    (row,) = json.loads(run("status", "--storage-path", ended_run, "--json").stdout)
     assert (row["name"], row["phase"], row["step"]) == ("mine", "over", 7)
-    assert "finished after step 7" in run("list", "--storage-path", ended_run).stdout
+    assert "finished after step 7" in run("status", "--storage-path", ended_run).stdout
 
 
 def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
@@ -549,7 +548,7 @@ def test_status_without_a_cluster_says_how_an_ended_run_is_found(monkeypatch):
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setattr("ray.init", refuse)
-    for verb in ("status", "events", "logs"):
+    for verb in ("status", "logs"):
         assert "elastic-dp status RUN --storage-path URL" in run(verb, "mine", code=2).stderr
 
 

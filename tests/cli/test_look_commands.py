@@ -1,4 +1,4 @@
-"""`list` and `status`: aligned tables of recorded folders, at two widths, in colours and plain."""
+"""`status`: aligned tables of recorded folders, at two widths, in colours and plain."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def cells(line):
 
 
 def test_list_of_a_storage_path_is_an_aligned_table_without_colours_where_it_is_piped(runs):
-    text = asked("list", "--storage-path", runs)
+    text = asked("status", "--storage-path", runs)
     header, *lines = text.splitlines()
     assert ESCAPE not in text and header.split("  ")[0] == "run" and cells(header) == HEADER
     rows = {cells(line)[0]: cells(line) for line in lines}
@@ -81,7 +81,7 @@ def test_list_of_a_storage_path_is_an_aligned_table_without_colours_where_it_is_
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_list_in_a_terminal_is_in_colours_and_no_wider_than_it(runs, width):
-    text = asked("list", "--storage-path", runs, terminal=width)
+    text = asked("status", "--storage-path", runs, terminal=width)
     assert f"{ESCAPE}[1;31mfailed" in text and f"{ESCAPE}[33mneeds a look" in text
     assert f"{ESCAPE}[31mred" not in text  # what a worker printed cannot steer the terminal
     plain = re.sub(rf"{ESCAPE}\[[0-9;]*m", "", text)
@@ -100,7 +100,7 @@ def test_list_wraps_long_names_and_loses_no_character_at_80_columns(tmp_path):
     name = "a-very-long-name-of-a-run-with-its-date-2026-11-24"
     recorded(tmp_path, name, night(), 1_000_000)
     text = re.sub(
-        rf"{ESCAPE}\[[0-9;]*m", "", asked("list", "--storage-path", tmp_path, terminal=80)
+        rf"{ESCAPE}\[[0-9;]*m", "", asked("status", "--storage-path", tmp_path, terminal=80)
     )
     header, *lines = text.splitlines()
     assert max(map(len, text.splitlines())) <= 80
@@ -111,7 +111,9 @@ def test_list_wraps_long_names_and_loses_no_character_at_80_columns(tmp_path):
 
 
 def test_list_prints_json_with_the_health_of_each_run(runs):
-    rows = {row["name"]: row for row in json.loads(asked("list", "--json", "--storage-path", runs))}
+    rows = {
+        row["name"]: row for row in json.loads(asked("status", "--json", "--storage-path", runs))
+    }
     going = rows["going"]
     assert (going["health"], going["health_reason"]) == ("needs a look", "2 of 3 workers train")
     assert (going["step"], going["total_steps"], going["world_size"], going["size"]) == (
@@ -134,21 +136,21 @@ def test_list_shows_the_other_runs_where_one_cannot_be_read(runs, monkeypatch):
         return read(folder, now)
 
     monkeypatch.setattr(RunFolder, "report", report)
-    text = asked("list", "--storage-path", runs)
+    text = asked("status", "--storage-path", runs)
     (line,) = [line for line in text.splitlines() if line.startswith("night")]
     assert "unknown" in line and "the store is away" in line and "going" in text
 
 
 def test_list_as_json_says_of_which_run_a_file_is_damaged(runs):
     (runs / "night" / "result.json").write_text("[]")
-    rows = json.loads(asked("list", "--json", "--storage-path", runs))
+    rows = json.loads(asked("status", "--json", "--storage-path", runs))
     night = rows[-1]
     assert (len(rows), night["name"], night["phase"]) == (3, "night", "unknown")
     assert "result.json" in night["reason"] and night["health"] == "finished"
 
 
 def test_list_of_an_empty_storage_path_says_so(tmp_path):
-    assert asked("list", "--storage-path", tmp_path) == f"no runs at {tmp_path}\n"
+    assert asked("status", "--storage-path", tmp_path) == "no runs here\n"
 
 
 def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_path):
@@ -196,7 +198,7 @@ def test_status_of_an_ended_run_says_how_it_ended(runs):
 
 
 @pytest.mark.parametrize("terminal", [None, 80])
-@pytest.mark.parametrize("verb", [["list"], ["status", "höhe"]])
+@pytest.mark.parametrize("verb", [["status"], ["status", "höhe"]])
 def test_terminal_that_is_not_of_utf_8_gets_question_marks_and_no_error(tmp_path, verb, terminal):
     runs = runs_after_a_night(tmp_path)
     (runs / "going").rename(runs / "höhe")
@@ -252,7 +254,7 @@ def test_status_says_rows_per_second_and_what_the_cache_saved():
 
 def test_status_says_that_a_run_is_sharded():
     def facts(**more):
-        return dict(run_facts(SeenRun(overview_of_status("live", LIVE), lambda: LIVE | more)))
+        return dict(run_facts(SeenRun(overview_of_status("live", LIVE), LIVE | more)))
 
     assert facts(sharding="optimizer")["sharding"] == "optimizer"
     assert not facts(sharding=None).get("sharding")

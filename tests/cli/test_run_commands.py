@@ -15,9 +15,9 @@ from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
-    *("run", "list", "status", "events", "logs", "scale", "drain", "kill", "checkpoint"),
-    *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
-    *("checkpoints export", "report", "ui", "doctor", "top"),
+    *("run", "status", "logs", "scale", "kill", "stop", "report", "ui", "doctor"),
+    *("data convert", "data inspect"),
+    *("checkpoints list", "checkpoints save", "checkpoints verify", "checkpoints export"),
 }
 
 
@@ -32,12 +32,10 @@ def test_every_verb_prints_json_where_it_is_asked_to():
 
 
 STEERING = {
-    "scale": ["2"],
-    "drain": ["w1"],
-    "kill": ["w1"],
-    "checkpoint": [],
-    "stop": [],
-    "restart": [__file__],
+    "scale": ["mine", "2"],
+    "kill": ["mine", "w1"],
+    "checkpoints": ["save", "mine"],
+    "stop": ["mine"],
 }
 
 
@@ -46,11 +44,23 @@ def test_verb_that_steers_a_run_which_has_ended_says_how_it_ended(verb, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "run.json").write_text("{}")
     write_result(str(tmp_path / "mine"), Result("mine", "", 7, "enough", "0", True), RunLimits())
-    words = [verb, "mine", *STEERING[verb], "--storage-path", str(tmp_path)]
+    words = [verb, *STEERING[verb], "--storage-path", str(tmp_path)]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 2, said.output
     assert "mine is not live: finished after step 7: enough" in said.stderr
     assert "to continue from step 7" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "now"),
+    [("list", "status"), ("top", "status --watch"), ("restart", "run JOB.py --restart")],
+)
+def test_verb_of_an_earlier_version_is_refused_with_the_one_of_today(verb, now):
+    said = CliRunner().invoke(app, [verb, "mine"])
+    assert said.exit_code == 2
+    assert f"{verb} does not exist any more, use: elastic-dp {now}" in " ".join(said.stderr.split())
+    said = CliRunner().invoke(app, [verb, "--json"])
+    assert now in json.loads(said.stdout)["error"]
 
 
 def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
@@ -68,6 +78,7 @@ def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
     ("words", "error"),
     [
         (["report", "--output", "x.html"], "SpecError: --output names a file for the page"),
+        (["scale", "--within-s", "3"], "--within-s is the time of the worker that --drain names"),
         (["status", "--storage-option", "=x"], "--storage-option … must be of the form NAME=VALUE"),
     ],
 )
@@ -85,10 +96,9 @@ def test_shell_completion_knows_the_verbs():
     assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("verb", ["events", "logs"])
-def test_follow_has_the_short_form_of_tail(verb):
+def test_follow_has_the_short_form_of_tail():
     commands = typer.main.get_command(app).commands
-    [follow] = [p for p in commands[verb].params if p.name == "follow"]
+    [follow] = [p for p in commands["logs"].params if p.name == "follow"]
     assert follow.opts == ["--follow", "-f"]
 
 
@@ -126,12 +136,12 @@ present.__module__ = "ray.stands_in"
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-@pytest.mark.parametrize("verb", ["events", "logs"])
-def test_sigterm_ends_a_follower_with_143_and_without_a_word(verb, swallows, monkeypatch):
+@pytest.mark.parametrize("events", [["--events"], []])
+def test_sigterm_ends_a_follower_with_143_and_without_a_word(events, swallows, monkeypatch):
     monkeypatch.setattr(run_commands, "find_run", lambda *_: Followed(swallows))
     before = signal.signal(signal.SIGTERM, present)
     try:
-        said = CliRunner().invoke(app, [verb, "job", "-f"], catch_exceptions=False)
+        said = CliRunner().invoke(app, ["logs", "job", "-f", *events], catch_exceptions=False)
         assert signal.getsignal(signal.SIGTERM) is present
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -275,5 +285,5 @@ def test_help_of_a_verb_says_where_it_goes_without_an_address():
         return next(p.help for p in verbs[name].params if "--address" in p.opts)
 
     assert "a Ray of the run's own" in told("run")
-    for name in ("list", "status", "events", "logs", "scale", "drain", "kill", "stop", "restart"):
+    for name in ("status", "logs", "scale", "kill", "stop"):
         assert "HOST:6379. Default: the one that the run's folder names" in told(name)

@@ -198,3 +198,8 @@ class FailsOnce(TrainerCallback):
         if state.global_step == 7 and not (self.folder / "failed").exists():
             (self.folder / "failed").touch()
             raise RuntimeError("once")
+
+
+class LogsOfItsRows(Trainer):
+    def log(self, logs, *args, **kwargs):
+        super().log(logs | {"mean_label": 0.5}, *args, **kwargs)

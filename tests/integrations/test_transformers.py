@@ -417,6 +417,22 @@ def test_callbacks_of_events_within_a_step_are_refused(tmp_path):
             integration.TransformersTrainer(jobs.causal_lm(tmp_path, callbacks=[watches]))
 
 
+def test_value_that_a_subclass_adds_to_the_log_is_refused_where_workers_differ(tmp_path):
+    for workers in (1, 2):
+        trainer = jobs.causal_lm(tmp_path / "out", kind=jobs.LogsOfItsRows, logging_steps=1)
+        job = integration.TransformersTrainer(
+            trainer,
+            name=f"of-{workers}",
+            storage_path=tmp_path,
+            scaling=edp.ScalingConfig(max_workers=workers),
+        )
+        if workers == 1:
+            assert job.fit(local=True).metrics["mean_label"] == 0.5
+        else:
+            with pytest.raises(LoopError, match=r"LogsOfItsRows.log adds 'mean_label'"):
+                job.fit(local=True)
+
+
 def test_optimizer_that_has_taken_steps_is_refused(tmp_path):
     trainer = jobs.causal_lm(tmp_path, max_steps=1)
     trainer.train()

@@ -80,7 +80,7 @@ def said(verb, *arguments, code=0):
 
 
 def live():
-    found = {row["name"]: row for row in said("list")}
+    found = {row["name"]: row for row in said("status")}
     trains = "job" in found and found["job"]["step"] > 0 and found["job"]["phase"] == "running"
     return trains and found["job"]
 
@@ -92,18 +92,14 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     asked("run", job, *long, "--set", "config.word=cli", "--", "start")
     row = eventually(live)
     assert row["size"] == 1
-    assert "job" in asked("list").stdout
+    assert "job" in asked("status").stdout
 
     assert said("scale", "job", "2") == {"name": "job", "size": 2, "present": 1}
     assert "within 1..4" in asked("scale", "job", "9", code=2).stderr
     eventually(lambda: said("status", "job")["world_size"] == 2)
     assert re.search("^w1 +member +[0-9]+ +[0-9.]+$", asked("status", "job").stdout, re.M)
-    frame = asked("top", "job").stdout  # no terminal: one frame
-    assert re.search("^w1 +member ", frame, re.M)
-    assert re.search("generation [0-9]+: 1 worker", frame)
-    assert [row["health"] for row in said("top")] == ["healthy"]
-    assert "must be one of w1, w2" in asked("drain", "job", "nobody", code=2).stderr
-    assert said("drain", "job", "w2", "--within-s", "600")["worker"] == "w2"
+    assert "must be one of w1, w2" in asked("scale", "job", "--drain", "nobody", code=2).stderr
+    assert said("scale", "job", "--drain", "w2", "--within-s", "600")["worker"] == "w2"
     assert (
         "a scale-down: 1 worker leaves" in asked("scale", "job", "1", "--min-workers", "1").stdout
     )
@@ -119,21 +115,22 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
         assert page.post("/api/runs/job/drain", {"worker": "nobody"})[0] == 422
         assert page.json("/api/runs/job")["phase"] == "running"
 
-    asked("checkpoint", "job")  # no other is asked for until the restart
+    asked("checkpoints", "save", "job")  # no other is asked for until the restart
     lines = eventually(
         lambda: (
-            "is committed" in (out := asked("events", "job", "--json").stdout) and out.splitlines()
+            "is committed" in (out := asked("logs", "job", "--events", "--json").stdout)
+            and out.splitlines()
         )
     )
     assert {"StartWorker", "SizeRequested"} <= {
         line.get("command") or line.get("event") for line in map(json.loads, lines)
     }
-    assert "starting 1 worker\n" in asked("events", "job").stdout
+    assert "starting 1 worker\n" in asked("logs", "job", "--events").stdout
     assert "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout
     nobody = asked("logs", "job", "--worker", "w9", code=2).stderr
     assert "must be one that is up: w1" in nobody and f"{tmp_path}/runs/job/logs" in nobody
     there = ("--storage-path", tmp_path / "runs")
-    assert "starting 1 worker" in asked("events", "job", *there).stdout  # of the live one
+    assert "starting 1 worker" in asked("logs", "job", "--events", *there).stdout  # of the live one
     assert said("status", "job", *there)["phase"] == "running"
 
     with pytest.warns(UserWarning, match=r"scaling.max_workers=1, not 3.*elastic-dp scale"):
@@ -141,7 +138,12 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     more = said("status", "job")["step"] + 300  # a lower limit than before, which warns
     other = tmp_path / "new_job.py"  # by its own name it would be another run
     other.write_text(job.read_text().replace('name="job"', 'name="other"').replace("/runs", "/off"))
-    again = said("restart", "job", other, "--set", f"max_steps={more}")
+    broken = tmp_path / "broken.py"
+    same = ("--set", "name=job", "--set", f"storage_path={tmp_path / 'runs'}")
+    broken.write_text(other.read_text().replace("trainer =", "no_such_name\n    trainer ="))
+    assert said("run", broken, "--restart", *same, code=1)["error"].startswith("NameError")
+    assert said("status", "job")["phase"] == "running"  # the script is checked first
+    again = said("run", other, "--restart", "--set", f"max_steps={more}", *same)
     assert again["exit_code"] == 0
     metrics = (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in metrics]
@@ -151,10 +153,10 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert (ended["url"], ended["step"]) == (str(tmp_path / "runs" / "job"), more)
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert result["weights_sha256"] == undisturbed(tmp_path, more)
-    assert (said("status", "job", *there)["phase"], said("list")) == ("over", [])
-    assert "starting 1 worker" in asked("events", "job", *there).stdout
+    assert (said("status", "job", *there)["phase"], said("status")) == ("over", [])
+    assert "starting 1 worker" in asked("logs", "job", "--events", *there).stdout
     assert "w1  hello from nobody" in asked("logs", "job", "--worker", "w1", *there).stdout
-    assert [(row["name"], row["phase"]) for row in said("list", *there)] == [("job", "over")]
+    assert [(row["name"], row["phase"]) for row in said("status", *there)] == [("job", "over")]
     with served(tmp_path / "runs", token=TOKEN, controls=RayControls(None)) as page:
         assert page.post("/api/runs/job/stop", {})[0] == 409
     gone = edp.attach("job", tmp_path / "runs")
@@ -214,19 +216,15 @@ def test_doctor_asks_each_node_of_a_cluster(cluster, tmp_path):
         cluster.remove_node(second)
     nodes = {check["where"] for check in checks} - {""}
     assert len(nodes) == 2
-    for name in ("versions", "ports", "GPUs", "clock", "open files"):
+    for name in ("versions", "GPUs", "clock"):
         assert {c["where"] for c in checks if c["check"] == name} >= nodes, name
     texts = {check["check"]: (check["level"], check["text"]) for check in checks}
-    assert texts["network"] == ("ok", "2 connections between nodes, by TCP and UDP")
-    assert texts["shared storage"] == ("ok", "2 nodes see what this machine writes")
+    assert [check["level"] for check in checks if check["check"] == "network"] == ["ok", "ok"]
+    assert [check["level"] for check in checks if check["check"] == "shared storage"] == ["ok"] * 2
     assert texts["same versions"] == ("ok", "all 2 nodes have the same versions")
-    assert texts["Ray health checks"][0] == "warning"  # Ray's defaults
-    assert "after up to 65 s" in texts["Ray health checks"][1]
-    assert texts["Ray worker niceness"][0] == "ok"  # as tests/ray/clusters.py sets it
     assert not list(tmp_path.iterdir())
     alone = [check for check in apart["checks"] if check["check"] == "shared storage"]
     assert [check["level"] for check in alone] == ["fails", "fails"]  # each process has its own
-    assert "an object that this machine has written is not there" in alone[0]["text"]
 
 
 STARTS_RAY = """
@@ -253,7 +251,7 @@ def test_second_terminal_reaches_the_ray_that_a_script_started(tmp_path):
     )
     with script:
         address = script.stdout.readline().strip()
-        words = [sys.executable, "-m", "elastic_dp.cli", "list", "--json", "--address", address]
+        words = [sys.executable, "-m", "elastic_dp.cli", "status", "--json", "--address", address]
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
         script.communicate("\n")
     assert (tmp_path / ".ray" / "auth_token").exists()
@@ -278,7 +276,7 @@ import sys
 from elastic_dp.cli import app
 for address in sys.argv[1:]:
     try:
-        app(["list", "--address", address])
+        app(["status", "--address", address])
     except SystemExit as ended:
         assert ended.code == 2, ended.code
 """

@@ -104,7 +104,7 @@ def test_verb_that_knows_a_name_alone_refuses_to_choose_between_two_runs(two):
     _, addresses = two
     said = asked("stop", "job", code=2)
     assert all(address in said for address in addresses) and "--address" in said
-    rows = asked("list", "--json")
+    rows = asked("status", "--json")
     assert [(row["name"], row["address"]) for row in rows] == [
         ("job", address) for address in sorted(addresses)
     ]

@@ -91,8 +91,8 @@ def test_the_commands_read_a_run_by_storage_options(far):
         return done.stdout
 
     assert json.loads(run("status", "far", "--json", *where))["step"] == 4
-    assert [row["name"] for row in json.loads(run("list", "--json", *where))] == ["far"]
-    assert "step" in run("events", "far", *where)
+    assert [row["name"] for row in json.loads(run("status", "--json", *where))] == ["far"]
+    assert "step" in run("logs", "far", "--events", *where)
     run("logs", "far", *where)
     verified = json.loads(run("checkpoints", "verify", f"{path}/far", "--json", *given))
     assert verified == {"4": []}

@@ -18,6 +18,7 @@ from elastic_dp.errors import ClusterError
 _LOG = logging.getLogger(__name__)
 _LISTENER_S = 10.0
 _ANSWER_S = 2.0  # of an address that may be stale
+_TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 _SLOW_START = "timed out during startup"
 
 
@@ -35,7 +36,7 @@ def connect(address: str | None) -> None:
         elif not os.environ.get("RAY_ADDRESS"):
             address = _only(clusters_of_this_user())
         send_token()
-        ray.init(address=address or "auto", log_to_driver=False)
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
     # An address with another protocol is an AssertionError to Ray 2.56.
     except (OSError, ValueError, AssertionError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
@@ -96,13 +97,22 @@ def connect_or_start() -> None:
 def _start_local() -> None:
     """Start a Ray on this machine. Raises ClusterError if it does not start.
 
+    Such a Ray requires a token, which Ray saves as ~/.ray/auth_token and warns of: it keeps other
+    users of the machine out. docs/security.md says so.
+
     Ray gives its own processes 15 and 30 s to start (raylet, `WaitForDashboardAgentPorts`), and no
     setting extends that. A busy machine may take longer the first time, while files are read from
     disk, so Ray gets a second try.
     """
+    logging.getLogger(_TOKEN_SETUP).setLevel(logging.ERROR)
     for is_last in (False, True):
         try:
-            ray.init(address="local", log_to_driver=False, include_dashboard=False)
+            ray.init(
+                address="local",
+                log_to_driver=False,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
             return
         except Exception as error:  # Ray raises no other type
             ray.shutdown()

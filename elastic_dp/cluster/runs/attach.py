@@ -6,6 +6,7 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -25,10 +26,10 @@ from elastic_dp.cluster.runs.live_runs import (
     find,
     names,
 )
-from elastic_dp.cluster.runs.ray_kv_state import StoredJob, forget, store_job
+from elastic_dp.cluster.runs.ray_kv_state import StoredJob, forget, has_owner, store_job
 from elastic_dp.cluster.runs.run_history import address_of
 from elastic_dp.config import DataConfig, JobSpec
-from elastic_dp.errors import ClusterError
+from elastic_dp.errors import ClusterError, TrainError
 from elastic_dp.run_record import RunLimits, read_result, run_url
 from elastic_dp.storage import StorageURL
 from elastic_dp.wording import did_you_mean
@@ -134,6 +135,20 @@ def _same(one: str, other: str) -> bool:
     return whole(one) == whole(other)
 
 
+def stop_live(name: str, url: str) -> None:
+    """Stop the live run of that name and folder, if there is one, and wait for its end."""
+    was_connected = ray.is_initialized()
+    try:
+        run = find_live(name, url)
+    except ClusterError:
+        return  # the run's lease is waited for, if a cluster has it that does not answer
+    run.stop("to be started again")
+    with contextlib.suppress(TrainError):  # the new job may be there to fix it
+        run.result()
+    if not was_connected and has_owner():  # that Ray ends with the process that started it
+        cluster_connection.disconnect()
+
+
 def find_or_start(
     spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, Any]
 ) -> tuple[Any, bool]:
@@ -200,5 +215,5 @@ def _check_is_the_same(live: LiveController, spec: JobSpec, url: str) -> None:
         warn_at_call(
             f"the run {spec.name!r} is live with other limits or settings, which stay as they are: "
             f"{'; '.join(differing)}. Run.scale or `elastic-dp scale` changes its size, "
-            "`elastic-dp restart` the rest"
+            "`elastic-dp run JOB.py --restart` the rest"
         )
