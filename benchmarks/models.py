@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 SMALL = {"2 blocks of width 32": (32, 2), "4 blocks of width 128": (128, 4)}
-SIZES = {"0.9M": (128, 4), "4.9M": (256, 6), "25.5M": (512, 8)}
+SIZES = {"0.9M": (128, 4), "4.9M": (256, 6), "25.5M": (512, 8), "0.2M": (32, 12)}
 
 
 def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

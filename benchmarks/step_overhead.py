@@ -36,8 +36,9 @@ from elastic_dp.train.worker_session import WorkerSession
 from elastic_dp.wording import counted
 
 WORLD = 2
-ROWS = {"0.9M": 8, "4.9M": 8, "25.5M": 4}
+ROWS = {"0.2M": 2, "0.9M": 8, "4.9M": 8, "25.5M": 4}
 PAIRS = {
+    "0.2M": 3.0,  # 12 blocks of width 32: what is not computing counts most
     "0.9M": 3.0,
     "4.9M": 1.0,
     "25.5M": 0.4,

@@ -446,7 +446,7 @@ BUDGETS = {
     "data": (14_350, 5_600),
     "dataprep": (3_180, 1_100),
     "device": (620, 620),
-    "distributed": (5_150, 3_100),
+    "distributed": (5_000, 3_100),
     "integrations": (1_840, 950),
     "materialization": (426, 330),
     "report": (1_410, 800),

@@ -46,8 +46,8 @@ def sum_gradients(
     """Returns the sum of `root`, added along the tree from the sums of its subtrees, whose memory
     it takes. The last addition writes to `out`, which may be the memory of a subtree.
 
-    `add(one, other, node, out)` writes the sum of `node` to `out`. `LocalReduction.sum_gradient` is
-    the same within a worker.
+    `add(one, other, node, out)` writes the sum of `node` to `out`. `GradientReducer` does the same
+    within a worker.
     """
     if out is not None and root in subtrees:
         return out.copy_(subtrees[root])
@@ -226,7 +226,6 @@ class BucketReduction:
         elements, and `pieces` for what this rank needs, are the caller's."""
         self.bucket, self._plan = bucket, plan
         self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
-        self._waiting = 0  # parameters that have not fired yet in this leaf
         world_size, chunk = plan.group.world_size, plan.chunk(bucket)
         # One per subtree of this worker: (world_size * chunk,).
         self._flats = [self._buffer(pool, world_size * chunk) for _ in range(plan.subtrees)]
@@ -287,18 +286,6 @@ class BucketReduction:
         self._overwritten = False  # whether this worker's last sum is no longer in its buffer
         # Of the finished sum, piece by piece, once it is known: one number for all elements.
         self._element_totals: list[torch.Tensor] = []
-
-    def begin_leaf(self) -> None:
-        self._waiting = len(self.bucket.parameters)
-
-    def fired(self) -> bool:
-        """Records that a parameter has its gradient. Returns whether all parameters have."""
-        self._waiting -= 1
-        return not self._waiting
-
-    @property
-    def is_full(self) -> bool:
-        return not self._waiting
 
     def launch(self) -> None:
         """Sends what is in the views. Raises GroupError."""

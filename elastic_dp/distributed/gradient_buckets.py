@@ -7,6 +7,7 @@ bucket has the strides of its parameter. Of a sharded parameter all of this is i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -17,6 +18,7 @@ import torch
 from elastic_dp.distributed.gradient_rounding import GradientRounding, rounding_of
 from elastic_dp.distributed.gradient_units import memory_stride
 from elastic_dp.distributed.local_shards import local_of
+from elastic_dp.distributed.reduction_tree import Node
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
@@ -39,7 +41,7 @@ class GradientBucket:
         rounding: GradientRounding,
         first_block: int,
     ) -> None:
-        self.number, self.is_last = number, False
+        self.number = number
         self.first, self.last = first, first + len(parameters)
         self.parameters = parameters
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
@@ -48,6 +50,7 @@ class GradientBucket:
         # Where the blocks of each parameter begin and end in the bucket.
         self.cuts = list(accumulate(blocks, initial=0))
         self.blocks = self.cuts[-1]
+        self.first_blocks = [first_block + cut for cut in self.cuts[:-1]]  # of each parameter
 
     @property
     def numel(self) -> int:
@@ -79,11 +82,44 @@ class GradientBucket:
         return [flat[a * record : b * record] for a, b in pairwise(self.cuts)]
 
 
-class PlacedRounding(NamedTuple):
-    """How the gradients of one parameter are added, and the number of its first block."""
+Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
+
+
+class SumsOfOneKind(NamedTuple):
+    """Parameters of one dtype and device, `first` up to `last` of the layout, whose gradients are
+    added in one call. `first_blocks`: of each of them, the number of its first block."""
 
     rounding: GradientRounding
     first: int
+    last: int
+    first_blocks: list[int]
+
+    def rounded(self, gradients: Gradients, node: Node) -> Gradients:
+        """Returns a list in which the gradients of these parameters are rounded."""
+        there = self._present(gradients)
+        rounded = [*gradients]
+        found = self.rounding.round(
+            [gradient for i in there if (gradient := gradients[i]) is not None],
+            node,
+            [self.first_blocks[i - self.first] for i in there],
+        )
+        for i, one in zip(there, found, strict=True):
+            rounded[i] = one
+        return rounded
+
+    def accumulate(self, sums: Gradients, gradients: Gradients, node: Node) -> None:
+        """Adds gradients of these parameters to their sums, where both are there."""
+        both = [i for i in self._present(gradients) if sums[i] is not None]
+        if both:
+            self.rounding.accumulate(
+                [one for i in both if (one := sums[i]) is not None],
+                [one for i in both if (one := gradients[i]) is not None],
+                node,
+                [self.first_blocks[i - self.first] for i in both],
+            )
+
+    def _present(self, gradients: Gradients) -> list[int]:
+        return [i for i in range(self.first, self.last) if gradients[i] is not None]
 
 
 class GradientLayout:
@@ -102,14 +138,13 @@ class GradientLayout:
             bucket = GradientBucket(len(self.buckets), first, cut, rounding, first_block)
             self.buckets.append(bucket)
             first, first_block = bucket.last, first_block + bucket.blocks
-        if self.buckets:
-            self.buckets[-1].is_last = True
-        self.bucket_of = [bucket for bucket in self.buckets for _ in bucket.parameters]
-        self.roundings = [
-            PlacedRounding(bucket.rounding, bucket.first_block + cut)
-            for bucket in self.buckets
-            for cut in bucket.cuts[:-1]
-        ]
+        self.kinds: list[SumsOfOneKind] = []
+        of_kind = itertools.groupby(self.buckets, lambda bucket: (bucket.dtype, bucket.device))
+        for _, found in of_kind:
+            buckets = list(found)
+            blocks = [block for bucket in buckets for block in bucket.first_blocks]
+            ends = buckets[0].first, buckets[-1].last
+            self.kinds.append(SumsOfOneKind(buckets[0].rounding, *ends, blocks))
 
     def begin(self, seed: int) -> None:
         """Starts a step. `seed`: for what is drawn in it to round gradients."""

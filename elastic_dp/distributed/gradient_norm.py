@@ -69,7 +69,7 @@ def gradient_norm(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) 
     `gradients` has one dense tensor for each parameter of the layout, or None. Nothing waits for a
     device.
     """
-    wide = any(g is not None and g.dtype == torch.float64 for g in gradients)
+    wide = torch.float64 in {g.dtype for g in gradients if g is not None}
     norm = fold_squares(squares_of_units(layout.pieces(gradients))).sqrt()
     return norm if wide else norm.float()
 

@@ -1,9 +1,11 @@
 """Adds up the gradients of V virtual workers across the members of a generation, during backward.
 
 Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world
-size. A worker adds its own subtrees as it computes, each gradient in its own hook
-(`LocalReduction`). In the backward pass of its last leaf, every bucket that is complete is sent
-(`BucketReduction`).
+size. A worker adds its own subtrees as it computes. The sums form a stack, on which each leaf (the
+turn of one virtual worker) pushes the sum that it completes (`reduction_tree.fold`). After each
+backward pass all gradients are taken from `p.grad` and added together, by a few operators for lists
+of tensors. Only in the backward pass of the last leaf there are hooks, one for each bucket, on the
+parameter that gets its gradient last: they send what is complete (`BucketReduction`).
 
 The invariants are:
 
@@ -11,30 +13,33 @@ The invariants are:
   and its backward pass begin. A gradient that a loss function leaves there is an error, and so is a
   post-accumulate-grad hook other than ours.
 - Buckets are launched in index order, the same on every rank. A bucket is launched early only when
-  each of its parameters has fired. A parameter that fires twice in one backward (tied weights under
-  reentrant checkpointing do) invalidates the step (`late`): it may have been sent too early, or
-  added to its neighbour in parts. From then on (`sequential`) nothing is launched before backward
-  has ended, and every leaf is added as a whole.
+  each of its parameters has a gradient. A parameter that gets one more after that (tied weights
+  under reentrant checkpointing get two in one backward) invalidates the step (`late`). From then on
+  (`sequential`) nothing is launched before backward has ended.
+- The last leaf is added up in the buffers that are sent, so the stack stays as it is.
 - An absent gradient travels as -0.0, neutral in IEEE addition: x + -0.0 is x, also for x = -0.0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from elastic_dp.device.graph_replay import graphs_are_replayed
 from elastic_dp.distributed.cross_worker_reduction import (
     BucketReduction,
     GradientBufferPool,
     ReductionPlan,
 )
-from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout, Gradients
+from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_order import GradientOrder
-from elastic_dp.distributed.leaf_square import LeafSquare
-from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
+from elastic_dp.distributed.gradient_rounding import GradientRounding
+from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like, sharded_like
 from elastic_dp.distributed.memory_shortage import allocate_buffers, are_large
 from elastic_dp.distributed.piece_routes import HeldRanges
@@ -42,6 +47,14 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.received_memory import ReceivedMemory
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
+
+
+class SubtreeSum(NamedTuple):
+    """The sum of a whole subtree of this worker's leaves. `addresses`: of the memory it lies in."""
+
+    node: Node
+    gradients: Gradients
+    addresses: set[int]
 
 
 class GradientReducer:
@@ -67,11 +80,19 @@ class GradientReducer:
         self._sharded = any(map(is_sharded, self._all))
         self._layout = GradientLayout([])
         self._hooks: list[Any] = []
+        self._own_hooks: list[int] = []  # their number, by parameter
+        # As gradients come, until their order is known.
+        self._arrivals: list[torch.Tensor] = []
         self._plan: ReductionPlan | None = None  # of the present generation
         self._exchanges: list[BucketReduction] = []  # by the number of the bucket
         self._turns: list[BucketReduction] = []  # in the order in which they are reduced
         self._pool, self._received = GradientBufferPool(), ReceivedMemory()
-        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
+        self._stack: list[SubtreeSum] = []
+        # Of the present leaf: its node, to how many sums of the stack it is added, and for the last
+        # one its gradients, if they are not in `p.grad`.
+        self._node: Node = (0, 0)
+        self._merges = 0
+        self._last: Gradients | None = None
         # Whether a parameter has a gradient, and in the last subtree.
         self._used, self._in_last = bytearray(), bytearray()
         self.sequential = self.late = False
@@ -79,7 +100,8 @@ class GradientReducer:
         self._running = self._is_last = False
         self._next = self._turns_taken = 0  # the first that is not launched, and not taken
         self._error: GroupError | None = None
-        self._square: LeafSquare | None = None  # in steps that measure it
+        self._units: UnitLayout | None = None  # in steps that measure the squares of leaves
+        self._square = torch.zeros(())
 
     # ----------------------------------------------------------------------- generation
 
@@ -107,7 +129,7 @@ class GradientReducer:
         self._running = False
         self._received.close()
         self._plan = self._error = None  # its traceback may be the last to hold a communicator
-        self._sums.clear()
+        self._clear()
         for exchange in self._exchanges:
             exchange.release(self._pool)
         self._pool = self._pool if keeps_memory else GradientBufferPool()
@@ -148,22 +170,53 @@ class GradientReducer:
             self._pool.clear()  # it has memory to receive in, too
 
     def _arrange(self) -> None:
-        """Creates hooks and buckets for the parameters that require a gradient now."""
+        """Creates buckets for the parameters that require a gradient now."""
         if self._layout.fits(self._all):
             return
+        self._remove_hooks()
+        self._layout = GradientLayout(self._all, self._wire)
+        count = len(self._layout.parameters)
+        self._own_hooks = [0] * count
+        if self._computes:
+            self._refuse_hooks()
+            # The first backward pass shows in which order gradients come.
+            for index in range(count):
+                self._add_hook(index, self._arrivals.append)
+            if self.order is not None:
+                self._note_order(self.order)
+        self._pool.clear()
+        self._used, self._in_last = bytearray(count), bytearray(count)
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._layout = GradientLayout(self._all, self._wire)
-        self._hooks = []
-        if self._computes:
-            self._refuse_hooks(0)
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(self._hook(i))
-                for i, p in enumerate(self._layout.parameters)
-            ]
-        self._pool.clear()
-        self._used = bytearray(len(self._layout.parameters))
-        self._in_last = bytearray(len(self._layout.parameters))
+        self._hooks, self._own_hooks = [], [0] * len(self._own_hooks)
+        self._arrivals = []
+
+    def _add_hook(self, index: int, hook: Any) -> None:
+        added = self._layout.parameters[index].register_post_accumulate_grad_hook(hook)
+        self._hooks.append(added)
+        self._own_hooks[index] += 1
+
+    def _note_order(self, order: GradientOrder) -> None:
+        """Notes each gradient in `order`, in every backward pass."""
+
+        def noted(index: int, parameter: torch.Tensor) -> None:
+            if self._running:
+                order.note(index)
+
+        for index in range(len(self._layout.parameters)):
+            self._add_hook(index, partial(noted, index))
+
+    def _place_hooks(self) -> None:
+        """Puts one hook on each bucket, on the parameter whose gradient came last."""
+        came = {p: number for number, p in enumerate(self._arrivals)}
+        self._remove_hooks()
+        if self.order is not None:
+            self._note_order(self.order)
+        for bucket in self._layout.buckets:
+            numbers = [came.get(p, -1) for p in bucket.parameters]
+            self._add_hook(bucket.first + numbers.index(max(numbers)), self._launch_complete)
 
     # ----------------------------------------------------------------------------- step
 
@@ -173,13 +226,15 @@ class GradientReducer:
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
+        if self._arrivals:
+            self._place_hooks()
         self.drop()
         self._layout.begin(seed)
         if self.order is not None:
             self.order.begin()
         self.late, self._is_last, self._error = False, False, None
         self._used[:] = bytes(len(self._used))
-        self._square = LeafSquare(self._layout.parameters) if measures else None
+        self._units = UnitLayout.of(self._layout.parameters) if measures else None
         self._next = self._turns_taken = 0
         for exchange in self._exchanges:
             exchange.begin()
@@ -187,14 +242,18 @@ class GradientReducer:
     def drop(self) -> None:
         """Drops every gradient, also those of a step that was not committed."""
         self._running = False
-        self._sums.clear()
+        self._clear()
         for p in self._all:
             p.grad = None
+
+    def _clear(self) -> None:
+        self._stack.clear()
+        self._last, self._merges = None, 0
 
     def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
-        merges = leaf.merges if self._plan.exact else min(1, len(self._sums))
+        merges = leaf.merges if self._plan.exact else min(1, len(self._stack))
         v = leaf.virtual_worker
         self._begin((v, v + 1), merges, is_last)
 
@@ -203,11 +262,12 @@ class GradientReducer:
 
         `merges`: how many sums before it the node is added to. `is_last`: no leaf comes after it.
         """
-        for index, (p, gradient) in enumerate(zip(self._layout.parameters, gradients, strict=True)):
-            if is_last and gradient is not None:  # it stays as it is when it is rounded again
-                rounding = self._layout.bucket_of[index].rounding
-                gradients[index] = rounding.gradient(gradient, p)
-        self._add_given(node, gradients, merges, is_last)
+        self._begin(node, merges, is_last)
+        self._note_used(gradients, 0)
+        if is_last:
+            self._last = gradients  # `send` takes it
+        else:
+            self._push(gradients)
 
     def add_leaf(
         self, leaf: Leaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
@@ -215,30 +275,17 @@ class GradientReducer:
         """Adds a leaf whose gradients are not those of one backward pass, by parameter. They are
         given up."""
         v, given = leaf.virtual_worker, [gradients.get(p) for p in self._layout.parameters]
-        self._add_given((v, v + 1), given, leaf.merges, is_last)
-
-    def _add_given(self, node: Node, given: Gradients, merges: int, is_last: bool) -> None:
-        self._begin(node, merges, is_last)
-        for index, (p, gradient) in enumerate(zip(self._layout.parameters, given, strict=True)):
-            self._used[index] |= gradient is not None
-            if is_last:
-                p.grad = gradient  # `send` takes it
-            else:
-                self._sums.add_gradient(index, gradient)
-        if not is_last:
-            self._sums.end_leaf()
+        self.add_finished((v, v + 1), given, leaf.merges, is_last)
 
     def _begin(self, node: Node, merges: int, is_last: bool) -> None:
-        self._sums.begin_leaf(self._layout.roundings, merges, node)
-        self._is_last = is_last
-        if self._square is not None:
-            self._square.begin()
-        for exchange in self._exchanges:
-            exchange.begin_leaf()
+        self._node, self._merges, self._is_last = node, merges, is_last
+        self._last = None
 
     def before_backward(self) -> None:
         """Takes the gradients of a backward pass. Raises what `check_after_loss` raises."""
         self.check_after_loss()
+        if self._arrivals:
+            self._place_hooks()
         self._running = True
 
     def check_after_loss(self) -> None:
@@ -250,24 +297,21 @@ class GradientReducer:
                     "backward(), or assigned it. Return the loss, whose backward pass is run for "
                     "you; within a loss use torch.autograd.grad"
                 )
-        self._refuse_hooks(1)
+        self._refuse_hooks()
 
     def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """Adds the gradients after the backward pass, also of a leaf that contributes nothing."""
         self._running = False
         self.check_after_backward()
-        if self._square is not None:
-            for i, p in enumerate(self._layout.parameters):
-                if p.grad is not None:  # its hook has not taken it
-                    self._square.add(i, local_of(p.grad))
-        if is_last:
-            return
-        sums = self._sums
-        for i, p in enumerate(self._layout.parameters):
-            if self.sequential or (sums.merges and not sums.fired[i]):
-                sums.add_gradient(i, local_of(p.grad))
-                p.grad = None
-        sums.end_leaf()
+        for exchange in self._exchanges[: self._next if is_last else 0]:
+            for p in exchange.bucket.parameters:
+                if p.grad is not None:  # it came after its bucket was sent
+                    self.late, p.grad = True, None
+        if self._units is not None:
+            leaf_gradients = [local_of(p.grad) for p in self._layout.parameters]
+            self._square = fold_squares(squares_of_units(self._units.pieces(leaf_gradients)))
+        if not is_last:
+            self._push(self._take(self._layout.parameters, 0))
 
     def check_after_backward(self) -> None:
         """Raises LossError if a parameter has a gradient that required none."""
@@ -280,9 +324,9 @@ class GradientReducer:
                 )
 
     def leaf_square(self) -> torch.Tensor:
-        """Returns the sum of squares of the gradient of the leaf that has just ended."""
-        assert self._square is not None
-        return self._square.total()
+        """Returns the sum of squares of the gradient of the leaf that has just ended, of shape ()
+        in fp64. Its bits depend on the leaf alone, and not on the worker that runs it."""
+        return self._square
 
     def send(self) -> None:
         """Launches every bucket that is not launched yet, after the last leaf."""
@@ -297,20 +341,21 @@ class GradientReducer:
         They are right as long as the step's inputs are; see `finished_work`.
         """
         plan = self._plan
-        if plan is None or not plan.exact or self.sequential or self.late:
+        if plan is None or not plan.exact or self.late:
             return {}
-        found = self._sums.finished()
         sent = self._is_last and self._next == len(self._exchanges)
         if sent and all(exchange.holds_last_subtree for exchange in self._exchanges):
+            found = {one.node: one.gradients for one in self._complete()}
             views = [view for exchange in self._exchanges for view in exchange.keep_last_subtree()]
-            found[self._sums.node] = [
+            found[self._completed_node] = [
                 view if there else None for view, there in zip(views, self._in_last, strict=True)
             ]
-        return found
+            return found
+        return {one.node: one.gradients for one in self._stack}
 
     def take_sums(self) -> dict[Node, Gradients]:
         """Returns the sums of this worker's subtrees after its last leaf, and drops them here."""
-        sums = self._sums.finished()
+        sums = {one.node: one.gradients for one in self._stack}
         self.drop()
         return sums
 
@@ -399,10 +444,10 @@ class GradientReducer:
             gradient = sharded_like(view, p) if self._sharded else view
             p.grad = gradient if flag else None
 
-    def totals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields the parameters in layout order, each with its finished sum."""
-        for exchange in self._exchanges:
-            yield from zip(exchange.bucket.parameters, exchange.total_views, strict=True)
+    def totals(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Returns the parameters in layout order, each with its finished sum."""
+        views = [view for exchange in self._exchanges for view in exchange.total_views]
+        return list(zip(self._layout.parameters, views, strict=True))
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -416,62 +461,110 @@ class GradientReducer:
 
     # -------------------------------------------------------------------------- private
 
-    def _refuse_hooks(self, ours: int) -> None:
+    def _refuse_hooks(self) -> None:
         """Raises ModelError if a parameter has a post-accumulate-grad hook of other code."""
-        for p in self._layout.parameters:
-            if len(p._post_accumulate_grad_hooks or ()) > ours:
+        parameters, ours = self._layout.parameters, self._own_hooks
+        found = [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
+        if found != ours:
+            p = next(p for p, n, own in zip(parameters, found, ours, strict=True) if n != own)
+            raise ModelError(
+                f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums "
+                "of as many micro-batches as this worker happens to run. Use register_hook, "
+                "which sees the gradient of each micro-batch, or for that of the step "
+                "clip_norm=, or optimizer.register_step_pre_hook"
+            )
+
+    def _take(self, parameters: Sequence[torch.nn.Parameter], first: int) -> Gradients:
+        """Takes the gradients of parameters from `first` on. Raises ModelError."""
+        gradients: Gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        if self._sharded:
+            pairs = zip(gradients, parameters, strict=True)
+            gradients = [local_of(placed_like(gradient, p)) for gradient, p in pairs]
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and gradient.is_sparse:
+                name = self._names[p]
+                raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
+        self._note_used(gradients, first)
+        return gradients
+
+    def _note_used(self, gradients: Gradients, first: int) -> None:
+        for index, gradient in enumerate(gradients, first):
+            if gradient is not None:
+                self._used[index] = 1
+
+    def _push(self, own: Gradients) -> None:
+        """Adds a leaf, or a finished node in its place, to the sums that it completes."""
+        self._check_memory(own, 0)
+        node, completed = self._node, self._stack[len(self._complete()) :]
+        gradients = own
+        for kind in self._layout.kinds:
+            gradients = kind.rounded(gradients, node)
+        for below in reversed(completed):
+            node = (below.node[0], node[1])
+            for kind in self._layout.kinds:
+                kind.accumulate(below.gradients, gradients, node)
+            pairs = zip(below.gradients, gradients, strict=True)
+            gradients = [other if one is None else one for one, other in pairs]
+        if graphs_are_replayed():  # the next replay writes to the memory of these gradients
+            pairs = zip(gradients, own, strict=True)
+            gradients = [g.clone() if g is not None and g is old else g for g, old in pairs]
+        del self._stack[len(self._stack) - len(completed) :]
+        self._stack.append(SubtreeSum(node, gradients, _addresses(gradients)))
+        self._merges = 0
+
+    def _check_memory(self, gradients: Gradients, first: int) -> None:
+        """Raises ModelError if a gradient, of parameters from `first` on, lies in the memory of a
+        sum on the stack."""
+        addresses = _addresses(gradients) if self._stack else set()
+        for one in self._stack:
+            if not addresses.isdisjoint(one.addresses):
+                index = next(
+                    index
+                    for index, gradient in enumerate(gradients, first)
+                    if gradient is not None and gradient.data_ptr() in one.addresses
+                )
+                name = self._names[self._layout.parameters[index]]
                 raise ModelError(
-                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums "
-                    "of as many micro-batches as this worker happens to run. Use register_hook, "
-                    "which sees the gradient of each micro-batch, or for that of the step "
-                    "clip_norm=, or optimizer.register_step_pre_hook"
+                    f"the gradient of model.{name} lies in the memory of an earlier "
+                    "micro-batch's, which is still needed, as with "
+                    "make_graphed_callables or a backward() that returns the same "
+                    "tensor each time. Use "
+                    'torch.compile(mode="reduce-overhead"), whose gradients are copied, or return '
+                    "a new tensor"
                 )
 
-    def _hook(self, index: int) -> Any:
-        number, sums = self._layout.bucket_of[index].number, self._sums
+    def _complete(self) -> list[SubtreeSum]:
+        """Returns the sums that the present leaf does not add to."""
+        return self._stack[: len(self._stack) - self._merges]
 
-        def fired(parameter: torch.nn.Parameter) -> None:
-            if not self._running:
-                return
-            gradient = parameter.grad
-            if self._sharded:
-                parameter.grad = gradient = placed_like(gradient, parameter)
-                gradient = local_of(gradient)
-            if gradient is not None and gradient.is_sparse:
-                name = self._names[parameter]
-                raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
-            self._used[index] = 1
-            if self.order is not None:
-                self.order.note(index)
-            if self.sequential:
-                return  # `after_leaf` and `send` take it when it is complete
-            if not sums.fire(index):
-                self.late, parameter.grad = True, None
-                return
-            if self._square is not None and gradient is not None:
-                self._square.add(index, gradient)
-            if not self._is_last:
-                sums.add_gradient(index, gradient)
-                parameter.grad = None
-                return
-            exchange = self._exchanges[number]
-            # Now, while the gradient is in the cache.
-            self._write_last(exchange, index, parameter)
-            if exchange.fired():
-                while self._next < len(self._exchanges) and self._exchanges[self._next].is_full:
-                    self._flush(self._exchanges[self._next])
+    @property
+    def _completed_node(self) -> Node:
+        """The subtree whose sum the present leaf completes."""
+        first = self._stack[-self._merges].node if self._merges else self._node
+        return (first[0], self._node[1])
 
-        return fired
+    def _launch_complete(self, parameter: torch.Tensor) -> None:
+        """The hook of the buckets: in the last backward pass, launches those that are complete."""
+        launches = self._running and self._is_last and self._units is None and not self.sequential
+        while launches and self._next < len(self._exchanges):
+            exchange = self._exchanges[self._next]
+            if [p for p in exchange.bucket.parameters if p.grad is None]:
+                return
+            self._flush(exchange)
 
     def _flush(self, exchange: BucketReduction) -> None:
         """Writes this worker's sums of one bucket to its buffers and launches its exchange."""
-        bucket, sums = exchange.bucket, self._sums
-        for views, complete in zip(exchange.views, sums.complete(), strict=False):
-            for view, one in zip(views, complete[bucket.first : bucket.last], strict=True):
-                _write(view, one)
-        for index, p in enumerate(bucket.parameters, bucket.first):
-            if self.sequential or not sums.fired[index]:
-                self._write_last(exchange, index, p)
+        bucket, complete = exchange.bucket, self._complete()
+        here = slice(bucket.first, bucket.last)
+        for views, one in zip(exchange.views, complete, strict=False):
+            self._sum_up(bucket, views, one.gradients[here], one.node, ())
+        given = self._last
+        leaf = self._take(bucket.parameters, bucket.first) if given is None else given[here]
+        self._check_memory(leaf, bucket.first)
+        below = self._stack[len(complete) :]
+        self._in_last[here] = self._sum_up(bucket, exchange.views[-1], leaf, self._node, below)
         self._next += 1
         if self._error is not None:
             return
@@ -480,17 +573,56 @@ class GradientReducer:
         except GroupError as error:  # must not pass through autograd; `send` raises it
             self._error = error
 
-    def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
-        """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
-        view = exchange.views[-1][index - exchange.bucket.first]
-        value = self._sums.sum_gradient(index, local_of(p.grad), out=view)
-        self._in_last[index] = value is not None
-        _write(view, value)
-        p.grad = None
+    def _sum_up(
+        self,
+        bucket: GradientBucket,
+        views: Sequence[torch.Tensor],
+        gradients: Gradients,
+        node: Node,
+        below: Sequence[SubtreeSum],
+    ) -> bytes:
+        """Writes gradients of a bucket to `views`, added to the sums of `below`, which stay as they
+        are. Returns a byte per parameter: whether any of them is there."""
+        rounding, blocks = bucket.rounding, bucket.first_blocks
+        there = [gradient is not None for gradient in gradients]
+        _write(rounding, gradients, node, blocks, views, there)
+        for one in reversed(below):
+            node = (one.node[0], node[1])
+            sums = one.gradients[bucket.first : bucket.last]
+            present = [value is not None for value in sums]
+            both = [a and b for a, b in zip(there, present, strict=True)]
+            if True in both:
+                rounding.accumulate(
+                    _chosen(views, both), _chosen(sums, both), node, _chosen(blocks, both)
+                )
+            if both != present:
+                new = [a and not b for a, b in zip(present, there, strict=True)]
+                _write(rounding, sums, node, blocks, views, new)
+                there = [a or b for a, b in zip(there, present, strict=True)]
+        if False in there:
+            for view in _chosen(views, [not here for here in there]):
+                view.fill_(-0.0)
+        return bytes(there)
 
 
-def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:
-    if value is None:
-        view.fill_(-0.0)
-    elif value is not view:
-        view.copy_(value)
+def _write(
+    rounding: GradientRounding,
+    gradients: Gradients,
+    node: Node,
+    blocks: Sequence[int],
+    views: Sequence[torch.Tensor],
+    chosen: Sequence[bool],
+) -> None:
+    if True in chosen:
+        rounding.write(
+            _chosen(gradients, chosen), node, _chosen(blocks, chosen), _chosen(views, chosen)
+        )
+
+
+def _chosen(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [value for value, one in zip(values, chosen, strict=True) if one]
+
+
+def _addresses(gradients: Gradients) -> set[int]:
+    """Returns where gradients begin in memory. An empty one has the address 0, and no memory."""
+    return {gradient.data_ptr() for gradient in gradients if gradient is not None} - {0}

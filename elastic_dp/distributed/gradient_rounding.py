@@ -21,7 +21,7 @@ buffers, and the state of a joiner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +37,8 @@ class GradientRounding(Protocol):
     """How sums of gradients are kept, rounded and added.
 
     A block of gradients is kept as a record. `node` is the subtree whose sum is rounded, `first`
-    the number of its first block among all blocks of the model: with the seed of the step they
-    determine what Q draws at random.
+    the number of a tensor's first block among all blocks of the model: with the seed of the step
+    they determine what Q draws at random. Lists have one tensor for each parameter.
     """
 
     dtype: torch.dtype  # of the tensors that sums are kept in
@@ -49,9 +49,27 @@ class GradientRounding(Protocol):
         """Starts a step."""
 
     def round(
-        self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Returns Q(gradient), in `out` if that is given, or a sum that is rounded already."""
+        self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Returns Q of each gradient. One that is a rounded sum already is returned as it is."""
+
+    def write(
+        self,
+        gradients: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        """Writes what `round` returns to `outs`."""
+
+    def accumulate(
+        self,
+        sums: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+    ) -> None:
+        """Sets each of `sums` to Q(sum + other)."""
 
     def add(
         self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
@@ -60,9 +78,6 @@ class GradientRounding(Protocol):
 
     def restore(self, sums: torch.Tensor, out: torch.Tensor) -> None:
         """Writes sums to `out` in the dtype of the parameters."""
-
-    def gradient(self, sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of one parameter's gradients as a gradient."""
 
 
 class DtypeRounding:
@@ -77,11 +92,31 @@ class DtypeRounding:
         pass
 
     def round(
-        self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if out is None or gradient.dtype == self.dtype:
-            return _converted(gradient, self.dtype)
-        return out.copy_(gradient)
+        self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        if not gradients or gradients[0].dtype == self.dtype:
+            return list(gradients)
+        rounded = [torch.empty_like(gradient, dtype=self.dtype) for gradient in gradients]
+        torch._foreach_copy_(rounded, list(gradients))
+        return rounded
+
+    def write(
+        self,
+        gradients: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        torch._foreach_copy_(list(outs), list(gradients))
+
+    def accumulate(
+        self,
+        sums: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+    ) -> None:
+        torch._foreach_add_(list(sums), list(others))
 
     def add(
         self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
@@ -90,14 +125,6 @@ class DtypeRounding:
 
     def restore(self, sums: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(sums)
-
-    def gradient(self, sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        return _converted(sums, parameter.dtype)
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the tensor in this dtype, where it is, and itself if that is its own."""
-    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype).copy_(tensor)
 
 
 def rounding_of(wire: str | None, dtype: torch.dtype) -> GradientRounding:

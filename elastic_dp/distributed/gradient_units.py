@@ -71,11 +71,11 @@ class UnitLayout:
         """
         pieces: list[torch.Tensor | None] = []
         for number, tensor in enumerate(tensors):
-            units = self.of_parameter(number)
+            units = self._first_unit[number + 1] - self._first_unit[number]
             if tensor is None:
-                pieces += [None] * len(units)
-            elif len(units) == 1:
-                pieces.append(in_memory_order(tensor))
+                pieces += [None] * units
+            elif units == 1 and tensor.is_contiguous():
+                pieces.append(tensor.view(-1))
             elif units:
                 pieces += in_memory_order(tensor).split(elements_per_unit(tensor.dtype))
         return pieces

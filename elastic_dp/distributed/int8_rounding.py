@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 
-from elastic_dp.distributed.gradient_units import in_memory_order, memory_stride
+from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.reduction_tree import Node
 
 BLOCK = 256
@@ -48,21 +49,47 @@ class Int8Rounding:
         self._seed = seed
 
     def round(
-        self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if gradient.dtype == self.dtype:
-            return gradient
+        self, gradients: Sequence[torch.Tensor], node: Node, firsts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        if not gradients or gradients[0].dtype == self.dtype:
+            return list(gradients)
+        lengths = [math.ceil(gradient.numel() / BLOCK) * RECORD for gradient in gradients]
+        outs = [gradients[0].new_empty(length, dtype=self.dtype) for length in lengths]
+        self.write(gradients, node, firsts, outs)
+        return outs
+
+    def write(
+        self,
+        gradients: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        for gradient, first, out in zip(gradients, firsts, outs, strict=True):
+            if gradient.dtype == self.dtype:
+                out.copy_(gradient)
+            else:
+                self._write_one(gradient, node, first, out)
+
+    def accumulate(
+        self,
+        sums: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        node: Node,
+        firsts: Sequence[int],
+    ) -> None:
+        for one, other, first in zip(sums, others, firsts, strict=True):
+            self.add(one, other, node, first, one)
+
+    def _write_one(self, gradient: torch.Tensor, node: Node, first: int, out: torch.Tensor) -> None:
         flat = in_memory_order(gradient)
-        blocks = math.ceil(len(flat) / BLOCK)
-        if out is None:
-            out = torch.empty(blocks * RECORD, dtype=self.dtype, device=flat.device)
+        blocks = len(out) // RECORD
         key, records = self._key(node), _records(out)
         for at in range(0, blocks, _PIECE_BLOCKS):
             values = flat[at * BLOCK : (at + _PIECE_BLOCKS) * BLOCK]
             if padding := -len(values) % BLOCK:
                 values = torch.nn.functional.pad(values, (0, padding))
             _write(values.view(-1, BLOCK), records[at : at + _PIECE_BLOCKS], key, first + at)
-        return out
 
     def add(
         self, one: torch.Tensor, other: torch.Tensor, node: Node, first: int, out: torch.Tensor
@@ -78,11 +105,6 @@ class Int8Rounding:
         values = out.split(_PIECE_BLOCKS * BLOCK)
         for records, piece in zip(_records(sums).split(_PIECE_BLOCKS), values, strict=True):
             _read(records, piece.view(len(records), BLOCK))
-
-    def gradient(self, sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        flat = torch.empty(len(sums) // RECORD * BLOCK, device=sums.device)
-        self.restore(sums, flat)
-        return flat.as_strided(parameter.shape, memory_stride(parameter))
 
     def _key(self, node: Node) -> tuple[int, int]:
         """Returns two words of 32 bits, for what is drawn at a node of this step."""

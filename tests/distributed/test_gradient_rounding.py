@@ -267,10 +267,18 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
     left, right = torch.from_numpy(one), torch.from_numpy(other)
 
     def rounded(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return rounding.round(gradient, node, 0, out)
+        if out is None:
+            (found,) = rounding.round([gradient], node, [0])
+            return found
+        rounding.write([gradient], node, [0], [out])
+        return out
 
     def added(out: torch.Tensor) -> torch.Tensor:
         return rounding.add(low, high, node, 0, out)
+
+    def accumulated() -> torch.Tensor:
+        rounding.accumulate([total := low.clone()], [high], node, [0])
+        return total
 
     def same(found: torch.Tensor, wanted: Numbers) -> bool:
         return bits_of(found.float()) == wanted.view(np.int32).tolist()
@@ -283,6 +291,7 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
             memory = torch.empty(1100, dtype=torch.bfloat16)[3 : 3 + last - first]
             assert same(rounded(left[part], memory), expected_one[part])
             assert same(added(memory), expected_sum[part])
+            assert same(accumulated(), expected_sum[part])
             assert same(added(low), expected_sum[part])
     assert same(rounded(left.view(32, 32).t()).t().flatten(), expected_one)
 

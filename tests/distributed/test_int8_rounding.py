@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed import int8_rounding
-from elastic_dp.distributed.gradient_units import in_memory_order
+from elastic_dp.distributed.gradient_units import in_memory_order, memory_stride
 from elastic_dp.distributed.int8_rounding import BLOCK, RECORD, Int8Rounding
 from tests.distributed.rounding_models import Numbers, drawn, random_int8
 
@@ -25,11 +25,21 @@ def rounding(seed: int = 0) -> Int8Rounding:
 
 
 def restored(sums: torch.Tensor) -> torch.Tensor:
-    return rounding().gradient(sums, torch.empty(len(sums) // RECORD * BLOCK))
+    found = torch.empty(len(sums) // RECORD * BLOCK)
+    rounding().restore(sums, found)
+    return found
 
 
 def rounded(gradient: torch.Tensor, node: tuple[int, int] = NODE, seed: int = 0) -> torch.Tensor:
-    return rounding(seed).gradient(rounding(seed).round(gradient, node, 0), gradient)
+    flat = restored(round_one(rounding(seed), gradient, node, 0))
+    return flat.as_strided(gradient.shape, memory_stride(gradient))
+
+
+def round_one(
+    eight: Int8Rounding, gradient: torch.Tensor, node: tuple[int, int], first: int
+) -> torch.Tensor:
+    (sums,) = eight.round([gradient], node, [first])
+    return sums
 
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:
@@ -47,15 +57,14 @@ def test_blocks_are_rounded_and_added_as_the_model_says_piece_by_piece(
     monkeypatch.setattr(int8_rounding, "_PIECE_BLOCKS", 2)
     one, other, first = numbers(count, 1), numbers(count, 2), 2**25 - 3  # the counters wrap around
     eight = rounding(seed=2**64 - 1)
-    sums = [eight.round(gradient, NODE, first) for gradient in (one, other)]
+    sums = [round_one(eight, gradient, NODE, first) for gradient in (one, other)]
     models = [random_int8(gradient.numpy(), NODE, first, 2**64 - 1) for gradient in (one, other)]
-    like = torch.empty(count)
     for found, model in zip(sums, models, strict=True):
         assert len(found) == math.ceil(count / BLOCK) * RECORD
-        assert same(eight.gradient(found, like), model)
+        assert same(restored(found)[:count], model)
     total = eight.add(*sums, (0, 8), first, torch.empty_like(sums[0]))
     model = random_int8(models[0] + models[1], (0, 8), first, 2**64 - 1)
-    assert same(eight.gradient(total, like), model)
+    assert same(restored(total)[:count], model)
 
 
 def same(found: torch.Tensor, model: Numbers) -> bool:
@@ -65,7 +74,7 @@ def same(found: torch.Tensor, model: Numbers) -> bool:
 def test_part_of_a_sum_is_rounded_as_the_whole() -> None:
     """Each rank adds up the blocks of its own part."""
     eight, memory = rounding(), torch.zeros(9 * RECORD, dtype=torch.uint8)
-    one, other = (eight.round(numbers(9 * BLOCK, seed), NODE, 30) for seed in (1, 2))
+    one, other = (round_one(eight, numbers(9 * BLOCK, seed), NODE, 30) for seed in (1, 2))
     whole = eight.add(one, other, (0, 8), 30, memory)
     for first, last in ((0, 1), (2, 5), (8, 9)):
         part = slice(first * RECORD, last * RECORD)
@@ -81,7 +90,7 @@ def test_rounded_sum_stays_as_it_is(seed: int) -> None:
     once = rounded(numbers(64 * BLOCK, seed))
     again = rounded(once, node=(0, 1 + seed), seed=seed)
     assert again.equal(once)
-    sums = rounding().round(once, NODE, 0)
+    sums = round_one(rounding(), once, NODE, 0)
     total = rounding(seed).add(sums, torch.zeros_like(sums), (0, 9), 0, torch.empty_like(sums))
     assert restored(total).equal(once)
 
@@ -131,7 +140,7 @@ def test_noise_differs_between_nodes_steps_and_blocks() -> None:
 def test_block_with_what_is_not_finite_stays_so(value: float) -> None:
     x = torch.ones(3 * BLOCK)
     x[BLOCK + 7] = value
-    sums = rounding().round(x, NODE, 0)
+    sums = round_one(rounding(), x, NODE, 0)
     assert [bool(block.isfinite().all()) for block in restored(sums).split(BLOCK)] == [
         True,
         False,
@@ -140,14 +149,14 @@ def test_block_with_what_is_not_finite_stays_so(value: float) -> None:
     assert not restored(sums)[BLOCK : 2 * BLOCK].isfinite().any()
     for other in (torch.ones(3 * BLOCK), torch.zeros(3 * BLOCK), -x):
         total = torch.empty_like(sums)
-        rounding().add(sums, rounding().round(other, NODE, 0), (0, 8), 0, total)
+        rounding().add(sums, round_one(rounding(), other, NODE, 0), (0, 8), 0, total)
         assert not restored(total)[BLOCK : 2 * BLOCK].isfinite().any()
-        again = rounding().round(restored(total), NODE, 0)
+        again = round_one(rounding(), restored(total), NODE, 0)
         assert not restored(again)[BLOCK : 2 * BLOCK].isfinite().any()
 
 
 def test_sum_that_overflows_is_not_finite() -> None:
-    half = rounding().round(torch.full((BLOCK,), 2e38), NODE, 0)
+    half = round_one(rounding(), torch.full((BLOCK,), 2e38), NODE, 0)
     total = rounding().add(half, half.clone(), (0, 8), 0, torch.empty_like(half))
     assert restored(half).isfinite().all() and not restored(total).isfinite().any()
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 
+from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.local_reduction import Gradients
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
@@ -141,19 +141,14 @@ class DelayedGradient:
                 given = step, self._share, self.virtual_workers, self._expected(step), held
                 results = leaves.run(*given, meanwhile=self.sums.advance)
             except GroupError:
-                late, sums = gradients.late, gradients.take_sums()
-                self._add({} if late else sums)
+                self._add(gradients.take_sums())
                 raise
         unread = [value for one in results.values() for value in one.unread.values()]
         if unread:
             assert group.on_device is not None
             take_read(results, group.on_device.read(unread))
         self.previous.check({v: (one.loss, one.weight) for v, one in results.items()})
-        late, sums = gradients.late, gradients.take_sums()
-        if late:  # the model is new to this worker; `StepRunner` does the same in a step
-            gradients.add_sequentially()
-            return self._own_sums(group)
-        return sums
+        return gradients.take_sums()
 
     def _send(self, step: int, nodes: Mapping[Node, Gradients]) -> None:
         self.sums.begin(rounding_seed(self._seed, step))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_dp.distributed.local_reduction import Gradients
+from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.reduction_tree import Node, Share
 from elastic_dp.train.state.module_buffers import LeafBuffers
 from elastic_dp.train.step.micro_batch import MicroBatchResult
