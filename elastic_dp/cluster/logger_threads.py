@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import RunEvent
 from elastic_dp.telemetry.batch_queue import BatchQueue
-from elastic_dp.telemetry.journal import MAX_KEPT, read_events
+from elastic_dp.telemetry.journal import MAX_KEPT
+from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from elastic_dp.threads import background
 

@@ -22,7 +22,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.run_record import Result, RunOutcome, read_result
 from elastic_dp.storage import Store, redact_url
-from elastic_dp.telemetry.journal import read_events
+from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
 

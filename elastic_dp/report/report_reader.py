@@ -17,7 +17,7 @@ from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
 from elastic_dp.report.report_model import Report
 from elastic_dp.run_record import read_result
 from elastic_dp.storage import ObjectMissing, ObjectRewritten, StorageURL, Store
-from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
+from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail
 
 _TIMEOUT_S = 15.0  # of one request
 _LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoints and the result

@@ -1,10 +1,10 @@
-"""The journal of a run, as JSON lines: `events.jsonl` (events, commands and reasons) and
-`metrics.jsonl`.
+"""The journal of a run, as JSON lines: events (with commands and reasons) and metrics.
 
 Lines are kept in memory for clients that follow the run, up to a limit, and written to the run's
-folder at any fsspec URL: on a local disk they are appended at once, several together if they come
-together; elsewhere the whole file is written at intervals. Nothing waits for the disk. A store that
-is unavailable is waited for, and nothing is written before the existing files have been read.
+folder. On a local disk they are appended to `events.jsonl` and `metrics.jsonl` at once, several
+together if they come together. Other stores cannot append: there each writer has segments, such as
+`journal/events-00000001-WRITER.jsonl`, and writes the newest again at intervals until it is full.
+Nothing waits for the disk. A store that is unavailable is waited for.
 
 A process that takes over a run reads what the previous one wrote and continues its numbering. A
 client passes a `JournalPosition`, so it receives each line once: events that were sent but never
@@ -28,23 +28,28 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from elastic_dp.errors import FileDamaged
-from elastic_dp.storage import ObjectMissing, Store
-from elastic_dp.storage.json_files import path_in
+from elastic_dp.errors import StorageError
+from elastic_dp.storage import Store
 from elastic_dp.telemetry.batch_queue import BatchQueue
+from elastic_dp.telemetry.journal_reader import (
+    JOURNAL_FILES,
+    read_journal,
+    segment_number,
+    segment_path,
+    segments,
+)
 from elastic_dp.threads import background
 
 MAX_KEPT = 10_000  # lines in memory
-# Seconds between two writes of a whole file; writing takes at most a twentieth of the time.
+# Seconds between two writes of a segment; writing takes at most a twentieth of the time.
 _PAUSE_S = 10.0
+_SEGMENT_BYTES = 256 << 10
 _TIMEOUT_S = 20.0  # for one request, which the store retries
 _AGAIN_S = 1.0  # between two attempts while the store is unavailable
 _DIGITS = 4  # decimals of a time in seconds
-_FILES = ("events", "metrics")
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON does not have
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -75,7 +80,7 @@ class Journal:
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._id = secrets.token_hex(4)
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
-        self._count = dict.fromkeys(_FILES, 0)
+        self._count = dict.fromkeys(JOURNAL_FILES, 0)
         self._changed = threading.Condition()
         self._queue: BatchQueue[tuple[str, str] | None] = BatchQueue(gather_s=0.0)
         self._writer: threading.Thread | None = None
@@ -113,9 +118,9 @@ class Journal:
         seen = {"events": events, "metrics": metrics}
         with self._changed:
             self._changed.wait_for(
-                lambda: any(self._count[f] > seen[f] for f in _FILES), timeout=timeout_s
+                lambda: any(self._count[f] > seen[f] for f in JOURNAL_FILES), timeout=timeout_s
             )
-            now = {file: max(seen[file], self._count[file]) for file in _FILES}
+            now = {file: max(seen[file], self._count[file]) for file in JOURNAL_FILES}
             lines = [line for file, number, line in self._kept if number > seen[file]]
         return JournalPosition(self._id, **now), lines
 
@@ -172,21 +177,19 @@ class Journal:
         Later lines may have an earlier time, because the clock may have been set.
         """
 
-        def is_old(each: tuple[str, dict[str, Any]]) -> bool:
-            return bool(each[1]["time"] < round(since, _DIGITS))
+        def is_old(line: dict[str, Any]) -> bool:
+            return bool(line["time"] < round(since, _DIGITS))
 
-        texts = {file: self._patiently(self._written, file) for file in _FILES}
-        files = ([(file, line) for line in journal_lines(file, texts[file])] for file in _FILES)
-        new = (itertools.dropwhile(is_old, lines) for lines in files)
-        for file, line in heapq.merge(*new, key=lambda each: each[1]["time"]):
+        assert self._store is not None
+        files = []
+        for file in JOURNAL_FILES:
+            new = itertools.dropwhile(is_old, self._patiently(read_journal, self._store, file))
+            files.append([(file, line) for line in new])
+        for file, line in heapq.merge(*files, key=lambda each: each[1]["time"]):
             self._keep(file, line)
 
-    def _written(self, file: str) -> list[str]:
-        assert self._store is not None
-        return _texts(self._store, file)
-
     def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Call `attempt` until it succeeds, whatever the store raises.
+        """Call `attempt` until the store or the disk takes it.
 
         When the journal is closed, a last attempt is made, and its exception is raised.
         """
@@ -194,7 +197,7 @@ class Journal:
             closing = self._closing.is_set()
             try:
                 return attempt(*args, **more)
-            except Exception:
+            except (OSError, StorageError):
                 if closing:
                     raise
                 self._closing.wait(_AGAIN_S)
@@ -209,15 +212,15 @@ class Journal:
         assert self._store is not None
         folder = self._store.local_path(self._store.path)
         if folder is None:
-            self._rewrite(self._store)
+            self._write_segments(self._store)
         else:
             self._patiently(os.makedirs, folder, exist_ok=True)
             self._append(folder)
 
     def _append(self, path: str) -> None:
-        files = {name: f"{path}/{name}.jsonl" for name in _FILES}
-        lines: dict[str, deque[str]] = {name: deque() for name in _FILES}
-        for name in _FILES:  # a reader finds both, whatever comes
+        files = {name: f"{path}/{name}.jsonl" for name in JOURNAL_FILES}
+        lines: dict[str, deque[str]] = {name: deque() for name in JOURNAL_FILES}
+        for name in JOURNAL_FILES:  # a reader finds both, whatever comes
             self._patiently(_append_lines, files[name], lines[name])
         open_ = True
         while open_:
@@ -226,50 +229,65 @@ class Journal:
                     open_ = False
                 else:
                     lines[entry[0]].append(entry[1])
-            for name in _FILES:
+            for name in JOURNAL_FILES:
                 if lines[name]:
                     self._patiently(_append_lines, files[name], lines[name])
 
-    def _rewrite(self, store: Store) -> None:
-        """Write whole files at intervals, because stores cannot append."""
-        texts = {name: bytearray() for name in _FILES}
-        for name, text in texts.items():
-            text += "".join(line + "\n" for line in self._patiently(self._written, name)).encode()
-        changed: set[str] = set()
+    def _write_segments(self, store: Store) -> None:
+        segments = {name: _Segment(store, name, self._id) for name in JOURNAL_FILES}
         due, open_ = 0.0, True
         while open_:
-            wait_s = max(0.0, due - time.monotonic()) if changed else None
+            waiting = any(segment.changed for segment in segments.values())
+            wait_s = max(0.0, due - time.monotonic()) if waiting else None
             for entry in self._queue.take(wait_s):
                 if entry is None:
                     open_ = False
                 else:
-                    texts[entry[0]] += entry[1].encode() + b"\n"
-                    changed.add(entry[0])
+                    segments[entry[0]].add(entry[1])
             began = time.monotonic()
-            if changed and (began >= due or not open_):
-                # A store may raise anything; it may be available later.
-                with contextlib.suppress(Exception):
-                    for name in sorted(changed):
-                        store.write(path_in(store, f"{name}.jsonl"), bytes(texts[name]))
-                        changed.discard(name)
+            if began >= due and open_:
+                with contextlib.suppress(StorageError):  # it may be available later
+                    for segment in segments.values():
+                        segment.write()
                 due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
+        for segment in segments.values():
+            self._patiently(segment.write)
 
 
-def read_events(url: str) -> Iterator[dict[str, Any]]:
-    """Return the lines of both files of a run's folder, by time. Empty if no run has written
-    there.
-    """
-    store = Store(url)
-    files = [journal_lines(name, _texts(store, name)) for name in _FILES]
-    return heapq.merge(*files, key=lambda line: line["time"])
+class _Segment:
+    """The newest segment of one file, and lines that come after it."""
 
+    def __init__(self, store: Store, file: str, writer: str) -> None:
+        self._store, self._file, self._writer = store, file, writer
+        self._number = 0  # 0: not yet known
+        self._content = bytearray()
+        self._rest: deque[bytes] = deque()
 
-def _texts(store: Store, file: str) -> list[str]:
-    try:
-        content = store.read_all(path_in(store, f"{file}.jsonl"))
-    except (ObjectMissing, FileDamaged):  # no file, or a folder of that name
-        return []
-    return bytes(content).decode(errors="replace").splitlines()
+    @property
+    def changed(self) -> bool:
+        return bool(self._rest)
+
+    def add(self, line: str) -> None:
+        self._rest.append(line.encode() + b"\n")
+
+    def write(self) -> None:
+        """Writes all lines. Those that the store does not take stay."""
+        while self._rest:
+            if not self._number:
+                before = segments(self._store, self._file)
+                last = segment_number(before[-1].path, self._file) if before else 0
+                self._number = last + 1
+            count, content = 0, self._content.copy()
+            while count < len(self._rest) and len(content) < _SEGMENT_BYTES:
+                content += self._rest[count]
+                count += 1
+            path = segment_path(self._store, self._file, self._number, self._writer)
+            self._store.write(path, bytes(content))
+            for _ in range(count):
+                self._rest.popleft()
+            is_full = len(content) >= _SEGMENT_BYTES
+            self._number += is_full
+            self._content = bytearray() if is_full else content
 
 
 def json_line(line: dict[str, Any]) -> str:
@@ -288,28 +306,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _as_number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
-
-
-def journal_lines(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file ("events" or "metrics"), without those that a process did not
-    finish or that are not ours.
-    """
-    for text in texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            line = json.loads(text)
-            wanted = ("time", "step") if file == "metrics" else ("time",)
-            if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
-                if any(word in text for word in _NOT_FINITE):
-                    line = {name: _as_number(value) for name, value in line.items()}
-                yield line
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _append_lines(path: str, lines: deque[str]) -> None:

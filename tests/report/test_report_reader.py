@@ -10,9 +10,10 @@ from elastic_dp.report.report_model import EventKind, RunPhase
 from elastic_dp.report.report_reader import RunFolder, read_report
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import path_in
-from elastic_dp.telemetry import journal_tail
+from elastic_dp.telemetry import journal_reader
 from elastic_dp.telemetry.goodput import goodput_of
-from elastic_dp.telemetry.journal import Journal, read_events
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.testing import ProcessRun
 from elastic_dp.urls import StorageURL
 from tests.patience import eventually
@@ -45,7 +46,7 @@ def test_report_of_a_folder_that_grows_is_that_of_the_whole_folder(tmp_path):
 
 
 def test_folder_on_a_store_whose_objects_are_rewritten_is_followed(monkeypatch):
-    monkeypatch.setattr(journal_tail, "_CHUNK_BYTES", 512)  # several reads of one object
+    monkeypatch.setattr(journal_reader, "_CHUNK_BYTES", 512)  # several reads of one object
     where = StorageURL(f"memory://{uuid.uuid4().hex}/night")
     store, lines = Store(where), night()
     growing = RunFolder("night", where)

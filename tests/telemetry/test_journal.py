@@ -13,8 +13,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_dp.coordinator.messages import Explain, Signature, WorkerReady
+from elastic_dp.storage import Store
 from elastic_dp.telemetry import journal as module
-from elastic_dp.telemetry.journal import Journal, read_events
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.telemetry.journal_reader import JournalTail, read_events, read_journal
 from tests.patience import eventually
 
 
@@ -26,9 +28,16 @@ def said(lines):
 
 
 def wait_for_file(url, file, count):
-    fs, path = fsspec.url_to_fs(f"{url}/{file}.jsonl")
-    eventually(lambda: fs.exists(path) and len(fs.cat_file(path).splitlines()) >= count)
-    return fs, path
+    """Wait for so many lines. Return the file system and the newest object with lines."""
+    fs, path = fsspec.url_to_fs(url)
+
+    def written():
+        found = [f"{path}/{file}.jsonl", *sorted(fs.glob(f"{path}/journal/{file}-*.jsonl"))]
+        found = [path for path in found if fs.exists(path)]
+        lines = sum(len(fs.cat_file(path).splitlines()) for path in found)
+        return found if lines >= count else None
+
+    return fs, eventually(written)[-1]
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -83,10 +92,41 @@ def test_follower_of_a_journal_reads_each_line_once(url):
     third = Journal(url, since=began)
     assert said(third.since(None, 1.0)[1]) == ["written", "took over", 1, 2, 3, 4]
     third.close()
-    fs, path = wait_for_file(url, "metrics", 5)
-    whole = [line for line in fs.cat_file(path).decode().splitlines() if line.endswith("}")]
-    assert [json.loads(line)["step"] for line in whole] == [1, 2, 3, 4]
+    wait_for_file(url, "metrics", 5)
+    assert [line["step"] for line in read_journal(Store(url), "metrics")] == [1, 2, 3, 4]
     first.close()
+
+
+def test_journal_on_an_object_store_sends_each_line_a_bounded_number_of_times(monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "_SEGMENT_BYTES", 2000)
+    url, steps = f"memory://{uuid.uuid4()}", 300
+    former = Store(url)
+    former.write(
+        f"{former.path}/metrics.jsonl", b'{"time": 1.0, "step": 0}\n'
+    )  # of a former version
+    sent, write = [], Store.write
+    monkeypatch.setattr(
+        Store,
+        "write",
+        lambda store, path, content: (sent.append(content), write(store, path, content)),
+    )
+    tail = JournalTail(Store(url), "metrics")
+    journals = [Journal(url), Journal(url)]  # a thawed controller and its successor
+    followed = []
+    for step in range(1, steps + 1):
+        journals[step % 2].metrics(step, {})
+        while len(followed) <= step // 2:
+            followed += tail.lines()
+    for journal in journals:
+        journal.close()
+    assert max(map(len, sent)) < 2000 + 100
+    size = sum(len(content) for content in sent)
+    assert size < 2000 * (2 * steps + 10)  # whole files are 20 times as much
+    followed += tail.lines()
+    for lines in (followed, list(read_events(url))):
+        assert sorted(line["step"] for line in lines) == list(range(steps + 1))
+    assert next(iter(Journal(url, since=0.0).recorded()))["step"] == 0
 
 
 class Away:
@@ -111,10 +151,6 @@ class Away:
         return operation
 
 
-def lines_of(url, file):
-    return MemoryFileSystem().cat_file(f"{url.removeprefix('memory:/')}/{file}.jsonl").splitlines()
-
-
 @pytest.mark.parametrize("takes_over", [False, True])
 def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over):
     url, began = f"memory://{uuid.uuid4()}", time.time()
@@ -128,7 +164,7 @@ def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over
     journal.command(Explain("later"))
     journal._queue.put(None, urgent=True)  # and not closed, for then each is tried once more only
     journal._writer.join()
-    assert [json.loads(line)["text"] for line in lines_of(url, "events")] == ["earlier", "later"]
+    assert said(read_events(url)) == ["earlier", "later", 1]
 
 
 def test_a_journal_is_closed_where_the_store_stays_away(monkeypatch):

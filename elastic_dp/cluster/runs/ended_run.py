@@ -23,8 +23,7 @@ from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import read_result, run_names, run_url
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.journal import read_events
-from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
+from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail, read_events
 from elastic_dp.wording import did_you_mean
 
 _FOLLOW_S = 1.0  # between two looks at the folder

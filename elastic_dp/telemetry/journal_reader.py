@@ -1,0 +1,115 @@
+"""Reads the journal in a run's folder, after the run or while it goes on.
+
+The lines of a file ("events" or "metrics") are in `events.jsonl` on a disk. Other stores have them
+in segments. A run that began with an earlier version has both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_dp.errors import FileDamaged
+from elastic_dp.storage import Entry, ObjectMissing, ObjectRewritten, Store
+from elastic_dp.storage.json_files import path_in
+
+JOURNAL_FILES = ("events", "metrics")
+_CHUNK_BYTES = 4 * 2**20
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON does not have
+
+
+class JournalTail:
+    """One file of a journal, from which each line is read once."""
+
+    def __init__(self, store: Store, file: str) -> None:
+        self._store, self._file = store, file
+        self._read: dict[str, int] = {}  # bytes of each object
+        self._rest: dict[str, bytes] = {}  # of a line that was not complete
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines that have been added.
+
+        Raises ObjectRewritten if it is not the journal that was read before.
+        """
+        whole = self._store.look_up(path_in(self._store, f"{self._file}.jsonl"))
+        entries = [*([whole] if whole else ()), *segments(self._store, self._file)]
+        missing = self._read.keys() - {entry.path for entry in entries}
+        if missing or any(entry.size < self._read.get(entry.path, 0) for entry in entries):
+            raise ObjectRewritten(f"{self._store.url}: the journal is shorter than before")
+        for entry in entries:
+            yield from journal_lines(self._file, self._texts(entry))
+
+    def _texts(self, entry: Entry) -> Iterator[str]:
+        offset, rest = self._read.get(entry.path, 0), self._rest.pop(entry.path, b"")
+        while offset < entry.size:
+            end = min(entry.size, offset + _CHUNK_BYTES)
+            rest += bytes(self._store.read(entry.path, offset, end))
+            self._read[entry.path] = offset = end
+            lines, newline, after = rest.rpartition(b"\n")
+            if newline:
+                yield from lines.decode(errors="replace").split("\n")
+                rest = after
+        if rest:
+            self._rest[entry.path] = rest
+
+
+def read_events(url: str) -> Iterator[dict[str, Any]]:
+    """Return the lines of both files of a run's folder, by time. Empty if no run has written
+    there.
+    """
+    store = Store(url)
+    files = [read_journal(store, file) for file in JOURNAL_FILES]
+    return heapq.merge(*files, key=lambda line: line["time"])
+
+
+def read_journal(store: Store, file: str) -> list[dict[str, Any]]:
+    """Return the lines of one file."""
+    texts: list[str] = []
+    paths = [path_in(store, f"{file}.jsonl"), *(e.path for e in segments(store, file))]
+    for path in paths:
+        with contextlib.suppress(ObjectMissing, FileDamaged):  # no file, or a folder of that name
+            texts += bytes(store.read_all(path)).decode(errors="replace").splitlines()
+    return list(journal_lines(file, texts))
+
+
+def segments(store: Store, file: str) -> list[Entry]:
+    """Return the segments of a file in their order."""
+    entries = store.look(path_in(store, "journal"), deep=False).entries if store.lists else ()
+    numbered = [(segment_number(entry.path, file), entry) for entry in entries]
+    return [entry for number, entry in sorted(numbered) if number]
+
+
+def segment_path(store: Store, file: str, number: int, writer: str) -> str:
+    return path_in(store, f"journal/{file}-{number:08}-{writer}.jsonl")
+
+
+def segment_number(path: str, file: str) -> int:
+    """Return the number of a segment of this file, from 1; 0 for other objects."""
+    match = re.fullmatch(rf"{file}-(\d+)-\w+\.jsonl", path.rpartition("/")[2])
+    return int(match[1]) if match else 0
+
+
+def journal_lines(file: str, texts: Iterator[str] | list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file ("events" or "metrics"), without those that a process did not
+    finish or that are not ours.
+    """
+    for text in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            wanted = ("time", "step") if file == "metrics" else ("time",)
+            if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
+                if any(word in text for word in _NOT_FINITE):
+                    line = {name: _as_number(value) for name, value in line.items()}
+                yield line
+
+
+def _as_number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
