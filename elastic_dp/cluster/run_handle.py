@@ -110,10 +110,10 @@ class Run:
                 "ends it"
             )
             return
-        from elastic_dp.train.interruption import INTERRUPTED
+        from elastic_dp.train.interruption import INTERRUPTED, INTERRUPTED_REASON
 
         progress.say(INTERRUPTED)
-        reason, ended = "interrupted", RunOutcome()
+        reason, ended = INTERRUPTED_REASON, RunOutcome()
         try:
             with contextlib.suppress(ClusterError):  # it is over
                 self.stop(reason)

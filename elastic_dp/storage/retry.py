@@ -104,6 +104,10 @@ class Retry:
             self._counts.bytes_read += read
             self._counts.bytes_written += written
 
+    def raise_when_late(self) -> None:
+        """From now on a call without success for `timeout_s` raises StorageError."""
+        self._on_wait = None
+
     def close(self) -> None:
         """Makes calls that wait raise StorageError."""
         self._closed.set()

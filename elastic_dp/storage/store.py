@@ -164,6 +164,11 @@ class Store:
         except ObjectMissing:
             return
 
+    def raise_when_late(self) -> None:
+        """From now on a call without success for `timeout_s` raises StorageError, also one that
+        waits with `on_wait`."""
+        self._retry.raise_when_late()
+
     def close(self) -> None:
         """Makes calls that wait for the store raise StorageError. Later calls are tried once."""
         self._retry.close()

@@ -6,6 +6,7 @@ import signal
 import threading
 
 TIME_IS_UP = "max_time_s reached"
+INTERRUPTED_REASON = "interrupted"  # of a run that ends with its driver
 INTERRUPTED = "stopping after this step, with a checkpoint; press Ctrl-C again to end at once"
 
 

@@ -67,7 +67,8 @@ class LocalRun:
         self._committer: CheckpointCommitter | None = None
         if self.url is not None:
             timeout_s = self.spec.failure.storage_timeout_s
-            catalog = Catalog(Store(self.url, timeout_s=timeout_s, on_wait=self.say))
+            self._store = Store(self.url, timeout_s=timeout_s, on_wait=self.say)
+            catalog = Catalog(self._store)
             kept = WorkerCheckpointer(catalog, self.spec.checkpoint, "w1", self)
             self._checkpoints = kept
             self._committer = CheckpointCommitter(
@@ -145,6 +146,7 @@ class LocalRun:
             if self.control.interrupted or not session.loop.opened or session.loop.exhausted:
                 raise Interrupted(128 + number)
             self.control.interrupt(number)
+            self._store.raise_when_late()  # a full disk must not hold up the end
             self.say(INTERRUPTED)
 
         both = (signal.SIGINT, signal.SIGTERM) if self._checkpoints is not None else ()

@@ -59,6 +59,7 @@ from elastic_dp.train.generations.worker_control import (
     WorkerControl,
 )
 from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.interruption import INTERRUPTED_REASON
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.step_record import StepRecord
@@ -250,6 +251,8 @@ class WorkerSession:
             if caught_up is not None:
                 return self._body_begins(caught_up)
             if self.position.ended:
+                if self.ended == INTERRUPTED_REASON and self.checkpoints is not None:
+                    self.checkpoints.raise_when_late()
                 self._checkpoint_if_requested()
                 self.loop.steps_ended()
                 self.progress.loop_left()

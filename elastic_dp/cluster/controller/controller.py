@@ -68,7 +68,7 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import WrittenParts
-from elastic_dp.train.interruption import TIME_IS_UP
+from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
 
 
@@ -402,6 +402,8 @@ class Controller:
                 expected = self.report.has_ended or self.exits.is_released(worker)
                 if self.exits.is_evicted(worker) or not expected:
                     self.state_store.count_loss()
+        if isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON:
+            self.checkpoints.raise_when_late()
         self.state_store.record(event)
         self.journal.event(event)
 

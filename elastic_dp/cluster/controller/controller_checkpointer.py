@@ -104,6 +104,11 @@ class ControllerCheckpointer:
             self._committer.reject(at_most, generation)
         self._committer.find(lambda step: self._post(CheckpointFound(step)))
 
+    def raise_when_late(self) -> None:
+        """Checkpoints of an interrupted run do not wait for a store that stays unavailable."""
+        if self._store is not None:
+            self._store.raise_when_late()
+
     def close(self) -> None:
         if self._committer is not None:
             self._committer.close()

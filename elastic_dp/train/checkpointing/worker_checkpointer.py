@@ -180,6 +180,10 @@ class WorkerCheckpointer:
         every = self._config.every_steps
         return agreed or self._requested or (every is not None and step % every == 0) or ended
 
+    def raise_when_late(self) -> None:
+        """Checkpoints of an interrupted run do not wait for a store that stays unavailable."""
+        self._catalog.store.raise_when_late()
+
     def take(
         self,
         state: TrainState,
