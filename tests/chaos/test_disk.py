@@ -22,6 +22,7 @@ from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, retry
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.train.interruption import INTERRUPTED_REASON
 from tests.chaos.cluster import ROOT
 from tests.chaos.hosts import folder
 from tests.patience import PATIENCE_S, eventually
@@ -83,6 +84,20 @@ def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
     assert names(url)[-1] == outcome.step
     lines = (disk / "run" / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in whole(lines)] == [x["step"] for x in calm.logged]
+
+
+def test_interrupt_ends_a_run_whose_disk_is_full(disk, monkeypatch):
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.3)
+    spec = job(steps=100_000, workers=2, body_s=0.1)
+    failure = dataclasses.replace(spec.failure, storage_timeout_s=0.5)
+    spec, url = dataclasses.replace(spec, failure=failure), str(disk / "run")
+    with ProcessRun(spec, with_frequent_checkpoints, journal=Journal(url), url=url) as run:
+        wait(run, lambda: said(run, "checkpoint of step 5 is committed"))
+        with full(disk):
+            wait(run, lambda: said(run, "No space left on device"))
+            run.controller.post(StopRequested(INTERRUPTED_REASON))
+            outcome = run.wait(PATIENCE_S)
+    assert outcome.error is None and outcome.reason == INTERRUPTED_REASON
 
 
 def test_a_disk_without_room_for_a_link_is_full_and_not_one_that_has_none(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ None of these jobs is told to make checkpoints by itself, unless it says so.
 """
 
 import dataclasses
+import errno
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ import elastic_dp as edp
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator import drain_checkpointer
 from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
+from elastic_dp.errors import Interrupted
+from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.train.interruption import TIME_IS_UP
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import PATIENCE_S, eventually
@@ -170,6 +173,31 @@ def test_ctrl_c_in_a_local_run(tmp_path, times):
     )
     assert again.digest == calm.digest
     assert again.logged[0]["step"] == (8 if times == 1 else 1)
+
+
+def test_one_sigterm_ends_a_local_run_whose_disk_is_full(tmp_path, monkeypatch):
+    write = LocalBackend.write
+
+    def full(backend, path, content, create_only):
+        if "step-" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(backend, path, content, create_only)
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            if step.number == 5:
+                monkeypatch.setattr(LocalBackend, "write", full)
+            if step.number == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    spec = spec_of(steps=12)
+    failure = dataclasses.replace(spec.failure, storage_timeout_s=0.1)
+    every = CheckpointConfig(every_steps=2)
+    with pytest.raises(Interrupted):
+        local(
+            dataclasses.replace(spec, failure=failure, checkpoint=every), train, url=str(tmp_path)
+        )
 
 
 def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
