@@ -11,7 +11,8 @@
     │   ├── LoopError      ctx.steps not called, or left early, or its body wrote training state
     │   ├── LossError      the loss is no scalar, not finite, or not made of weights and rows alone
     │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, …)
-    │   └── StateError     a value of the state cannot be stored; names its key
+    │   ├── StateError     a value of the state cannot be stored; names its key
+    │   └── StateDiffers   members hold different states; names the keys and the members
     ├── ClusterError       the operator acts: capacity, a lost controller, an exhausted budget
     │   └── LeaseLost      another cluster has taken over the run; this one must stop
     ├── StorageError       the operator acts: the store refuses or is away; carries its message
@@ -117,6 +118,26 @@ class StateError(TrainError):
 
     def __str__(self) -> str:
         return f"the state cannot be stored: {self.path} is {self.reason}"
+
+
+class StateDiffers(TrainError):
+    """Members hold different states after a step. Example: `state["tracker"]` has the time in it.
+
+    `names` are what differs, `members` those whose state is not in the checkpoint.
+    """
+
+    def __init__(self, step: int, names: str, members: str) -> None:
+        super().__init__(step, names, members)
+        self.step, self.names, self.members = step, names, members
+
+    def __str__(self) -> str:
+        return (
+            f"the state differs between members after step {self.step}: {self.names} (on "
+            f"{self.members}). What is passed as state=, and what the loop body changes, must "
+            "follow from the steps alone: no clocks, no ranks, no random numbers of its own. Leave "
+            f"it out of state_dict(). The checkpoint of step {self.step} has the weights, and the "
+            "state of the other members"
+        )
 
 
 class ClusterError(ElasticError):

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, part_path, units_path
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
@@ -170,17 +171,10 @@ def write_commit(
     """Commits the checkpoint. `units` is what members reported about units, by member.
 
     Committing the same state twice under one claim gives one checkpoint; a different state is
-    refused. Raises StateError if the members' states differ, and LeaseLost if another controller
-    committed another state.
+    refused. Raises StateError if two members hold different bytes of a unit, and LeaseLost if
+    another controller committed another state.
     """
-    odd = [share for share in shares if share.digest != manifest.digest_without_units]
-    if odd:
-        raise StateError(
-            "the state",
-            f"not the same on all members at step {manifest.step}: "
-            f"it differs on {', '.join(s.writer for s in odd)}. What is passed as state= must "
-            "follow from the steps alone (no clocks, no random numbers of its own)",
-        )
+    assert all(share.digest == manifest.digest_without_units for share in shares), shares
     assert all(share.step == manifest.step for share in shares), shares
     assert not missing(manifest, shares), missing(manifest, shares)
     if units is not None:
@@ -206,15 +200,64 @@ def write_commit(
     return made
 
 
-def differences(one: Manifest, other: Manifest) -> list[str]:
-    """Returns the names of the tensors in which two members' states may differ, by their blocks."""
+def join_parts(
+    catalog: Catalog, written: Iterable[tuple[Manifest, WorkerParts]]
+) -> tuple[Manifest, WorkerParts] | None:
+    """Makes one checkpoint of parts that members with different states have written, each part as
+    one of them has it. Returns None unless each part is written and the layouts are equal.
+
+    What is equal on all members, as the weights are, is whole in it.
+    """
+    sources: dict[int, Manifest] = {}
+    writer, step = "", 0
+    for manifest, share in written:
+        sources |= dict.fromkeys(share.parts, manifest)
+        writer, step = share.writer, share.step
+    first = next(iter(sources.values()), None)
+    if first is None or any(one.layout != first.layout for one in sources.values()):
+        return None
+    layout = first.layout
+    if len(sources) < len(layout.parts):
+        return None
+    per_part = layout.part_bytes // layout.block_bytes
+    blocks = tuple(sources[n // per_part].blocks[n] for n in range(layout.blocks))
+    made = replace(first, blocks=blocks)
+    for number, source in sources.items():
+        path = part_path(catalog.folder, source, number)
+        content = catalog.store.read(path, 0, layout.parts[number].nbytes)
+        catalog.store.write(part_path(catalog.folder, made, number), content)
+    return made, WorkerParts(writer, step, made.digest, tuple(sorted(sources)))
+
+
+def differences(one: Manifest, other: Manifest, tensors: Sequence[Sequence[str]] = ()) -> list[str]:
+    """Returns the paths of values and tensors in which two members' states differ.
+
+    `tensors` are the digests of all tensors of both. Without them, the tensors are those in blocks
+    that differ.
+    """
+    found = sorted(_differing_values(one.tree, other.tree, ""))
     if one.layout != other.layout:
-        return ["the tensors' names, types or shapes"]
+        return found or ["the tensors' names, types or shapes"]
     layout = one.layout
+    if tensors:
+        pairs = zip(layout.specs, *tensors, strict=True)
+        return [*found, *(spec.name for spec, mine, theirs in pairs if mine != theirs)]
     differing = [i for i, (a, b) in enumerate(zip(one.blocks, other.blocks, strict=True)) if a != b]
-    found = [] if one.tree == other.tree else ["values that are not tensors"]
     for spec, at in zip(layout.specs, layout.offsets, strict=True):
         spans = (layout.block_span(block) for block in differing)
         if any(start < at + spec.nbytes and at < end for start, end in spans):
             found.append(spec.name)
     return found
+
+
+def _differing_values(one: Any, other: Any, path: str) -> Iterator[str]:
+    """Yields the paths of values that differ in two encoded trees, each with both values."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one:
+            below = path if key == "v" and "$" in one else f"{path}.{key}".lstrip(".")
+            yield from _differing_values(one[key], other[key], below)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _differing_values(a, b, f"{path}.{i}")
+    elif one != other:
+        yield f"{path} ({str(one)[:40]} and {str(other)[:40]})"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.codec import NamedTensor, encode
-from elastic_dp.checkpoint.commit_record import Manifest, block_digest
+from elastic_dp.checkpoint.commit_record import Manifest, block_digest, block_digester
 from elastic_dp.checkpoint.layout import Layout, Part, Piece, TensorSpec, flat_bytes
 from elastic_dp.checkpoint.snapshot_memory import SnapshotMemory
 from elastic_dp.device.host_copies import HostCopies
@@ -93,6 +93,15 @@ class Snapshot:
         """Returns the content of the part's file, header included, without copying it."""
         content: Any = self.memory.content.numpy()
         return memoryview(content)[part.at : part.at + part.nbytes]
+
+    def tensor_digests(self) -> tuple[str, ...]:
+        """Returns the digest of each tensor, by slot. Members whose states differ compare them."""
+        self.memory.copies.wait()
+        digests = [block_digester() for _ in self._layout.specs]
+        for slot, start, end, at in self._layout.pieces:
+            begin = self._layout.host_at(at)
+            digests[slot].update(self.memory.content.numpy()[begin : begin + end - start].data)
+        return tuple(digest.hexdigest() for digest in digests)
 
     def _digest(self, block: int) -> str:
         start, end = self._layout.block_span(block)

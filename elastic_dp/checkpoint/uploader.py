@@ -53,14 +53,15 @@ class Uploader:
     """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
     uploader.
 
-    `on_written(share, manifest, units)` is called on such a thread with what the committer needs.
+    `on_written(share, manifest, units, tensors)` is called on such a thread with what the committer
+    needs.
     Every member computes the same manifest. `units` is None where no state is divided into units.
     """
 
     def __init__(
         self,
         catalog: Catalog,
-        on_written: Callable[[WorkerParts, Manifest, WorkerUnits | None], None],
+        on_written: Callable[[WorkerParts, Manifest, WorkerUnits | None, tuple[str, ...]], None],
     ) -> None:
         self.snapshot = Snapshot()
         self.units: UnitSnapshot | None = None  # as of the step of `snapshot`
@@ -139,7 +140,8 @@ class Uploader:
         self, step: int, numbers: Sequence[int], units: Sequence[str] = (), *, writer: str = ""
     ) -> None:
         """Also writes these parts, and the files of units with these names, if the snapshot still
-        holds this step. Any thread may call it."""
+        holds this step. Without any, it reports the digest of each tensor. Any thread may call
+        it."""
         self._last = self._one.submit(self._write_more, step, numbers, units, writer)
 
     def wait(self) -> WorkerParts | None:
@@ -170,15 +172,22 @@ class Uploader:
         self._tell(share, writer, None)
         return share
 
-    def _tell(self, share: WorkerParts, writer: str, names: Sequence[str] | None) -> None:
+    def _tell(
+        self,
+        share: WorkerParts,
+        writer: str,
+        names: Sequence[str] | None,
+        *,
+        compares: bool = False,
+    ) -> None:
         """Writes units, too: those with these names, or those that `writer` is to write. Reports
-        what is written."""
+        what is written, and with `compares` the digest of each tensor."""
         manifest, units = self.snapshot.manifest(), None
         if self.units is not None:
             units = write_units(
                 self._catalog, manifest, self.units, self._writers, writer=writer, names=names
             )
-        self._on_written(share, manifest, units)
+        self._on_written(share, manifest, units, self.snapshot.tensor_digests() if compares else ())
 
     def _write_more(
         self, step: int, numbers: Sequence[int], units: Sequence[str], writer: str
@@ -188,4 +197,4 @@ class Uploader:
                 share = write_parts(
                     self._catalog, self.snapshot, numbers, self._writers, writer=writer
                 )
-                self._tell(share, writer, units)
+                self._tell(share, writer, units, compares=not numbers and not units)

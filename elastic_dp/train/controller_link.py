@@ -25,6 +25,7 @@ class WrittenParts:
     - `took_s` is the time from the begin of the snapshot to this report, in seconds.
     - `lineage_id` is the generation in which the run of this state began or went back.
     - `units` is set where the optimizer is sharded.
+    - `tensors` are the digests of all tensors, if the committer has asked for them.
     """
 
     share: WorkerParts
@@ -38,6 +39,7 @@ class WrittenParts:
     data: str = ""
     took_s: float = 0.0
     units: WorkerUnits | None = None
+    tensors: tuple[str, ...] = ()
 
 
 class ControllerLink(Protocol):

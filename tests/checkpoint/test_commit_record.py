@@ -33,7 +33,7 @@ from elastic_dp.checkpoint.commit_record import (
 )
 from elastic_dp.checkpoint.layout import Layout, canonical
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
+from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same, save, train_state
 
@@ -81,12 +81,14 @@ def test_commit_with_a_missing_part_or_unequal_states_is_refused():
     other.take(1, tree)
     manifest = snapshot.manifest()
     assert differences(manifest, other.manifest()) == ["double", "more.0"], "of one block"
+    digests = snapshot.tensor_digests(), other.tensor_digests()
+    assert differences(manifest, other.manifest(), digests) == ["more.0"]
     with ThreadPoolExecutor(2) as executor:
         first = write_parts(catalog, snapshot, [0], executor, writer="a")
         rest = write_parts(catalog, snapshot, missing(manifest, [first]), executor, writer="b")
     with pytest.raises(AssertionError):
         write_commit(catalog, manifest, [first], 1, CommitMetadata())
-    with pytest.raises(StateError, match=r"step 1: it differs on b"):
+    with pytest.raises(AssertionError):
         write_commit(catalog, manifest, [first, replace(rest, digest="x")], 1, CommitMetadata())
     assert catalog.names() == []
     write_commit(catalog, manifest, [first, rest], 1, CommitMetadata())

@@ -49,7 +49,7 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     tree["double"].zero_()
     go.set()
     share = uploader.wait()
-    [(told, manifest, units)] = uploader.shares
+    [(told, manifest, units, _)] = uploader.shares
     assert told == share and share.writer == "w0" and not uploader.busy and units is None
     write_commit(catalog, manifest, [share], 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
@@ -68,7 +68,7 @@ def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     thread.join()
     uploader.wait()
     assert [share.step for share, *_ in uploader.shares] == [1, 2]
-    assert [manifest.step for _, manifest, _ in uploader.shares] == [1, 2]
+    assert [manifest.step for _, manifest, *_ in uploader.shares] == [1, 2]
     assert done[0].stall_s >= done[0].waited_s >= 0
 
 
@@ -120,12 +120,12 @@ def test_units_are_copied_with_the_state_and_written_by_who_is_to_write_them(upl
     before = copy.deepcopy(tree)
     tree["step"]["optimizer"][0]["exp_avg"].zero_()
     share = uploader.wait()
-    [(_, manifest, told)] = uploader.shares
+    [(_, manifest, told, _)] = uploader.shares
     mine = [f.name for f, w in zip(told.held, told.planned, strict=True) if w == "0"]
     assert (told.total, sorted(told.written)) == (len(units), sorted(mine))
     others = [file.name for file in told.held if file.name not in mine]
     uploader.write(1, [], others, writer="0")
     eventually(lambda: len(uploader.shares) == 2)
-    reports = {"0": [written for *_, written in uploader.shares]}
+    reports = {"0": [written for *_, written, _ in uploader.shares]}
     write_commit(catalog, manifest, [share], 1, CommitMetadata(), reports)
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)

@@ -63,7 +63,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
-from elastic_dp.errors import ElasticError
+from elastic_dp.errors import ElasticError, StateDiffers
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
@@ -260,8 +260,7 @@ class Controller:
             if not self.report.has_ended:
                 self._lead(found)
         except ElasticError as error:  # of a thread: something is wrong with the run's folder
-            kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
-            self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
+            self._fail(error)
         except Exception as error:  # a bug of this package must end the run, not block it
             what = f"the controller failed: {type(error).__name__}: {error}"
             self.report.fail_by_bug(what, traceback.format_exc())
@@ -270,6 +269,10 @@ class Controller:
         self._close()
         self.ended.set()
         return self.outcome
+
+    def _fail(self, error: ElasticError) -> None:
+        kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
+        self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
 
     def _close(self) -> None:
         self._worker_group.close()
@@ -290,12 +293,15 @@ class Controller:
             self.say(f"the result cannot be written to {where}: {error}")
 
     def _note_last_commits(self) -> None:
-        """Record the checkpoints that were committed after the last worker had left."""
+        """Record the checkpoints that were committed after the last worker had left, and what was
+        wrong with them."""
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self.inbox.get_nowait()
                 if isinstance(event, CheckpointCommitted):
                     self._note(event)
+                elif isinstance(event, StateDiffers):
+                    self._fail(event)
 
     def _lead(self, found: Sequence[WorkerId]) -> None:
         clock = time.monotonic

@@ -2,9 +2,12 @@
 
 pending_checkpoints.py decides when a checkpoint is complete.
 
-- Members with different states are found by their digests, and then nothing is committed. The
-  committer waits `_PATIENCE_S` for members that report nothing: a member that joined at this step
-  received the state and writes nothing.
+- Members with different states are found by their digests. If the weights are the same, the
+  checkpoint has the state that most members hold, and the run fails with an error that names what
+  differs. If the weights differ, the next step compares them, so the checkpoint is committed only
+  if no step follows.
+- The committer waits `_PATIENCE_S` for members that report nothing: a member that joined at this
+  step received the state and writes nothing.
 - If no member has a part any more, its checkpoint stays uncommitted. The run continues in any case.
 - Everything runs on one thread, in the order of the calls; storage may take its time. The thread
   first acquires the lease on the run, so it neither finds nor commits anything while another
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +28,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import write_commit
+from elastic_dp.checkpoint.checkpoint_writer import differences, join_parts, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
+from elastic_dp.errors import (
+    CheckpointError,
+    FileDamaged,
+    LeaseLost,
+    StateDiffers,
+    StateError,
+    StorageError,
+)
 from elastic_dp.threads import background
 from elastic_dp.train.checkpointing.checkpoint_metrics import CheckpointMetrics
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
@@ -42,6 +53,8 @@ from elastic_dp.train.checkpointing.run_claim import RunClaim
 from elastic_dp.train.controller_link import WrittenParts
 
 _AGAIN_S = 2.0
+_NAMED = 5  # differences that a message names
+_WEIGHTS = ("step.parameters", "step.buffers", "step.optimizer")
 _PATIENCE_S = 5.0  # how long to wait for members that have not reported their parts
 T = TypeVar("T")
 
@@ -167,7 +180,7 @@ class CheckpointCommitter:
             while (task := self._next()) is not None:
                 task()
             for one in self._pending.all():
-                self._commit_if_complete(one, waits=False)
+                self._commit_at_end(one)
             self._persist("the run's lease cannot be released", self._claim.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
@@ -232,6 +245,8 @@ class CheckpointCommitter:
         match self._pending.add(worker, written, time.monotonic()):
             case AlreadyCommitted(step):
                 self._actions.committed(step, 0.0)
+            case PendingCheckpoint() as one if one.differs:
+                self._compare(one)
             case PendingCheckpoint() as one:
                 self._request(self._pending.requests_for_lost(one))
                 self._commit_if_complete(one)
@@ -245,6 +260,8 @@ class CheckpointCommitter:
     def _request_missing(self) -> None:
         for one in self._pending.all():
             if time.monotonic() > one.told_at + _PATIENCE_S:
+                if one.differs:
+                    self._judge(one, waits=False)
                 self._request(self._pending.requests_for_missing(one))
                 self._commit_if_complete(one, waits=False)
 
@@ -257,6 +274,46 @@ class CheckpointCommitter:
     def _request(self, requests: Sequence[PartsRequest]) -> None:
         for one in requests:
             self._actions.request_parts(one)
+
+    def _commit_at_end(self, one: PendingCheckpoint) -> None:
+        """Commits a checkpoint whose members are gone. They can write nothing more."""
+        if one.differs:
+            self._judge(one, waits=False, at_end=True)
+        if one.odd and not one.units and not one.is_written:
+            joined = self._persist(
+                "parts of the last checkpoint cannot be read",
+                lambda: join_parts(self._catalog, one.all_written),
+            )
+            if joined is not None:
+                one.replace(*joined)
+        self._commit_if_complete(one, waits=False)
+
+    # ------------------------------------------------------------------ states that differ
+
+    def _compare(self, one: PendingCheckpoint) -> None:
+        """Asks for the digests of all tensors of members whose states differ, and judges them."""
+        self._request(self._pending.comparisons(one))
+        if not self._pending.silent(one):
+            self._judge(one)
+
+    def _judge(self, one: PendingCheckpoint, *, waits: bool = True, at_end: bool = False) -> None:
+        """Names what differs, and goes on with the state that most members hold."""
+        pair = one.pair(waits=waits)
+        if pair is None:
+            return
+        tensors = [report.tensors for report in pair if report.tensors]
+        paths = differences(
+            pair[0].manifest, pair[1].manifest, tensors if len(tensors) == len(pair) else ()
+        )
+        one.keep_majority()
+        odd = ", ".join(sorted(one.odd))
+        names = ", ".join(map(_key_of, paths[:_NAMED])) + (", …" if len(paths) > _NAMED else "")
+        one.error = StateDiffers(one.step, names, odd)
+        # At the end of the run there is no next step, which would compare the weights.
+        one.held_back = not at_end and any(path.startswith(_WEIGHTS) for path in paths)
+        self._actions.tell(f"checkpoint of step {one.step}: {one.error}")
+        self._request(self._pending.requests_for_missing(one))
+        self._commit_if_complete(one)
 
     # -------------------------------------------------------------------------- commit record
 
@@ -279,11 +336,11 @@ class CheckpointCommitter:
             self._actions.tell(f"checkpoint of step {step} is committed")
             self._warn_unranked(step, metadata)
             self._actions.committed(step, duration_s)
+            if one.error is not None:
+                self._actions.fail(one.error)
             self._catalog.retain(self._keep, self._claim.fence, writing=self._pending.steps)
         except (StateError, StorageError, CheckpointError, OSError) as error:
             self._actions.tell(f"no checkpoint of step {step}: {error}")
-            if isinstance(error, StateError):
-                self._pending.refuse(step)
 
     def _warn_unranked(self, step: int, metadata: CommitMetadata) -> None:
         """Warns once if a checkpoint lacks the metric by which the best one is chosen.
@@ -312,6 +369,13 @@ class CheckpointCommitter:
             losses=losses,
             observed_s=observed_s,
         )
+
+
+def _key_of(path: str) -> str:
+    """Returns the words of a user for a path in the state."""
+    path = re.sub(r"^body\.user\.([^. ]+)", r"state['\1'].state_dict()", path)
+    groups = r"^(?:body|step)\.held\.optimizers\.0\.groups\.(\d+)\.values\.(\w+)"
+    return re.sub(groups, r"optimizer.param_groups[\1]['\2']", path)
 
 
 def _keep_of(config: CheckpointConfig) -> Keep:

@@ -6,11 +6,14 @@ The module has no clock and no I/O. The rules:
   that is present has reported its digest, even one that had nothing to write.
 - A part whose writer is lost is requested from another member that has reported the same state,
   once from each member. A file of units is requested from one that holds them.
+- Members whose states differ are asked for the digests of all tensors. The state that most of them
+  hold is committed, and the others' reports are ignored.
 - A late report about a step before the newest commit record is ignored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +44,13 @@ class PendingCheckpoint:
     stall_s: float = 0.0
     told_at: float = 0.0
     began_at: float = math.inf
+    reports: dict[WorkerId, WrittenParts] = field(default_factory=dict)  # the newest of each
+    # All that was reported, with whatever state.
+    all_written: list[tuple[Manifest, WorkerParts]] = field(default_factory=list)
+    compared: set[WorkerId] = field(default_factory=set)  # asked for the digests of all tensors
+    odd: set[WorkerId] = field(default_factory=set)  # members with another state
+    held_back: bool = False  # committed only if nothing follows
+    error: Exception | None = None  # the run's, once this is committed
 
     @property
     def step(self) -> int:
@@ -67,7 +77,40 @@ class PendingCheckpoint:
     def all_parts(self) -> Sequence[int]:
         return range(len(self.manifest.layout.parts))
 
+    @property
+    def differs(self) -> bool:
+        """Whether the members that have reported hold different states."""
+        return len({share.digest for share in self.written}) > 1
+
+    def pair(self, *, waits: bool) -> tuple[WrittenParts, WrittenParts] | None:
+        """Returns reports of two members with different states. With `waits`, only reports that
+        have the digests of all tensors."""
+        reports = [one for one in self.reports.values() if one.tensors or not waits]
+        first = next(iter(reports), None)
+        other = (one for one in reports if first and one.share.digest != first.share.digest)
+        found = next(other, None)
+        return None if first is None or found is None else (first, found)
+
+    def keep_majority(self) -> None:
+        """Ignores the members that do not hold the state that most of them hold, or the first."""
+        digests = [one.share.digest for one in self.reports.values()]
+        chosen = max(digests, key=digests.count)
+        self.odd = {w for w, one in self.reports.items() if one.share.digest != chosen}
+        self.first = next(one for one in self.reports.values() if one.share.digest == chosen)
+        self.shares = {w: shares for w, shares in self.shares.items() if w not in self.odd}
+        self.units = {w: units for w, units in self.units.items() if w not in self.odd}
+        self.requested = {x: w for x, w in self.requested.items() if w not in self.odd}
+
+    def replace(self, manifest: Manifest, share: WorkerParts) -> None:
+        """Takes this state in place of those that members hold."""
+        self.first = dataclasses.replace(self.first, manifest=manifest, share=share)
+        self.shares = {share.writer: [share]}
+
     def add(self, worker: WorkerId, written: WrittenParts, now: float) -> None:
+        if worker in self.odd:
+            return
+        self.reports[worker] = written
+        self.all_written.append((written.manifest, written.share))
         self.stall_s = max(self.stall_s, written.stall_s)
         self.shares.setdefault(worker, []).append(written.share)
         if written.units is not None:
@@ -105,7 +148,6 @@ class PendingCheckpoints:
     def __init__(self) -> None:
         self._pending: dict[int, PendingCheckpoint] = {}
         self._committed = 0  # the newest
-        self._refused: set[int] = set()  # steps of which the members hold different states
         self._lost: set[WorkerId] = set()
         self._abandoned: frozenset[WorkerId] = frozenset()  # lost in an abandoned lineage
         self._rejected = -1  # reports of this lineage or earlier ones are wrong
@@ -123,7 +165,7 @@ class PendingCheckpoints:
         """Records what a member wrote. Returns None if it is ignored."""
         step = written.share.step
         abandoned = worker in self._abandoned or written.lineage_id <= self._rejected
-        if abandoned or step in self._refused:
+        if abandoned:
             return None
         if step <= self._committed:
             return AlreadyCommitted(self._committed)
@@ -197,8 +239,19 @@ class PendingCheckpoints:
         """
         if one.step not in self._pending:
             return False
-        silent = set(one.first.members).difference(one.shares, self._lost)
-        return one.is_written and not (silent and waits)
+        if one.differs or (one.held_back and waits):
+            return False
+        return one.is_written and not (waits and self.silent(one))
+
+    def silent(self, one: PendingCheckpoint) -> set[WorkerId]:
+        """Returns the members that are present and have not reported."""
+        return set(one.first.members).difference(one.reports, self._lost)
+
+    def comparisons(self, one: PendingCheckpoint) -> list[PartsRequest]:
+        """Returns requests for the digests of all tensors, once to each member."""
+        asked = set(one.reports).difference(self._lost, one.compared)
+        one.compared |= asked
+        return [PartsRequest(worker, one.step, ()) for worker in sorted(asked)]
 
     # ------------------------------------------------------------------------------- outcomes
 
@@ -209,10 +262,6 @@ class PendingCheckpoints:
     def committed(self, step: int) -> None:
         self._committed = step
 
-    def refuse(self, step: int) -> None:
-        """Records that the members hold different states of this step."""
-        self._refused.add(step)
-
     def reject(self, lineage_id: int) -> None:
         """Discards what was made in lineage `lineage_id` or an earlier one: it is wrong."""
         self._pending.clear()
@@ -222,5 +271,4 @@ class PendingCheckpoints:
         """The run restarts from a checkpoint: later pending checkpoints are discarded."""
         self._pending.clear()
         self._committed = 0  # the newest one by name may be damaged
-        self._refused.clear()
         self._abandoned = frozenset(self._lost)

@@ -391,7 +391,13 @@ class WorkerCheckpointer:
         """Waits until the upload under way has ended."""
         self._uploader.close()
 
-    def _wrote(self, share: WorkerParts, manifest: Manifest, units: WorkerUnits | None) -> None:
+    def _wrote(
+        self,
+        share: WorkerParts,
+        manifest: Manifest,
+        units: WorkerUnits | None,
+        tensors: tuple[str, ...],
+    ) -> None:
         written = WrittenParts(
             share,
             self._members,
@@ -404,6 +410,7 @@ class WorkerCheckpointer:
             self._data,
             took_s=time.monotonic() - self._began_at,
             units=units,
+            tensors=tensors,
         )
         self._link.wrote(self._worker, written)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.checkpoint_reader import load, verify
 from elastic_dp.checkpoint.checkpoint_writer import write_parts
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
@@ -290,29 +291,77 @@ def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_val
     stage.committer.close()
 
 
-def test_members_that_differ_are_told_and_nothing_is_committed(stage):
-    members = ("w1", "w2")
-    stage.write("w1", members, [0, 1, 2])
+def of_user(value, weights=0.0):
+    """A state whose weights and whose state= have these values, in six parts."""
+    user = {"ema": {"shadow": torch.full((9,), value), "n": int(value), "same": 1}}
+    weights = torch.arange(1_500_000, dtype=torch.float32) + weights
+    return {"step": {"parameters": [weights]}, "body": {"user": user}}
+
+
+def report(stage, worker, tree, parts, compares=False):
     stage.snapshot = Snapshot()
-    stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
-    stage.write("w2", members, [3, 4, 5])
-    eventually(lambda: any("not the same on all members" in text for text in stage.told))
-    assert stage.catalog.names() == []
+    stage.snapshot.take(5, tree)
+    members = ("w1", "w2", "w3")
+    with ThreadPoolExecutor(1) as executor:
+        share = write_parts(stage.catalog, stage.snapshot, parts, executor, writer=worker)
+    tensors = stage.snapshot.tensor_digests() if compares else ()
+    manifest = stage.snapshot.manifest()
+    told = WrittenParts(share, members, manifest, {}, {}, 0.0, tensors=tensors)
+    stage.committer.wrote(worker, told)
+
+
+def report_and_compare(stage, trees):
+    """All members report a share, and then what they were asked for."""
+    for rank, (worker, tree) in enumerate(trees.items()):
+        report(stage, worker, tree, range(2 * rank, 2 * rank + 2))
+    asked = [stage.asked.get(timeout=PATIENCE_S) for _ in trees]
+    assert all(one.parts == () for one in asked)
+    for one in asked:
+        report(stage, one.worker, trees[one.worker], (), compares=True)
+
+
+def test_state_that_differs_is_an_error_by_key_and_the_majority_has_a_checkpoint(stage):
+    trees = {"w1": of_user(2.0), "w2": of_user(1.0), "w3": of_user(1.0)}
+    report_and_compare(stage, trees)
+    missing = stage.asked.get(timeout=PATIENCE_S)
+    assert (missing.worker in ("w2", "w3"), missing.parts) == (True, [0, 1])
+    report(stage, missing.worker, trees[missing.worker], missing.parts)
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.comes_to_rest()
+    [error] = stage.failures
+    assert str(error).startswith(
+        "the state differs between members after step 5: state['ema'].state_dict().n (2 and 1), "
+        "state['ema'].state_dict().shadow (on w1)."
+    )
+    [commit] = stage.catalog.commits()
+    assert load(stage.catalog, commit)["body"]["user"]["ema"]["n"] == 1
+
+
+def test_weights_that_differ_are_committed_only_if_no_step_follows(tmp_path):
+    for follows in (True, False):
+        stage = Stage(str(tmp_path / str(follows)))
+        assert stage.goes_on_from() is None
+        trees = {"w1": of_user(1.0), "w2": of_user(1.0), "w3": of_user(2.0, weights=1.0)}
+        report_and_compare(stage, trees)
+        missing = stage.asked.get(timeout=PATIENCE_S)
+        report(stage, missing.worker, trees[missing.worker], missing.parts)
+        stage.comes_to_rest()
+        assert stage.catalog.names() == [] and "step.parameters.0" in stage.told[-1], stage.told
+        if follows:
+            stage.committer.reject(4, 0)
+        stage.committer.close()
+        assert [name.step for name in stage.catalog.names()] == ([] if follows else [5])
+        assert len(stage.failures) == (0 if follows else 1)
 
 
 def test_commit_waits_for_the_digest_of_members_without_parts(stage):
     """A small state is one part: who writes it may be the one that is wrong."""
-    members = ("w1", "w2", "w3")
-    stage.write("w3", members, range(6))
+    report(stage, "w3", of_user(1.0), range(6))
     stage.committer.lost("w2")
-    stage.snapshot = Snapshot()
-    stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
-    stage.write("w1", members, [])
-    eventually(lambda: any("not the same on all members" in text for text in stage.told))
+    stage.comes_to_rest()
     assert stage.catalog.names() == []
-    stage.write("w3", members, range(6), step=10)
-    stage.committer.lost("w1")
-    assert stage.committed.get(timeout=PATIENCE_S) == 10, "nobody is left who could differ"
+    report(stage, "w1", of_user(1.0), [])
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
 
 
 def test_a_silent_one_is_not_waited_for_without_end(stage, monkeypatch):
@@ -375,3 +424,17 @@ def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
         max(f for _, f in second.catalog.names())
     ]
     second.committer.close()
+
+
+def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(tmp_path):
+    stage = Stage(str(tmp_path))
+    assert stage.goes_on_from() is None
+    for rank, worker in enumerate(("w1", "w2", "w3")):
+        report(stage, worker, of_user(float(rank)), range(2 * rank, 2 * rank + 2))
+    stage.committer.close()
+    [commit] = stage.catalog.commits()
+    assert verify(stage.catalog, stage.catalog.names()[0]) == []
+    weights = of_user(0.0)["step"]["parameters"][0]
+    assert torch.equal(load(stage.catalog, commit)["step"]["parameters"][0], weights)
+    [error] = stage.failures
+    assert "shadow" in str(error)

@@ -210,3 +210,30 @@ def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         local(spec_of(steps=3), train, url=str(tmp_path))
+
+
+class Ranked:
+    """State that differs between members."""
+
+    def __init__(self):
+        self.rank = 0
+
+    def state_dict(self):
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state):
+        self.rank = state["rank"]
+
+
+@pytest.mark.parametrize("config", [CheckpointConfig(every_steps=3), NONE], ids=["first", "last"])
+def test_state_that_differs_fails_the_run_by_key_with_the_weights_in_a_checkpoint(config, tmp_path):
+    def train(ctx):
+        model, ranked = classifier(), Ranked()
+        for _ in ctx.steps(model, adamw(model), cross_entropy, state={"mine": ranked}):
+            ranked.rank = ctx.rank
+
+    outcome, _ = group(short(20, config), train, url=str(tmp_path))
+    assert re.search(r"state\['mine'\]\.state_dict\(\)\.rank \((0 and 1|1 and 0)\)", outcome.error)
+    [step] = steps_of(tmp_path)
+    assert step < 20 if config.every_steps else step == 20
+    assert edp.load_state(str(tmp_path)).step == step
