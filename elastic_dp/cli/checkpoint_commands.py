@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from elastic_dp.cli.run_options import Address, Json, Name, StoragePath, find_live_run
-from elastic_dp.cli.run_tables import TextTable, print_table
+from elastic_dp.cli.run_tables import show, text_table
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.urls import StorageURL, redact_url
@@ -61,7 +61,7 @@ def list_(
         metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
         words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
         lines.append((*words, metrics))
-    print_table(TextTable(("step", "claim", "saved", "MB", "metrics"), lines))
+    show(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
     for row in rows:
         if row["wrong"]:
             _out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")

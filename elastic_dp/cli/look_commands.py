@@ -8,18 +8,19 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from elastic_dp.cli.run_options import Address, Json, StoragePath
 from elastic_dp.cli.run_tables import (
-    TextTable,
     age,
     metric_fact,
     one_line,
     overview_facts,
     overview_table,
-    print_run,
-    print_table,
     screen,
+    show,
+    show_run,
+    text_table,
 )
 from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.report.report_model import Report, WorkerCondition
@@ -78,7 +79,7 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
     return overview_facts(seen.overview, more)
 
 
-def run_workers(seen: SeenRun) -> list[TextTable]:
+def run_workers(seen: SeenRun) -> list[Table]:
     """Return the table of the workers that are there, if there are any."""
     if seen.report is None:
         status = seen.status
@@ -88,7 +89,7 @@ def run_workers(seen: SeenRun) -> list[TextTable]:
             process = processes.get(name, {"pid": "-", "node": "-"})
             row = name, stage, process["pid"], process["node"]
             rows.append(tuple(one_line(cell) for cell in row))
-        return [TextTable(("worker", "stage", "pid", "node"), rows)] if rows else []
+        return [text_table(("worker", "stage", "pid", "node"), rows)] if rows else []
     there = [row for row in seen.report.workers if row.condition not in _GONE]
     rows_of_report = [
         (
@@ -102,7 +103,7 @@ def run_workers(seen: SeenRun) -> list[TextTable]:
         for row in there
     ]
     header = ("worker", "stage", "node", "steps", "mean step", "since")
-    return [TextTable(header, rows_of_report)] if rows_of_report else []
+    return [text_table(header, rows_of_report)] if rows_of_report else []
 
 
 def add_to(app: typer.Typer) -> None:
@@ -117,9 +118,9 @@ def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
         rows = [each.to_json() for each in seen]
         print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
     elif name is not None:
-        print_run(seen[0].overview, run_facts(seen[0]), run_workers(seen[0]))
+        show_run(seen[0].overview, run_facts(seen[0]), run_workers(seen[0]))
     elif seen:
-        print_table(overview_table([each.overview for each in seen]))
+        show(overview_table([each.overview for each in seen]))
     else:
         print("no runs here")
 

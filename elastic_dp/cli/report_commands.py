@@ -104,15 +104,14 @@ def ui(
 ) -> None:
     """Serve the reports of runs as a page that follows them live, until Ctrl-C.
 
-    Only this machine reaches it, unless --host says otherwise; then reading needs the token, too.
-    ELASTIC_DP_UI_TOKEN sets the token; otherwise --control makes one and prints it.
+    The printed address has the token, without which nobody reads or steers runs: also other users
+    of this machine reach its ports. ELASTIC_DP_UI_TOKEN sets another one.
     """
     from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.run_record import run_url
     from elastic_dp.ui.access import AccessRules
-    from elastic_dp.ui.run_control import RayControls
     from elastic_dp.ui.served_runs import ServedRuns
-    from elastic_dp.ui.server import serve
+    from elastic_dp.ui.server import RayControls, serve
 
     options = storage_options(storage_option)
     if storage_path is not None:
@@ -125,15 +124,13 @@ def ui(
         assert run_url(name, where) == url
     else:
         raise SpecError("--storage-path is missing: the runs there, or one RUN of a cluster")
-    made = control and token is None
-    if made:
-        token = secrets.token_urlsafe(32)
-    rules = AccessRules(host, token, tuple(allow_host or ()))
+    secret = "" if token else secrets.token_urlsafe(32)
+    rules = AccessRules(host, token or secret, tuple(allow_host or ()))
     controls = RayControls(address) if control else None
 
     def ready(here: str) -> None:
-        secret = f"#token={token}" if made else ""
-        print(json.dumps({"url": here + secret}) if as_json else here + secret, flush=True)
+        url = f"{here}#token={secret}" if secret else here
+        print(json.dumps({"url": url}) if as_json else url, flush=True)
 
     serve(ServedRuns(where, name), rules, controls, port, ready)
 

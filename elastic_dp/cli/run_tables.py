@@ -7,12 +7,11 @@ without control characters, which could steer the terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,43 +27,23 @@ _STYLES = {
     Health.FAILED: "bold red",
     Health.UNKNOWN: "magenta",
 }
+_ENDLESS = 1_000_000  # characters in a line
 _MOST_CHARACTERS = 160  # of a text in a table of many runs
 
 
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """Cells in rows, all of them in one line. `styles` has the style of each row's second cell."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    styles: Sequence[str] = ()
-
-    @property
-    def _widths(self) -> list[int]:
-        columns = zip(self.header, *self.rows, strict=True)
-        return [max(map(cell_len, column)) for column in columns]
-
-    def lines(self) -> Iterator[str]:
-        """Yield plain lines."""
-        widths = self._widths
-        for row in (self.header, *self.rows):
-            cells = zip(row, widths, strict=True)
-            yield "  ".join(cell + " " * (w - cell_len(cell)) for cell, w in cells).rstrip()
-
-    def drawn(self, width: int) -> Table:
-        """Return the table for a terminal of this width. Where it is too narrow, the first and the
-        last column are wrapped.
-        """
-        gap = 2 if sum(self._widths) + 2 * len(self.header) <= width else 1
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-        for name in self.header:
-            ends = name in (self.header[0], self.header[-1])
-            table.add_column(name, no_wrap=not ends, overflow="fold")
-        for number, row in enumerate(self.rows):
-            style = self.styles[number] if self.styles else ""
-            texts = [Text(cell, style if at == 1 else "") for at, cell in enumerate(row)]
-            table.add_row(*texts)
-        return table
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> Table:
+    """Return a table of cells in one line each. `styles` has the style of each row's second cell.
+    Where the terminal is too narrow, the first and the last column are wrapped.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in header:
+        table.add_column(name, no_wrap=name not in (header[0], header[-1]), overflow="fold")
+    for number, row in enumerate(rows):
+        style = styles[number] if styles else ""
+        table.add_row(*(Text(cell, style if at == 1 else "") for at, cell in enumerate(row)))
+    return table
 
 
 def one_line(value: Any, most: int | None = None) -> str:
@@ -83,7 +62,7 @@ def age(seconds: float | None) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def overview_table(overviews: Sequence[RunOverview]) -> TextTable:
+def overview_table(overviews: Sequence[RunOverview]) -> Table:
     """Return the table of `status`: what matters first."""
     header = ("run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event")
     rows = [
@@ -100,7 +79,7 @@ def overview_table(overviews: Sequence[RunOverview]) -> TextTable:
         )
         for one in overviews
     ]
-    return TextTable(header, rows, [_STYLES[one.health] for one in overviews])
+    return text_table(header, rows, [_STYLES[one.health] for one in overviews])
 
 
 def overview_facts(one: RunOverview, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
@@ -137,10 +116,26 @@ def metric_fact(metrics: Mapping[str, Any]) -> tuple[str, str]:
     return "metrics", ", ".join(words)
 
 
-def drawn_run(
-    one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequence[TextTable], width: int
-) -> RenderableType:
-    """Return one run for a terminal."""
+def screen() -> Console:
+    """Return the console of standard output."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print in colours and as wide as the terminal; where standard output is none, as plain lines,
+    which are never cut or wrapped.
+    """
+    out = screen()
+    if out.is_terminal:
+        out.print(*parts, sep="\n")
+        return
+    plain = Console(file=io.StringIO(), width=_ENDLESS, no_color=True, markup=False, emoji=False)
+    plain.print(*parts, sep="\n", highlight=False)
+    print(*(line.rstrip() for line in plain.file.getvalue().splitlines()), sep="\n")  # type: ignore[attr-defined]
+
+
+def show_run(one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequence[Table]) -> None:
+    """Print one run."""
     title = Text.assemble(
         (one_line(one.name), "bold"),
         ": ",
@@ -152,47 +147,7 @@ def drawn_run(
     grid.add_column(overflow="fold")
     for name, value in facts:
         grid.add_row(f"  {name}", Text(value))
-    parts: list[RenderableType] = [title, grid]
-    for table in tables:
-        parts += [Text(""), table.drawn(width)]
-    return Group(*parts)
-
-
-def plain_run(
-    one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequence[TextTable]
-) -> Iterator[str]:
-    """Yield one run as plain lines."""
-    reason = f": {one_line(one.health_reason)}" if one.health_reason else ""
-    yield f"{one_line(one.name)}: {one.health.value}{reason}"
-    width = max((len(name) for name, _ in facts), default=0)
-    for name, value in facts:
-        yield f"  {name:<{width}}  {value}"
-    for table in tables:
-        yield ""
-        yield from table.lines()
-
-
-def screen() -> Console:
-    """Return the console of standard output."""
-    return Console(highlight=False, markup=False, emoji=False)
-
-
-def print_table(table: TextTable) -> None:
-    out = screen()
-    if out.is_terminal:
-        out.print(table.drawn(out.width))
-    else:
-        print(*table.lines(), sep="\n")
-
-
-def print_run(
-    one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequence[TextTable]
-) -> None:
-    out = screen()
-    if out.is_terminal:
-        out.print(drawn_run(one, facts, tables, out.width))
-    else:
-        print(*plain_run(one, facts, tables), sep="\n")
+    show(title, grid, *(part for table in tables for part in (Text(""), table)))
 
 
 # ---------------------------------------------------------------------------------- private

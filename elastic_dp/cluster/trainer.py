@@ -38,7 +38,7 @@ from elastic_dp.config import (
     ScalingConfig,
 )
 from elastic_dp.config.removed_names import REMOVED_NAMES
-from elastic_dp.coordinator.messages import Explain
+from elastic_dp.coordinator.messages import Explain, FailRun
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_default_environment
@@ -336,6 +336,9 @@ class ElasticTrainer:
         except KeyboardInterrupt:
             progress.flush()
             progress.say(console.what_was_kept(self.url, run.step))
+            raise
+        except Exception as error:
+            journal.command(FailRun(f"{type(error).__name__}: {error}", ""))
             raise
         finally:
             progress.flush()

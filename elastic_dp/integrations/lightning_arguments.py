@@ -16,19 +16,11 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from elastic_dp.errors import SpecError
 
-_ONLY_FIT = "only training and its validation are run"
-_EXACT = "`exact=True`, the default, is deterministic"
-
-USED: dict[str, str] = {
-    "max_epochs": "epochs of the data; None without `max_steps` is 1000, as in Lightning",
-    "max_steps": "the number of steps",
-    "accumulate_grad_batches": "times `max_workers`, the number of virtual workers",
-    "gradient_clip_val": "`clip_norm`; None or 0 does not clip",
-    "precision": "32-true, bf16-mixed or 16-mixed; others are refused",
-    "callbacks": "see above",
-    "check_val_every_n_epoch": "validation after every so many epochs; None is refused",
-    "log_every_n_steps": "how often values of `training_step` are recorded (50); 0: never",
-}
+# docs/lightning.md says how
+USED = (
+    *("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision"),
+    *("callbacks", "check_val_every_n_epoch", "log_every_n_steps"),
+)
 
 # Allowed values, and the way out for others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -62,20 +54,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_registry": ((None,), "leave it out"),
 }
 
-IGNORED: dict[str, str] = {
-    "accelerator": "`ScalingConfig.resources_per_worker` decides",
-    "limit_test_batches": _ONLY_FIT,
-    "limit_predict_batches": _ONLY_FIT,
-    "num_sanity_val_steps": "there is no validation before training",
-    "enable_checkpointing": "`checkpoint=` decides",
-    "enable_progress_bar": "`fit` shows the progress of the run",
-    "enable_model_summary": "there is none",
-    "deterministic": _EXACT,
-    "inference_mode": "validation runs under `torch.no_grad()`",
-    "use_distributed_sampler": "rows are dealt to virtual workers by arithmetic",
-    "default_root_dir": "`storage_path` decides",
-    "enable_autolog_hparams": "there is no logger of Lightning's",
-}
+# docs/lightning.md says why
+IGNORED = (
+    *("accelerator", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps"),
+    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "deterministic"),
+    *("inference_mode", "use_distributed_sampler", "default_root_dir", "enable_autolog_hparams"),
+)
 
 _LEAST = {
     **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
@@ -174,16 +158,6 @@ def check_callback(callback: Any) -> None:
             f"are: {ours}. For checkpoints, pass checkpoint=; progress is shown by fit"
         )
     _check_overrides(callback, Callback, _public(Callback) - {*IN_BODY, *_ONCE})
-
-
-def arguments_table() -> str:
-    """Returns the table in docs/lightning.md."""
-    rows = {name: ("used", how) for name, how in USED.items()}
-    for name, (allowed, way_out) in REFUSED.items():
-        rows[name] = (f"refused, unless {' or '.join(map(repr, allowed))}", way_out)
-    rows |= {name: ("ignored", why) for name, why in IGNORED.items()}
-    lines = [f"| `{name}` | {word} | {why} |" for name, (word, why) in sorted(rows.items())]
-    return "\n".join(["| argument | | how, why, or what to do |", "|---|---|---|", *lines])
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -1,8 +1,8 @@
 """What becomes of each field of `transformers.TrainingArguments`.
 
-A field is used, refused unless it has one of the values that change nothing, or ignored, with a
-reason. The tests compare the table with the fields of the installed version, so that a new field is
-a decision and not an accident.
+A field is used, refused unless it has one of the values that change nothing, or ignored. The tests
+compare the names with the fields of the installed version, so that a new field is a decision and
+not an accident.
 """
 
 from __future__ import annotations
@@ -11,74 +11,29 @@ from typing import Any
 
 from elastic_dp.errors import SpecError
 
-_CALLBACK = "read by the callbacks that report to trackers"
-_EVALUATION = "by `Trainer.evaluate`"
-_OPTIMIZER = "by `Trainer.create_optimizer`"
-_SCHEDULER = "by `Trainer.create_scheduler`"
-_NO_DDP = "there is no DistributedDataParallel"
-_NO_HUB = "it matters with `push_to_hub` only"
-
-USED: dict[str, str] = {
-    "output_dir": "`checkpoint-<step>` is written there, by one worker; on several hosts it must "
-    "be a shared path",
-    "per_device_train_batch_size": "the micro-batch of a virtual worker",
-    "gradient_accumulation_steps": "times `max_workers`, the number of virtual workers",
-    "num_train_epochs": "the number of steps",
-    "max_steps": "the number of steps",
-    "learning_rate": _OPTIMIZER,
-    "optim": f"{_OPTIMIZER}; {{optimizers}}. Others are refused",
-    "optim_args": _OPTIMIZER,
-    "weight_decay": _OPTIMIZER,
-    "adam_beta1": _OPTIMIZER,
-    "adam_beta2": _OPTIMIZER,
-    "adam_epsilon": _OPTIMIZER,
-    "lr_scheduler_type": _SCHEDULER,
-    "lr_scheduler_kwargs": _SCHEDULER,
-    "warmup_steps": _SCHEDULER,
-    "max_grad_norm": "`clip_norm`; 0 does not clip",
-    "label_smoothing_factor": "by `Trainer.compute_loss`",
-    "bf16": "autocast, by Accelerate",
-    "fp16": "autocast, by Accelerate, with this package's loss scale",
-    "activation_checkpointing": "by the model's `activation_checkpointing_enable`",
-    "activation_checkpointing_kwargs": "by the model's `activation_checkpointing_enable`",
-    "gradient_checkpointing": "the former name of `activation_checkpointing`",
-    "gradient_checkpointing_kwargs": "the former name of `activation_checkpointing_kwargs`",
-    "use_cache": "by the Trainer's constructor",
-    "logging_strategy": "when `Trainer.log` is called",
-    "logging_steps": "when `Trainer.log` is called",
-    "logging_first_step": "when `Trainer.log` is called",
-    "logging_nan_inf_filter": f"{_EVALUATION}; in training a loss that is not finite fails the run",
-    "log_level": "of the library's logger in a worker",
-    "log_level_replica": "of the library's logger in a worker",
-    "report_to": "chooses the callbacks that report to trackers; one worker reports",
-    "run_name": "the default of `name`",
-    "project": _CALLBACK,
-    "trackio_space_id": _CALLBACK,
-    "trackio_bucket_id": _CALLBACK,
-    "trackio_static_space_id": _CALLBACK,
-    "eval_strategy": "when `Trainer.evaluate` is called",
-    "eval_steps": "when `Trainer.evaluate` is called",
-    "eval_delay": "when `Trainer.evaluate` is called",
-    "per_device_eval_batch_size": _EVALUATION,
-    "prediction_loss_only": _EVALUATION,
-    "eval_do_concat_batches": _EVALUATION,
-    "eval_accumulation_steps": _EVALUATION,
-    "include_for_metrics": _EVALUATION,
-    "batch_eval_metrics": _EVALUATION,
-    "save_strategy": "when a checkpoint is taken",
-    "save_steps": "when a checkpoint is taken",
-    "save_total_limit": "the number of `checkpoint-<step>` folders",
-    "load_best_model_at_end": "in the script's process, after the run",
-    "metric_for_best_model": "ranks evaluations",
-    "greater_is_better": "ranks evaluations",
-    "seed": "the order of rows and the random numbers of each micro-batch; `model_init`",
-    "dataloader_drop_last": '`tail="drop"`, else `tail="short"`; refused with gradient '
-    "accumulation",
-    "dataloader_num_workers": "processes that fetch and collate ahead of the step",
-    "remove_unused_columns": "as in `Trainer.get_train_dataloader`",
-    "label_names": "by the Trainer's constructor",
-    "train_sampling_strategy": '"random" or "sequential"; others are refused',
-}
+# docs/transformers.md says how
+USED = (
+    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_train_epochs", "max_steps", "learning_rate", "optim", "optim_args", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *("warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16", "fp16"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing"),
+    *("gradient_checkpointing_kwargs", "use_cache", "logging_strategy", "logging_steps"),
+    *(
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "log_level",
+        "log_level_replica",
+        "report_to",
+    ),
+    *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    *("eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size"),
+    *("prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps"),
+    *("include_for_metrics", "batch_eval_metrics", "save_strategy", "save_steps"),
+    *("save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("seed", "dataloader_drop_last", "dataloader_num_workers", "remove_unused_columns"),
+    *("label_names", "train_sampling_strategy"),
+)
 
 # Allowed values, and the way out for others.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -121,44 +76,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
-IGNORED: dict[str, str] = {
-    "bf16_full_eval": "as in Trainer, it has no effect while training",
-    "fp16_full_eval": "as in Trainer, it has no effect while training",
-    "torch_empty_cache_steps": "it changes no result, and slows steps down",
-    "log_on_each_node": "each worker's output is in the run's folder",
-    "disable_tqdm": "`fit` shows the progress of the run",
-    "eval_use_gather_object": "each worker evaluates all rows, and gathers nothing",
-    "save_only_model": "`checkpoint-<step>` has the model; the optimizer is in the run's own "
-    "checkpoint",
-    "restore_callback_states_from_checkpoint": "they are always restored",
-    "full_determinism": "`exact=True`, the default, is deterministic",
-    "use_cpu": "`ScalingConfig.resources_per_worker` decides",
-    "data_seed": "it must be None or equal to `seed`",
-    "accelerator_config": "`split_batches`, `dispatch_batches` and "
-    "`gradient_accumulation_kwargs` are refused; the rest has no effect",
-    "dataloader_pin_memory": "batches are pinned where there is a GPU",
-    "dataloader_persistent_workers": "the processes live as long as the worker",
-    "dataloader_prefetch_factor": "batches are fetched a step ahead",
-    "dataloader_multiprocessing_context": "the processes are started in one way",
-    "dataloader_in_order": "the order of rows is fixed by the seed",
-    "length_column_name": 'it matters with `train_sampling_strategy="group_by_length"` only',
-    "ddp_find_unused_parameters": _NO_DDP,
-    "ddp_bucket_cap_mb": _NO_DDP,
-    "ddp_broadcast_buffers": _NO_DDP,
-    "ddp_static_graph": _NO_DDP,
-    "ddp_backend": _NO_DDP,
-    "ddp_timeout": _NO_DDP,
-    "hub_token": f"{_NO_HUB}; it is not sent to workers",
-    "hub_private_repo": _NO_HUB,
-    "hub_model_id": _NO_HUB,
-    "hub_strategy": _NO_HUB,
-    "hub_always_push": _NO_HUB,
-    "hub_revision": _NO_HUB,
-    "do_train": "only scripts read it",
-    "do_eval": "only scripts read it",
-    "do_predict": "only scripts read it",
-    "local_rank": "workers are not started by torchrun",
-}
+# docs/transformers.md says why
+IGNORED = (
+    *("bf16_full_eval", "fp16_full_eval", "torch_empty_cache_steps", "log_on_each_node"),
+    *("disable_tqdm", "eval_use_gather_object", "save_only_model"),
+    *("restore_callback_states_from_checkpoint", "full_determinism", "use_cpu", "data_seed"),
+    *("accelerator_config", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    *("length_column_name", "ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
+    *("ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "hub_token"),
+    *("hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+    *("do_train", "do_eval", "do_predict", "local_rank"),
+)
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
 _SAMPLING = ("random", "sequential")
@@ -200,18 +129,6 @@ def check_training_arguments(args: Any) -> None:
             _refuse(f"accelerator_config.{name}", value, "leave it out")
     if args.mixed_precision not in ("no", "bf16", "fp16"):
         _refuse("mixed_precision", args.mixed_precision, "use bf16 or fp16")
-
-
-def fields_table() -> str:
-    """Returns the table in docs/transformers.md."""
-    optimizers = ", ".join(f'"{name}"' for name in OPTIMIZERS)
-    used = {name: how.replace("{optimizers}", optimizers) for name, how in USED.items()}
-    rows = {name: ("used", how) for name, how in used.items()}
-    for name, (allowed, way_out) in REFUSED.items():
-        rows[name] = (f"refused, unless {allowed[0]!r}", way_out)
-    rows |= {name: ("ignored", why) for name, why in IGNORED.items()}
-    lines = [f"| `{name}` | {word} | {why} |" for name, (word, why) in sorted(rows.items())]
-    return "\n".join(["| field | | how, why, or what to do |", "|---|---|---|", *lines])
 
 
 def _refuse(field: str, value: Any, way_out: str) -> None:

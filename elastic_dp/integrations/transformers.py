@@ -120,7 +120,19 @@ class TransformersTrainer(ElasticTrainer):
 # ------------------------------------------------------------------------- in the script's process
 
 
+def _check_environment() -> None:
+    """Raise SpecError where Accelerate would compile the model; also called in the workers, whose
+    environment is that of their node."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in ("", "no"):
+        raise SpecError(
+            f"ACCELERATE_DYNAMO_BACKEND is {backend!r} in the environment, so Accelerate would "
+            "compile the model, which is not supported: unset it"
+        )
+
+
 def _check_trainer(trainer: Any) -> None:
+    _check_environment()
     if not isinstance(trainer, transformers.Trainer):
         raise SpecError(f"trainer is a {type(trainer).__name__}, must be a transformers.Trainer")
     args = trainer.args
@@ -254,6 +266,7 @@ def _train(trainer: Any, ctx: TrainContext) -> None:
 
 def _prepare(trainer: Any, ctx: TrainContext) -> None:
     """Does what `Trainer.train` does before its first epoch, for a process that is alone."""
+    _check_environment()
     args = trainer.args
     args.use_cpu = ctx.device.type == "cpu"
     if args.device.type != ctx.device.type:

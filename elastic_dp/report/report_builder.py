@@ -158,6 +158,8 @@ class ReportBuilder:
         restarts = kind == "ControllerStarted" and not line["takes_over"]
         if self._leads and not restarts:
             self._led_s += max(0.0, now - self._now)
+        if not self._starts:
+            self._ended = None  # a run in one process is started again without such a line
         self._began = now if self._began is None else min(now, self._began)
         now = self._now = max(now, self._now)
         if kind is None:

@@ -60,9 +60,9 @@ def _progress(report: Report) -> str:
     reason = report.reason.rstrip(".")
     match report.phase:
         case RunPhase.FAILED:
-            return f"The run failed after {steps}: {reason}."
+            return f"The run failed after {steps}. The reason: {reason}."
         case RunPhase.FINISHED:
-            return f"The run finished after {steps}: {reason}."
+            return f"The run finished ({reason}) after {steps}."
         case RunPhase.SILENT:
             quiet = duration(report.until - report.last_line)
             return f"The run made {steps}, and nothing has been written for {quiet}."

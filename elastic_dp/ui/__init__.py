@@ -1,4 +1,1 @@
-"""Serves the reports of runs while they go on, and steers runs for those who have the token.
-
-`served_app` is the ASGI application; `elastic-dp ui` runs it.
-"""
+"""Serves the reports of runs while they go on, and steers runs, for those who have the token."""

@@ -2,15 +2,16 @@
 
 - A request must name this server by an IP address, `localhost`, or a name that was allowed. A page
   of another site that lets its own name point here (DNS rebinding) names that site.
-- Whatever changes a run needs the token, as a header that no page of another site can set
-  (`Authorization: Bearer`), and must not come from another origin.
-- A server that listens beyond this machine needs the token for everything that tells of a run.
+- All that tells of a run, or changes one, needs the token, as a header that no page of another site
+  can set (`Authorization: Bearer`): other users of this machine reach its ports, too.
+- A request that changes a run must not come from another origin.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +20,18 @@ from elastic_dp.errors import SpecError
 
 SHORTEST_TOKEN = 16
 _API = "/api/"
-_METHODS = ("GET", "HEAD", "OPTIONS", "POST")  # of which only POST changes anything
-_HEADERS = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-        b"img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        b"frame-ancestors 'none'",
-    ),
-)
+_METHODS = ("GET", "HEAD", "POST")  # of which only POST changes anything
+_HEADERS = {
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"x-frame-options": b"DENY",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cache-control": b"no-store",
+    b"content-security-policy": b"default-src 'none'; script-src 'self'; "
+    b"style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    b"form-action 'none'; frame-ancestors 'none'",
+}
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -42,46 +40,35 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class AccessRules:
-    """`host` is the address to listen on; `token` None: nobody steers. `allowed` are further names
-    by which requests may name this server.
-
-    Raises SpecError if others than this machine could read without a token.
+    """`host` is the address to listen on; `allowed` are further names by which requests may name
+    this server. Raises SpecError for a short token.
     """
 
     host: str
-    token: str | None = None
+    token: str
     allowed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
+        if len(self.token) < SHORTEST_TOKEN:
             raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
-        if self.token is None and not self.is_loopback:
-            raise SpecError(
-                f"--host is {self.host!r}, which others than this machine reach, so a token is "
-                "needed: --control makes one, and ELASTIC_DP_UI_TOKEN sets it"
-            )
-
-    @property
-    def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
 
     def names_us(self, host: str) -> bool:
         """Whether the Host header of a request names this server."""
-        name = host.rpartition(":")[0] if _has_port(host) else host
+        has_port = host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or "]:" in host)
+        name = host.rpartition(":")[0] if has_port else host
         name = name.strip("[]").rstrip(".").lower()
-        known = ("localhost", self.host.lower(), *(each.lower() for each in self.allowed))
-        return name in known or _is_address(name)
+        if name in ("localhost", self.host.lower(), *(each.lower() for each in self.allowed)):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
     def has_token(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")
-        expected = (self.token or "").encode()
-        same = hmac.compare_digest(given.strip().encode(errors="replace"), expected)
-        return same and scheme.lower() == "bearer" and self.token is not None
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), self.token.encode())
+        return same and scheme.lower() == "bearer"
 
 
 class AccessCheck:
@@ -100,9 +87,8 @@ class AccessCheck:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                given = [(name.lower(), value) for name, value in message.get("headers", ())]
-                ours = [pair for pair in _HEADERS if pair[0] not in dict(given)]
-                message = {**message, "headers": [*given, *ours]}
+                given = {name.lower(): value for name, value in message.get("headers", ())}
+                message = {**message, "headers": [*(_HEADERS | given).items()]}
             await send(message)
 
         refusal = self._refusal(scope)
@@ -124,10 +110,8 @@ class AccessCheck:
         if scope["method"] not in _METHODS:
             return 405, "this server knows no such method"
         writes = scope["method"] == "POST"
-        if writes and rules.token is None:
-            return 403, "this server only shows runs; --control lets it steer them"
-        tells = scope["path"].startswith(_API) and not rules.is_loopback
-        if (writes or tells) and not rules.has_token(headers.get(b"authorization", "")):
+        asks = writes or scope["path"].startswith(_API)
+        if asks and not rules.has_token(headers.get(b"authorization", "")):
             return 401, "the token is missing or wrong; it is in the address that was printed"
         origin = headers.get(b"origin")
         foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
@@ -137,22 +121,7 @@ class AccessCheck:
 
 
 async def _refuse(send: _Send, status: int, error: str) -> None:
-    from starlette.responses import JSONResponse
-
-    extra = {401: {"www-authenticate": "Bearer"}, 405: {"allow": ", ".join(_METHODS)}}
-    answer = JSONResponse({"error": error}, status, headers=extra.get(status))
-    start = {"type": "http.response.start", "status": status, "headers": answer.raw_headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": answer.body})
-
-
-def _has_port(host: str) -> bool:
-    return host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or "]:" in host)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    headers = [(b"content-type", b"application/json")]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})

@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
+import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app
 from elastic_dp.cli.look_commands import run_facts
@@ -24,6 +25,8 @@ from elastic_dp.telemetry.journal import Journal
 from tests.checkpoint.states import save, train_state
 from tests.cli.recorded import recorded, runs_after_a_night
 from tests.report.journals import night
+from tests.runs import Points
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 ESCAPE = "\x1b"
 HEADER = ["run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event"]
@@ -169,6 +172,33 @@ def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_p
     assert asked("logs", *there) == ""
     said = CliRunner().invoke(app, ["logs", *map(str, there)])
     assert "no worker of alone has printed anything that is kept" in said.stderr
+
+
+@pytest.mark.filterwarnings("ignore:since the last start of this run")
+def test_run_in_one_process_that_failed_is_failed_until_it_is_started_again(tmp_path):
+    fails = True
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({"loss": step.loss})
+            if fails and step.number == 2:
+                raise ValueError("a mistake in my loop")
+
+    def fit():
+        data = edp.MapStyleData(Points(), micro_batch_size=4)
+        return edp.ElasticTrainer(
+            train, name="boom", storage_path=tmp_path, data=data, max_steps=4
+        ).fit(local=True)
+
+    with pytest.raises(ValueError, match="a mistake in my loop"):
+        fit()
+    there = ("boom", "--storage-path", tmp_path)
+    said = asked("status", *there).splitlines()[0]
+    assert said == "boom: failed: ValueError: a mistake in my loop"
+    fails = False
+    fit()
+    assert asked("status", *there).startswith("boom: finished: ")
 
 
 @pytest.mark.parametrize("terminal", [None, 80, 200])

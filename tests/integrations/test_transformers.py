@@ -343,7 +343,6 @@ def test_every_field_of_training_arguments_is_decided():
     fields = dataclasses.fields(transformers.TrainingArguments)
     assert set(decided) == {field.name for field in fields}
     assert set(training_arguments.REFUSED) <= set(OTHERS)
-    assert training_arguments.fields_table() in (ROOT / "docs/transformers.md").read_text()
 
 
 OTHERS = {
@@ -431,6 +430,13 @@ def test_value_that_a_subclass_adds_to_the_log_is_refused_where_workers_differ(t
         else:
             with pytest.raises(LoopError, match=r"LogsOfItsRows.log adds 'mean_label'"):
                 job.fit(local=True)
+
+
+def test_model_that_accelerate_would_compile_is_refused(tmp_path, monkeypatch):
+    trainer = jobs.causal_lm(tmp_path)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(SpecError, match=r"ACCELERATE_DYNAMO_BACKEND is 'EAGER'.*unset it"):
+        integration.TransformersTrainer(trainer, name="job")
 
 
 def test_optimizer_that_has_taken_steps_is_refused(tmp_path):

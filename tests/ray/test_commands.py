@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
-from elastic_dp.ui.run_control import RayControls
+from elastic_dp.ui.server import RayControls
 from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 from tests.runs import Points

@@ -96,7 +96,7 @@ def test_verdict_of_a_finished_run_has_three_sentences():
     report = report_of(night(), stored={6})
     assert report.phase is RunPhase.FINISHED
     assert report.verdict == (
-        "The run finished after 6 steps in 12 s, with a loss that went from 2 to 1: enough.",
+        "The run finished (enough) after 6 steps in 12 s, with a loss that went from 2 to 1.",
         "It lost 1 worker: 1.5 % went into redone steps, 12 % into pauses, "
         "58 % into waiting for workers; 23 % of the workers' time made steps that count.",
         "Its final weights are in the checkpoint of step 6.",
@@ -191,7 +191,7 @@ def test_run_in_one_process_is_told_by_its_decisions_and_its_result():
     report = report_of(lines, result=StoredEnd(1, "the last step", ("an atomic add",)))
     assert report.phase is RunPhase.FINISHED
     assert [row.step for row in report.checkpoints] == [1]
-    assert report.verdict[0] == "The run finished after 1 step: the last step."
+    assert report.verdict[0] == "The run finished (the last step) after 1 step."
     assert "not exact (an atomic add)" in report.verdict[2]
     goes_on = [*lines, logged(3, 2, loss=1.0)]
     assert report_of(goes_on, result=StoredEnd(1, "enough", ())).phase is RunPhase.RUNNING

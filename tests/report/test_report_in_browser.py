@@ -26,7 +26,7 @@ def file(tmp_path_factory):
 def test_report_in_chromium_is_drawn_accessible_and_asks_for_nothing(scheme, browser, file):
     watched = Watched(browser, scheme)
     watched.page.goto(file)
-    watched.page.wait_for_selector("#steps-chart .bars path")
+    watched.page.wait_for_selector("#band-chart .scatterlayer")
     assert watched.requests == [file]
     assert watched.faults() == []
     assert watched.fits()

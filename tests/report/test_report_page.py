@@ -84,7 +84,7 @@ def stored(tmp_path):
 def test_command_writes_the_page_and_prints_the_verdict(stored, tmp_path):
     words = ["report", "night", *stored, "-o", str(tmp_path / "x.html")]
     printed = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert printed.stdout.startswith("The run finished after 6 steps in 12 s")
+    assert printed.stdout.startswith("The run finished (enough) after 6 steps in 12 s")
     assert "<title>night</title>" in (tmp_path / "x.html").read_text()
 
 

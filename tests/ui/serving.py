@@ -26,11 +26,11 @@ class Recorded:
         self.name = name
         return self
 
-    def scale(self, size=None, *, min_workers=None):
-        self.asked.append(("scale", self.name, size, min_workers))
+    def scale(self, size=None):
+        self.asked.append(("scale", self.name, size))
 
-    def drain(self, worker, within_s=None):
-        self.asked.append(("drain", self.name, worker, within_s))
+    def drain(self, worker):
+        self.asked.append(("drain", self.name, worker))
 
     def checkpoint(self):
         self.asked.append(("checkpoint", self.name))
@@ -40,8 +40,8 @@ class Recorded:
 
 
 class Served:
-    def __init__(self, port):
-        self.port = port
+    def __init__(self, port, token=TOKEN):
+        self.port, self.token = port, token
 
     @property
     def url(self):
@@ -59,8 +59,11 @@ class Served:
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
 
+    def read(self, path, **headers):
+        return self.ask("GET", path, **{"Authorization": f"Bearer {self.token}"} | headers)
+
     def json(self, path, **headers):
-        status, _, content = self.ask("GET", path, **headers)
+        status, _, content = self.read(path, **headers)
         assert status == 200, content
         return json.loads(content)
 
@@ -71,7 +74,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *, token=None, controls=None, host="127.0.0.1", options=None, only=None):
+def served(folder, *, token=TOKEN, controls=None, host="127.0.0.1", options=None, only=None):
     runs = ServedRuns(StorageURL(str(folder), options), only)
     server = web_server(runs, AccessRules(host, token), controls)
     with listening_socket("127.0.0.1", 0) as listening:

@@ -1,17 +1,13 @@
 """The served API: what it answers, to whom, and what it refuses."""
 
-import http.client
 import json
 import os
-import time
 
 import pytest
 
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.ui import served_runs
 from elastic_dp.ui.access import AccessRules
-from elastic_dp.ui.api_description import api_description
-from tests.patience import Stalls
 from tests.report.journals import T0, event, night
 from tests.report.test_report_reader import write
 from tests.ui.serving import TOKEN, Recorded, served
@@ -48,7 +44,9 @@ def steered(folder, controls):
 def test_report_is_served_as_json_for_each_run_of_the_folder(shown):
     names = {row["name"]: row for row in shown.json("/api/runs")["runs"]}
     assert set(names) == {"night", "ümlaut 100%"}
-    assert names["night"]["phase"] == "finished" and 0 < names["night"]["goodput"] < 1
+    night = names["night"]
+    assert night["health"] == "finished" and 0 < night["goodput"] < 1
+    assert (night["step"], night["loss"], night["began"]) == (6, 1.0, T0)
     assert shown.json("/api/runs/night")["lost"] == 1
     assert shown.json("/api/runs/%C3%BCmlaut%20100%25")["name"] == "ümlaut 100%"
 
@@ -102,43 +100,26 @@ def test_pages_hold_nothing_of_a_run_and_their_files_are_served(shown):
     ],
 )
 def test_path_that_leads_elsewhere_is_not_found(path, shown):
-    status, _, content = shown.ask("GET", path)
+    status, _, content = shown.read(path)
     assert status in (404, 405, 307) and b"__init__" not in content and b"root:" not in content
 
 
 def test_server_of_one_run_shows_no_other(folder):
     with served(folder, only="night") as server:
         assert [row["name"] for row in server.json("/api/runs")["runs"]] == ["night"]
-        assert server.ask("GET", "/api/runs/%C3%BCmlaut%20100%25")[0] == 404
+        assert server.read("/api/runs/%C3%BCmlaut%20100%25")[0] == 404
         assert server.ask("GET", "/")[1]["location"] == "/runs/night"
 
 
-def test_stream_sends_each_event_within_a_second(tmp_path):
-    write(tmp_path / "live", night()[:13])
-    (tmp_path / "live" / "run.json").write_text("{}")
+def test_report_that_the_page_has_is_not_sent_again(tmp_path):
+    write(tmp_path / "night", night())
+    (tmp_path / "night" / "run.json").write_text("{}")
     with served(tmp_path) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("GET", "/api/runs/live/stream")
-        answer = connection.getresponse()
-        assert answer.getheader("content-type").startswith("text/event-stream")
-        kind, report = next_event(answer)
-        assert kind == "report" and report["present"] == 2
-        for number in range(3):
-            with Stalls() as stalls:
-                written = time.monotonic()
-                write(tmp_path / "live", [event(20 + number, "DrainNoticed", worker=f"w{number}")])
-                while not any(path == ["events"] for _, path, _ in next_event(answer)[1]):
-                    pass
-                took_s = time.monotonic() - written
-            assert took_s < 1.0 + stalls.lost_s
-        connection.close()
-
-
-def next_event(answer):
-    while not (line := answer.readline()).startswith(b"event: "):
-        assert line
-    kind, data = line.split()[1].decode(), answer.readline().removeprefix(b"data: ")
-    return kind, json.loads(data)
+        status, headers, content = server.read("/api/runs/night")
+        assert status == 200 and json.loads(content)["lost"] == 1
+        status, _, content = server.read("/api/runs/night", If_None_Match=headers["etag"])
+        assert (status, content) == (304, b"")
+        assert server.read("/api/runs/night", If_None_Match="0")[0] == 200
 
 
 def test_holder_of_the_token_steers_a_run(steered, controls):
@@ -146,15 +127,12 @@ def test_holder_of_the_token_steers_a_run(steered, controls):
         202,
         {"done": "3 workers asked for"},
     )
-    assert steered.post("/api/runs/night/scale", {"size": 3.0, "min_workers": 2})[0] == 202
-    assert steered.post("/api/runs/night/drain", {"worker": "w1", "within_s": 30})[0] == 202
+    assert steered.post("/api/runs/night/drain", {"worker": "w1"})[0] == 202
     assert steered.post("/api/runs/night/checkpoint", {})[0] == 202
-    assert steered.post("/api/runs/night/stop", {"reason": "enough"})[0] == 202
     assert steered.post("/api/runs/night/stop", {})[0] == 202
     assert controls.asked == [
-        *(("scale", "night", 3, None), ("scale", "night", 3, 2), ("drain", "night", "w1", 30)),
-        *(("checkpoint", "night"), ("stop", "night", "enough")),
-        ("stop", "night", "asked on the page"),
+        *(("scale", "night", 3), ("drain", "night", "w1")),
+        *(("checkpoint", "night"), ("stop", "night", "asked on the page")),
     ]
 
 
@@ -216,38 +194,29 @@ def test_server_that_only_shows_refuses_to_steer(shown):
     assert shown.post("/api/runs/night/stop", {})[0] == 403
 
 
-def test_server_beyond_this_machine_needs_the_token_to_tell_of_a_run(folder):
-    with pytest.raises(SpecError, match="a token is needed"):
-        AccessRules("0.0.0.0")
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_nobody_reads_of_a_run_without_the_token(host, folder):
+    """Also other users of this machine reach its loopback address."""
     with pytest.raises(SpecError, match="too short"):
-        AccessRules("127.0.0.1", "short")
-    with served(folder, host="0.0.0.0", token=TOKEN) as server:
-        for path in ("/api/runs", "/api/runs/night", "/api/runs/night/stream", "/api/openapi.json"):
+        AccessRules(host, "short")
+    with served(folder, host=host) as server:
+        for path in ("/api/runs", "/api/runs/night"):
             assert server.ask("GET", path)[0] == 401
+            assert server.read(path, Authorization="Bearer wrong")[0] == 401
         assert server.ask("GET", "/runs/night")[0] == 200  # which holds nothing of it
-        assert server.json("/api/runs/night", Authorization=f"Bearer {TOKEN}")["lost"] == 1
         assert server.post("/api/runs/night/stop", {})[0] == 403  # without --control
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
-def test_address_of_this_machine_needs_no_token(host):
-    assert AccessRules(host).is_loopback
 
 
 @pytest.mark.parametrize(
     ("verb", "body", "status"),
     [
-        *(("scale", body, 422) for body in ({}, {"size": 0}, {"size": 1.5}, {"size": True})),
-        *(
-            ("scale", body, 422)
-            for body in ({"size": "3"}, {"size": 10**30}, {"siz": 3}, [], b"null")
-        ),
-        *(("drain", body, 422) for body in ({}, {"worker": 3}, {"worker": ""}, {"worker": "a\n"})),
-        *(("drain", {"worker": "w1", "within_s": s}, 422) for s in (-1, "1", float("inf"))),
-        *(("stop", {"reason": reason}, 422) for reason in ("x" * 201, "\ud800", 5, "a\x1b[2J")),
+        *(("scale", body, 422) for body in ({}, {"size": 1.5}, {"size": "3"}, {"siz": 3}, [])),
+        *(("scale", body, 422) for body in (b"null", {"size": 3, "x": 1})),
+        *(("drain", body, 422) for body in ({}, {"worker": 3})),
+        *(("stop", {"reason": "x"}, 422), ("checkpoint", [], 422)),
         *(("stop", body, 400) for body in (b"", b"{", b"\xff", b"[" * 10_000)),
         ("stop", b" " * 20_000, 413),
-        *(("explode", {}, 404), ("../stop", {}, 404), ("scale", {"size": 3, "x": 1}, 422)),
+        *(("explode", {}, 404), ("../stop", {}, 404)),
     ],
 )
 def test_wrong_request_is_refused_by_name(verb, body, status, steered, controls):
@@ -290,16 +259,9 @@ def test_store_that_does_not_answer_is_told_without_its_secrets(tmp_path):
     options = {"key": "AKIA", "secret": secret, "endpoint_url": "http://127.0.0.1:9"}
     options["config_kwargs"] = {"nonsense_of_no_library": secret}
     with served("s3://bucket/runs", options=options) as server:
-        status, _, content = server.ask("GET", "/api/runs/night")
+        status, _, content = server.read("/api/runs/night")
     assert status == 503 and json.loads(content)["error"]
     assert secret.encode() not in content
-
-
-def test_description_has_each_verb_with_its_fields():
-    paths = api_description()["paths"]
-    assert {path.rpartition("/")[2] for path in paths if "post" in paths[path]} == set(VERBS)
-    body = paths["/api/runs/{run}/scale"]["post"]["requestBody"]["content"]["application/json"]
-    assert set(body["schema"]["properties"]) == {"size", "min_workers"}
 
 
 def test_damaged_folder_is_served_without_a_fault(tmp_path):
@@ -310,7 +272,7 @@ def test_damaged_folder_is_served_without_a_fault(tmp_path):
     (run / "events.jsonl").write_bytes(b"\xff\x00{}\n" + json.dumps(event(0, "FailRun")).encode())
     (run / "metrics.jsonl").mkdir()
     with served(tmp_path) as server:
-        status, _, content = server.ask("GET", "/api/runs/run")
+        status, _, content = server.read("/api/runs/run")
         assert status in (200, 503), content
         assert server.json("/api/runs")["runs"][0]["name"] == "run"
 

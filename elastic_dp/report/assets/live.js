@@ -3,8 +3,6 @@
 
 const KEY = "elastic-dp token";
 let token = sessionStorage.getItem(KEY) || "";
-let pending = new Set();
-let due = null;
 
 function takeToken() { // from the address that was printed; it is never sent as part of an address
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
@@ -15,8 +13,9 @@ function takeToken() { // from the address that was printed; it is never sent as
   }
 }
 
-function ask(path, body) {
+function ask(path, body, version) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  if (version) headers["If-None-Match"] = version;
   if (body === undefined) return fetch(path, { headers });
   headers["Content-Type"] = "application/json";
   return fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
@@ -47,70 +46,26 @@ function askForToken() {
 
 // ----------------------------------------------------------------------------- following
 
-const URGENT = ["events", "band", "phase", "decisions", "checkpoints", "generation"];
-
-function showChanged() {
-  const now = pending;
-  pending = new Set();
-  clearTimeout(due);
-  due = null;
-  if (now.size) show(now);
-}
-
-function change(list) {
-  for (const [kind, path, value] of list) {
-    const last = path[path.length - 1];
-    const parent = path.slice(0, -1).reduce((at, key) => at[key], report);
-    if (kind === "set") parent[last] = value;
-    else parent[last].push(...value);
-    pending.add(path[0]);
-  }
-  if (URGENT.some((part) => pending.has(part))) showChanged();
-  else due ||= setTimeout(showChanged, 1000);
-}
-
-function receive(kind, data) {
-  if (kind === "problem") return say(`the store does not answer: ${data}`);
-  if (kind === "change") change(data);
-  if (kind === "report") {
-    const first = report === null;
-    report = data;
-    if (first) buildRunPage();
-    show(null);
-  }
-  return say("live");
-}
-
-async function follow(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop();
-    for (const part of parts) {
-      const found = /^event: (\w+)\ndata: (.*)$/.exec(part);
-      if (found) receive(found[1], JSON.parse(found[2]));
-    }
-  }
-}
-
 const api = (name) => `/api/runs/${encodeURIComponent(name)}`;
 
 async function followForEver() {
+  let version = "";
   for (;;) {
     try {
-      const answer = await ask(`${api(settings.run)}/stream`);
+      const answer = await ask(api(settings.run), undefined, version);
       if (answer.status === 401) {
         await askForToken();
-      } else if (!answer.ok) {
+      } else if (answer.ok) {
+        const first = report === null;
+        report = await answer.json();
+        version = answer.headers.get("etag");
+        if (first) buildRunPage();
+        show();
+      } else if (answer.status !== 304) {
         say((await answer.json()).error);
         if (answer.status === 404) return;
-      } else {
-        await follow(answer);
       }
+      if (answer.ok || answer.status === 304) say(["finished", "failed"].includes(report.phase) ? "" : "live");
     } catch (error) {
       say("the connection is lost; trying again");
     }
@@ -168,6 +123,8 @@ function drainButton(row) {
 
 // ----------------------------------------------------------------------------- the list
 
+const HEALTH = { healthy: "good", finished: "good", failed: "bad" };
+
 async function listForEver() {
   fill(main, section("runs", "Runs", true, el("div", { id: "runs-body" }, "reading the journals…")));
   for (;;) {
@@ -182,11 +139,13 @@ async function listForEver() {
           ? el("p", { class: "note", id: "rest" }, `${said.runs.length} of ${said.number} runs are shown, the first by name. The address /runs/NAME shows any other.`)
           : "";
         fill($("runs-body"), rest, table("Runs, the one that wrote last first",
-          [["run"], ["phase", "kind"], ["step", "number"], ["goodput", "number"], ["last written", "time"], ["health"]],
+          [["run"], ["health", "kind"], ["step", "number"], ["loss", "number"], ["workers", "number"], ["goodput", "number"],
+            ["started", "time"], ["last written", "time"], ["reason"]],
           said.runs.map((run) => [
             el("a", { href: `/runs/${encodeURIComponent(run.name)}`, "data-key": `run ${run.name}` }, run.name),
-            el("span", { class: TONES[run.phase] || "" }, run.phase), run.step, run.goodput === null ? "" : percent(run.goodput),
-            when(run.last_line), run.health,
+            el("span", { class: HEALTH[run.health] || "warn" }, run.health), run.step ?? "",
+            typeof run.loss === "number" ? number(run.loss) : "", run.size ? `${run.world_size} of ${run.size}` : "",
+            typeof run.goodput === "number" ? percent(run.goodput) : "", run.began ? when(run.began) : "", when(run.last_line), run.health_reason,
           ])));
       }
     } catch (error) {

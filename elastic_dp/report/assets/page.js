@@ -124,6 +124,7 @@ function drawBand() {
   const band = report.band.slice();
   if (band.length) band.push([report.until, band[band.length - 1][1], band[band.length - 1][2]]);
   const x = band.map((size) => clock(size[0], 3));
+  const most = Math.max(1, ...band.map((size) => Math.max(size[1], size[2])));
   const traces = [
     { x, y: band.map((size) => size[1]), name: "in the group", mode: "lines", fill: "tozeroy", hoverinfo: "x+y",
       line: { shape: "hv", color: color("c1") } },
@@ -144,47 +145,21 @@ function drawBand() {
       x1: clock(event.time + event.seconds, 3), fillcolor: color("c4"), opacity: 0.35, line: { width: 0 } }));
   draw("band-chart", `${report.present} of ${report.wanted} workers; the events are in the table below`, traces, {
     shapes, xaxis: { type: "date", anchor: "y" }, legend: { orientation: "h", y: -0.12, traceorder: "normal" },
-    yaxis: { domain: [0, 0.42], rangemode: "tozero", title: { text: "workers" }, tickformat: "d" },
+    // Plotly's own ticks of a few workers are at 0, 0.5, 1, …, which all would be shown as whole numbers.
+    yaxis: { domain: [0, 0.42], rangemode: "tozero", title: { text: "workers" }, dtick: most < 10 ? 1 : undefined },
     yaxis2: { domain: [0.5, 1], type: "category", categoryarray: present.map(([kind]) => kind).reverse(), categoryorder: "array", fixedrange: true },
   });
 }
 
 const CATEGORIES = [
-  ["useful", "useful", "c5"], ["redone", "redone", "c2"], ["pause", "pause", "c4"], ["data_wait", "waiting for data", "c3"],
-  ["checkpoint", "checkpoint", "c1"], ["waiting_for_workers", "waiting for workers", "c6"],
+  ["useful", "useful"], ["redone", "redone"], ["pause", "pause"], ["data_wait", "waiting for data"],
+  ["checkpoint", "checkpoint"], ["waiting_for_workers", "waiting for workers"],
 ];
-
-function drawGoodput() {
-  const total = CATEGORIES.reduce((sum, [name]) => sum + (report.goodput[name] || 0), 0) || 1;
-  draw("goodput-chart", `goodput ${percent(report.goodput.fraction)}; the parts are in the table below`,
-    CATEGORIES.map(([name, words, tone]) => ({
-      type: "bar", orientation: "h", x: [(100 * (report.goodput[name] || 0)) / total], y: [""], name: words,
-      marker: { color: color(tone) }, hoverinfo: "name+x",
-    })), { barmode: "stack", xaxis: { range: [0, 100], ticksuffix: " %" }, yaxis: { visible: false }, legend: { orientation: "h", y: -0.5, traceorder: "normal" } });
-}
-
-const PARTS = [["data", "c3"], ["compute", "c5"], ["collective", "c1"], ["other", "c6"]];
-
-function drawSteps() {
-  const rows = report.workers.filter((row) => row.steps).slice(-40);
-  const names = rows.map(workerName);
-  draw("steps-chart", "mean time of a step of each worker, by part; the numbers are in the table below",
-    PARTS.map(([part, tone]) => ({
-      type: "bar", orientation: "h", y: names.map(plain), x: rows.map((row) => row.times[part] / row.steps),
-      name: part, marker: { color: color(tone) }, hoverinfo: "name+x+y",
-    })), { barmode: "stack", xaxis: { title: { text: "seconds of a step" } }, yaxis: { autorange: "reversed", type: "category" }, legend: { orientation: "h", y: -0.3, traceorder: "normal" } });
-}
 
 // ----------------------------------------------------------------------------- sections
 
 const workerName = (row) => (report.starts > 1 ? `${row.name} (start ${row.start})` : row.name);
 const TONES = { running: "good", finished: "good", silent: "warn", failed: "bad" };
-
-const SECTIONS = { // which parts of the report each section shows
-  verdict: ["verdict", "phase", "step", "present", "wanted", "lost", "generation", "goodput", "checkpoints", "until", "rows_per_s", "cache"],
-  loss: ["curves"], band: ["band", "events", "until"], goodput: ["goodput"], steps: ["workers"],
-  workers: ["workers"], events: ["events"], checkpoints: ["checkpoints"], decisions: ["decisions"],
-};
 
 const SHOW = {
   verdict() {
@@ -219,11 +194,9 @@ const SHOW = {
   },
   goodput() {
     const total = CATEGORIES.reduce((sum, [name]) => sum + (report.goodput[name] || 0), 0);
-    drawGoodput();
     fill($("goodput-body"), table("Worker-seconds by what they were for", [["what"], ["time", "number"], ["share", "number"]],
       CATEGORIES.map(([name, words]) => [words, duration(report.goodput[name]), total ? percent(report.goodput[name] / total) : ""])));
   },
-  steps: drawSteps,
   workers() {
     const rows = report.workers.slice().reverse();
     const columns = [["worker", "kind"], ["condition", "kind"], ["node"], ["steps", "number"], ["step time", "number"],
@@ -273,18 +246,15 @@ function buildRunPage() {
         el("label", {}, "Metric ", el("select", { id: "metric", onchange: byMetric })),
         el("fieldset", {}, el("legend", {}, "Over:"), choice("x", "step", "steps", true, byAxis), choice("x", "time", "time", false, byAxis))),
       chart("loss-chart")),
-    section("goodput", "Goodput", false, chart("goodput-chart", "low"), el("div", { id: "goodput-body" })),
-    section("steps", "Step times", false, chart("steps-chart")),
-    section("checkpoints", "Checkpoints", false, el("div", { id: "checkpoints-body" })),
+    section("goodput", "Goodput", false, el("div", { id: "goodput-body" })),
+    section("checkpoints", "Checkpoints", true, el("div", { id: "checkpoints-body" })),
     section("workers", "Workers", true, el("div", { id: "workers-body" })),
     section("events", "Events", false, el("div", { id: "events-body" })),
     section("decisions", "Decisions", false, el("div", { id: "decisions-body" })));
 }
 
-function show(changed) {
-  for (const [name, parts] of Object.entries(SECTIONS)) {
-    if (!changed || parts.some((part) => changed.has(part))) SHOW[name]();
-  }
+function show() {
+  Object.values(SHOW).forEach((each) => each());
 }
 
 // ----------------------------------------------------------------------------- theme
@@ -296,7 +266,7 @@ function applyTheme() {
   const dark = theme === "dark" || (theme === "system" && systemTheme.matches);
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   $("theme").textContent = `Theme: ${theme}`;
-  if (report) for (const drawn of [drawLoss, drawBand, drawGoodput, drawSteps]) drawn();
+  if (report) for (const drawn of [drawLoss, drawBand]) drawn();
 }
 
 $("theme").addEventListener("click", () => {
@@ -311,5 +281,5 @@ applyTheme();
 if (settings.mode === "report") {
   report = JSON.parse($("report").textContent);
   buildRunPage();
-  show(null);
+  show();
 }
