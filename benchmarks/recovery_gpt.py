@@ -10,9 +10,7 @@ torchft is tuned as in `benchmarks/peers/torchft_recovery.py`. The two are measu
 read from files that the workers write: a pause lasts from SIGKILL to the first step committed
 without the victim, less one median step of the two that are left (ours do three micro-batches in
 it, torchft's two). The group is whole again once all three workers have committed a step together.
-No standby is configured. Ours is measured with the default of `warm_processes`, 1, and in one round
-without. With it, there are ten seconds between full size and the next kill, in which the
-process for the next replacement is started; it takes processor time from the workers then. Ends
+No standby is configured. Ends
 with 1, and says why, if a target was missed. torchft is looked for as
 `benchmarks/peers/__init__.py` says.
 """
@@ -48,21 +46,21 @@ from benchmarks.report import add_quick, each, exit_code
 
 WORKERS = 3
 RAY_NICENESS = 15  # Ray's default
-OURS, COLD = "elastic_dp", "elastic_dp, warm_processes=0"
+OURS = "elastic_dp"
 PEER = "torchft 0.2, tuned"
 
 
-def on_ray(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
+def on_ray(size: str, kills: int, seed: int) -> dict[str, Any]:
     import ray
 
     start_ray(RAY_NICENESS)
     try:
-        return ours(size, kills, seed, warm=warm)
+        return ours(size, kills, seed)
     finally:
         ray.shutdown()
 
 
-def ours(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
+def ours(size: str, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as storage, tempfile.TemporaryDirectory() as folder:
         job = trainer(
@@ -70,7 +68,6 @@ def ours(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
             storage,
             folder,
             WORKERS,
-            warm_processes=int(warm),
             data=Text(100_000),
             gpt=SMALL[size],
         )
@@ -79,7 +76,7 @@ def ours(size: str, kills: int, seed: int, *, warm: bool) -> dict[str, Any]:
         done: list[Kill] = []
         for _ in range(kills):
             wait_full(run, WORKERS)
-            time.sleep(rng.uniform(10.0, 10.5) if warm else rng.uniform(1.5, 2.0))
+            time.sleep(rng.uniform(1.5, 2.0))
             done.append(kill(run.pids(), rng))
             # Asks nothing of the controller while the group recovers.
             wait_for(
@@ -154,11 +151,9 @@ def theirs(size: str, kills: int) -> Any:
 def pieces(options: argparse.Namespace, sizes: Sequence[str]) -> Iterator[tuple[str, Any]]:
     yield "cores_busy_with_other_work", outside_load()
     for size in sizes:
-        found: dict[str, list[Any]] = {OURS: [], COLD: [], PEER: []}
+        found: dict[str, list[Any]] = {OURS: [], PEER: []}
         for number in range(options.rounds):
-            found[OURS].append(on_ray(size, options.kills, number, warm=True))
-            if number == 0:
-                found[COLD].append(on_ray(size, options.kills, number, warm=False))
+            found[OURS].append(on_ray(size, options.kills, number))
             quick = "not measured: --quick"
             found[PEER].append(quick if options.quick else theirs(size, options.kills))
             print(found, flush=True)

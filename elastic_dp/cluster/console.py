@@ -30,8 +30,10 @@ def start_on_ray(name: str, url: str, is_new: bool) -> str:
     """Return the first line of a run on Ray."""
     import ray
 
+    from elastic_dp.cluster.ray import private
+
     address = ray.get_runtime_context().gcs_address
-    dashboard = ray._private.worker.get_dashboard_url()
+    dashboard = private.dashboard_url()
     board = f", dashboard http://{dashboard}" if dashboard else ""
     token = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     said = (

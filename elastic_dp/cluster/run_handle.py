@@ -336,10 +336,9 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
 
 def ray_ends_with_us() -> bool:
     """Return whether this process started the Ray cluster, so that both end together."""
-    import ray
+    from elastic_dp.cluster.ray import private
 
-    node = ray._private.worker._global_node
-    return node is not None and bool(node.head)
+    return private.owns_cluster()
 
 
 def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
             raise ClusterError(
                 "CUDA shows this process other GPUs than its own, because a module asked for them "
                 "before Ray gave the process to this worker. See that no module asks when it is "
-                "imported, or set scaling.warm_processes=0"
+                "imported"
             )
         return gpu
     raise ClusterError(

@@ -14,6 +14,7 @@ from elastic_dp.config.field_checks import (
     valid_labels,
     whole_number,
 )
+from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
@@ -28,6 +29,7 @@ def label_values(wanted: str) -> list[str]:
     return [value.strip() for value in values.split(",")]
 
 
+@refuses_removed_names
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
     """How many workers a job has, of what size, and on which nodes.
@@ -38,10 +40,6 @@ class ScalingConfig:
       grows, a dict: `{0: 8, 2000: 16}` has 8 virtual workers in the first 2,000 steps, and 16 from
       then on; at most as many workers train as the first number says.
     - `standby`: the number of workers that are kept ready without a rank, to replace lost ones.
-    - `warm_processes`: the number of idle processes on each node with a worker. They have imported
-      torch and this package, so a replacement of a worker starts faster in one of them. They start
-      once the group is complete. Each takes some 0.3 GB of memory, and no CPU, GPU or rank. Never
-      tried with GPUs.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
     - `processes_per_worker`: the number of processes of a worker, all on one node, over which its
@@ -82,7 +80,6 @@ class ScalingConfig:
     max_workers: int = 1
     virtual_workers: int | Mapping[int, int] | None = None
     standby: int = 0
-    warm_processes: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
     tensor_parallel_size: int = 1
@@ -107,7 +104,6 @@ class ScalingConfig:
         whole_number("ScalingConfig.max_workers", self.max_workers, 1)
         check_virtual_workers(self.virtual_workers, "ScalingConfig.virtual_workers")
         whole_number("ScalingConfig.standby", self.standby, 0)
-        whole_number("ScalingConfig.warm_processes", self.warm_processes, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
         self._check_tensor_parallel()

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.followers.follower import FollowerProcess, follow
+from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import (
     Request,
     Worker,
@@ -321,6 +322,7 @@ class ProcessRun:
     compute on a simulated device. `shares_gpu`: see `WorkerJob`; on a machine with a GPU, all
     processes have its first one. `location`: where each worker claims to run. `address`: where
     workers find the controller. `host_of`: on which host each worker runs, if not on this one.
+    `state_store`: of the controller.
     """
 
     def __init__(
@@ -339,11 +341,14 @@ class ProcessRun:
         location: Callable[[WorkerId], WorkerLocation] | None = None,
         address: str = _HOST,
         host_of: Callable[[WorkerId], Host] | None = None,
+        state_store: ControllerStateStore | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
-        self.controller = Controller(spec, run, address, secret, self.journal, url=url, check=check)
+        self.controller = Controller(
+            spec, run, address, secret, self.journal, state_store, url, check
+        )
         job = WorkerJob(
             pickle_by_value((spec, train)),
             index,

@@ -59,6 +59,7 @@ from tests.runs import Points
             for gpus in (0.5, 1, 2, 8)
         ),
         ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a string"]),
+        ({"warm_processes": 1}, ["warm_processes does not exist any more", "standby=1"]),
     ],
 )
 def test_scaling_config_out_of_range_names_field_and_value(options, words):

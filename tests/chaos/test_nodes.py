@@ -111,8 +111,7 @@ SLOW = (
     ids=lambda harm: harm.__name__,
 )
 def test_node_fault_ends_with_the_undisturbed_digest(harm, cluster, calm):
-    # In CI no process waits for a worker, since each takes seconds of what all tests share.
-    run = start(cluster, harm.__name__, every_steps=50, warm_processes=int(harm is not cut_off))
+    run = start(cluster, harm.__name__, every_steps=50)
     node = cluster.host_of(run.members[1])
     harm(cluster, run, node)
     node.kill()

@@ -28,10 +28,10 @@ def train(ctx: Any) -> None:
         best = Best()
 
         def state_dict(self):
-            return {"best": self.best}
+            return {"best": self.best.loss}
 
         def load_state_dict(self, state):
-            self.best = Best(state["best"].loss)
+            self.best = Best(state["best"])
 
     tracker = Tracker()
     state = {"ema": average, "tracker": tracker}
@@ -51,7 +51,6 @@ def trainer(
     steps: int = 60,
     workers: int = 1,
     standby: int = 0,
-    warm_processes: int = 0,
     every_steps: int | None = None,
     failure: edp.FailureConfig = PATIENT,
     sharding: Literal["optimizer"] | None = None,
@@ -69,7 +68,6 @@ def trainer(
             max_workers=workers,
             virtual_workers=8,
             standby=standby,
-            warm_processes=warm_processes,
         ),
         checkpoint=edp.CheckpointConfig(every_steps=every_steps),
         failure=failure,

@@ -25,7 +25,7 @@ DRIVER = """
 import elastic_dp as edp, sys
 from tests.runs import spec_of
 from tests.train.jobs import clipped_average_norm as plain
-spec = spec_of(workers=1, warm_processes=int(sys.argv[2]), config={"body_s": 0.2})
+spec = spec_of(workers=1, config={"body_s": 0.2})
 edp.ElasticTrainer(
     plain, name="mine", storage_path=sys.argv[1], data=spec.data, config=spec.config,
     scaling=spec.scaling, failure=spec.failure, max_steps=100_000,
@@ -47,17 +47,14 @@ def asked_in_a_second_terminal(said, environment):
 
 
 @pytest.mark.parametrize(
-    ("number", "warm_processes"),
-    [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow)],
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(
-    tmp_path, number, warm_processes
-):
+def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_path, number):
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
     environment |= {"PYTHONPATH": clusters.MINIMAL_PATH, "HOME": str(tmp_path)}
     environment |= clusters.forked_workers()
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path), str(warm_processes)],
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
         cwd=clusters.ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,

@@ -33,7 +33,7 @@ def test_a_worker_whose_gpu_is_not_there_ends_and_gives_it_back(tmp_path, capfd)
         name="gpu",
         storage_path=str(tmp_path),
         data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(warm_processes=0, resources_per_worker={"CPU": 1, "GPU": 1}),
+        scaling=edp.ScalingConfig(resources_per_worker={"CPU": 1, "GPU": 1}),
         failure=edp.FailureConfig(max_losses_without_progress=1),
         max_steps=2,
     )

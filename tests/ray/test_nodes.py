@@ -109,9 +109,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
 
 @pytest.mark.slow
 def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
-    from ray._private.state import actors
-
-    from elastic_dp.cluster.ray import ray_worker_group
+    from elastic_dp.cluster.ray import private, ray_worker_group
 
     class Dies:
         def __init__(self, identity, job, controller, term):
@@ -129,9 +127,9 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
 
     def dies(worker):
         worker_group.start(worker)
-        actor = worker_group.actors()[worker]._actor_id.hex()
+        actor = worker_group.actors()[worker]
         assert lost.get().cause is Cause.UNKNOWN
-        return actor, actors(actor)["Address"]["NodeID"]
+        return actor, private.actor(actor).node
 
     actor, bad = dies("w1")
     worker_group.node_avoidance.failed(actor)

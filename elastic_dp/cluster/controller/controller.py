@@ -1,9 +1,14 @@
 """The controller's loop: it takes events from an inbox, asks the coordinator, and executes its
 commands.
 
-A single thread does this; it decides nothing itself. Workers, heartbeats, process exits and
-operators only post events. The state beside the coordinator is in parts with one owner each:
-metrics, exits of workers, checkpoints, the report of the run, and the state for a successor.
+One thread decides and renews leases. It waits for nothing outside this process. Another one
+executes the commands in their order: it claims generations, stores the state for a successor and
+talks to the cluster, which may take long or fail while the cluster's head is unavailable. Then it
+tries again, and leases are renewed meanwhile.
+
+Workers, heartbeats, process exits and operators only post events. The state beside the coordinator
+is in parts with one owner each: metrics, exits of workers, checkpoints, the report of the run, and
+the state for a successor.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from elastic_dp.cluster.controller.controller_checkpointer import ControllerCheckpointer
@@ -25,6 +31,7 @@ from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
+from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.runs.controller_state import (
     ControllerStateStore,
     pending_requests,
@@ -67,6 +74,7 @@ from elastic_dp.errors import ElasticError, StateDiffers
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
@@ -131,6 +139,9 @@ class Controller:
             check=check,
         )
         self.ended = threading.Event()
+        self._tasks: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
+        self._commands = background("commands", self._run_tasks, self.fail)
+        self._stores = OutageNotice("storing the state of the run in the cluster", self.say)
         # another controller has the workers, the lease and the run's record
         self.superseded = False
         self._rendezvous_service = RendezvousService(run, host, secret)
@@ -256,6 +267,7 @@ class Controller:
         It returns when the run has ended, every worker is gone or has had enough time to leave, and
         the result is stored. `found` are the workers of a previous controller.
         """
+        self._commands.start()
         try:
             if not self.report.has_ended:
                 self._lead(found)
@@ -266,6 +278,8 @@ class Controller:
             self.report.fail_by_bug(what, traceback.format_exc())
         if self.superseded:  # its process is to end, and nothing else
             return self.outcome
+        self._tasks.put(None)
+        self._commands.join()
         self._close()
         self.ended.set()
         return self.outcome
@@ -341,9 +355,8 @@ class Controller:
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.release(worker)
-            self._release_now(
-                ReleaseWorker(worker, "was told to leave before this controller took over")
-            )
+            told = ReleaseWorker(worker, "was told to leave before this controller took over")
+            self._tasks.put([partial(self._release_now, told)])
         found = [worker for worker in found if worker in state.here]
         for worker, was_up in [*state.here.items()]:
             if worker not in found and was_up:
@@ -414,54 +427,77 @@ class Controller:
         self.journal.event(event)
 
     def _execute_all(self, commands: list[Command]) -> None:
+        """Execute commands. The state that follows from them is stored before."""
         for command in commands:
             self.state_store.record(command)
-        self.state_store.save()
-        for command in commands:
-            self._execute(command)
+        tasks = [task for command in commands if (task := self._begin(command)) is not None]
+        if tasks or self.state_store.has_changed:
+            self._tasks.put(tasks)
 
     def _execute(self, command: Command) -> None:
-        if isinstance(command, ReleaseWorker):
-            self.exits.release(command.worker)
+        """Execute a command in this thread."""
+        task = self._begin(command)
+        if task is not None:
+            task()
+
+    def _begin(self, command: Command) -> Callable[[], None] | None:
+        """Do what only this process sees, and return the rest of a command, for the thread of
+        commands."""
+        if isinstance(command, RenewLease):
+            self.heartbeats.renew(command.worker, command.beat)
+            return None
+        self.journal.command(command)
+        send = self._worker_group.send
         match command:
-            case RenewLease(worker=worker, beat=beat):
-                self.heartbeats.renew(worker, beat)
-                return
             case FormGeneration(membership=membership):
-                rendezvous = self._rendezvous_service.rendezvous
                 members = [member.worker for member in membership.members]
-                self._worker_group.send(members, command, rendezvous)
+                return partial(send, members, command, self._rendezvous_service.rendezvous)
             case PrepareGroup(workers=workers):
-                self._worker_group.send(workers, command, self._rendezvous_service.rendezvous)
+                return partial(send, workers, command, self._rendezvous_service.rendezvous)
             case StartWorker(worker=worker):
-                self._worker_group.start(worker)
-            case BeginTraining(worker=worker):
-                self.exits.begin(worker)
-                self._worker_group.send([worker], command, None)
+                return partial(self._worker_group.start, worker)
             case EvictWorker(worker=worker, stuck=stuck):
                 self.exits.evict(worker)
                 self.heartbeats.evict(worker, stuck)
-                if stuck:  # if its sidecar does not
-                    threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
-                else:
-                    self._worker_group.kill(worker)
+                if not stuck:
+                    return partial(self._worker_group.kill, worker)
+                # if its sidecar does not
+                threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
             case ClaimGeneration(generation=generation):
-                won = self.state_store.claim(generation)
-                self.superseded = self.superseded or not won
-                self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
+                return partial(self._claim, generation)
             case FindCheckpoint(at_most=at_most):
-                self.checkpoints.find(at_most, self.coordinator.generation)
+                return partial(self.checkpoints.find, at_most, self.coordinator.generation)
             case FinishRun() | FailRun() | StandDown():
                 self.times.flush()
                 outcome = self.report.end(command, self.coordinator.generation)
-                self.state_store.record_outcome(outcome)
+                store = partial(self.state_store.record_outcome, outcome)
+                return partial(self._stores.insist, store)
+            case ReleaseWorker(worker=worker):
+                self.exits.release(worker)
+                if self.exits.holds_nothing(worker):
+                    return partial(self._release_now, command)
+                return partial(send, [worker], command, None)
+            case BeginTraining(worker=worker):
+                self.exits.begin(worker)
+                return partial(send, [worker], command, None)
             case Explain():
                 pass
-            case ReleaseWorker(worker=worker) if self.exits.holds_nothing(worker):
-                self._release_now(command)
             case _:
-                self._worker_group.send([command.worker], command, None)
-        self.journal.command(command)
+                return partial(send, [command.worker], command, None)
+        return None
+
+    # ------------------------------------------------------------------ the thread of commands
+
+    def _run_tasks(self) -> None:
+        while (tasks := self._tasks.get()) is not None:
+            self._stores.insist(self.state_store.save)
+            for task in tasks:
+                task()
+
+    def _claim(self, generation: int) -> None:
+        won = self._stores.insist(partial(self.state_store.claim, generation))
+        self.superseded = self.superseded or not won
+        self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
 
     def _release_now(self, command: ReleaseWorker) -> None:
         """Release and kill a worker at once.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_dp.cluster.controller.worker_retries import WorkerRetries
 from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerId
 from elastic_dp.telemetry.data_rates import CacheBytes, DataRates
 from elastic_dp.telemetry.goodput import (
@@ -117,3 +116,21 @@ class RunTimes:
         with self._lock:
             self._meter.line(line)
             self._rates.line(line)
+
+
+class WorkerRetries:
+    """How many requests to stores the workers have retried. `heard` is called by the controller's
+    thread.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[WorkerId, int] = {}
+
+    def heard(self, event: HeartbeatReceived) -> None:
+        if event.store_retries > self._of.get(event.worker, 0):
+            self._of[event.worker] = event.store_retries
+
+    @property
+    def total(self) -> int:
+        """The sum, also over workers that are gone. Any thread may call it."""
+        return sum(list(self._of.values()))

@@ -1,20 +1,22 @@
 """Why workers wait for a node: no node could hold one, none has room now, or what Ray's autoscaler
-reports.
+reports to the GCS.
+
+The autoscaler reports whenever it has looked at the cluster. If it cannot look, because Kubernetes
+refuses its requests, it reports nothing, and only its log has the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-import ray._private.state
 
-from elastic_dp.cluster.ray import worker_placement
-from elastic_dp.cluster.ray.autoscaler_status import AutoscalerStatus
+from elastic_dp.cluster.outage_notice import OutageNotice
+from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import can_hold
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.config import ScalingConfig
@@ -25,6 +27,9 @@ _CHECK_EVERY_S = 5.0
 # How long a worker waits before this is reported: the room that seems taken may be its own, while
 # its process starts.
 _NO_ROOM_S = 30.0
+_SILENT_S = 30.0  # the autoscaler looks every 5 s, or AUTOSCALER_UPDATE_INTERVAL_S
+_RECENT_S = 60.0  # age of a failed launch; while it lasts, every look adds a new one
+_LOG = "its log has the reason (monitor.log on the head node, or its container's)"
 
 
 class CapacityMonitor:
@@ -47,7 +52,8 @@ class CapacityMonitor:
             stages,
             say,
         )
-        self._autoscaler = AutoscalerStatus(scaling.resources_per_worker)
+        # the autoscaler's newest look, and since when it is known
+        self._autoscaler_looked, self._looked_since = -1, 0.0
         self._waiting_since: dict[WorkerId, float] = {}
         self.waits_for = ""
 
@@ -57,11 +63,10 @@ class CapacityMonitor:
 
     def _watch(self, ended: threading.Event) -> None:
         said = {""}
+        notice = OutageNotice("the search for what workers wait for", self._say)
         while not ended.wait(_CHECK_EVERY_S):
-            # any error of Ray while the head node is unavailable
-            with contextlib.suppress(Exception):
-                self._worker_group.withdraw_waiting_needlessly()
-                self.look()
+            notice.attempt(self._worker_group.withdraw_waiting_needlessly)
+            notice.attempt(self.look)
             if self.waits_for not in said:
                 self._say(self.waits_for)
                 said.add(self.waits_for)
@@ -80,7 +85,8 @@ class CapacityMonitor:
         without = self._worker_group.without_process(waiting)
         self._waiting_since = {w: self._waiting_since.get(w, now) for w in without}
         waited = any(now - since >= _NO_ROOM_S for since in self._waiting_since.values())
-        reasons = no_room(self._scaling, ray.nodes()), self._autoscaler.why(time.time())
+        lacking = no_room(self._scaling, ray.nodes())
+        reasons = lacking, self._autoscaler(has_large_nodes=not lacking)
         said = ". ".join(reason for reason in reasons if reason)
         if not said and waited and not has_room(self._scaling.resources_per_worker):
             return (
@@ -89,10 +95,50 @@ class CapacityMonitor:
             )
         return said
 
+    def _autoscaler(self, has_large_nodes: bool) -> str:
+        """Return why Ray's autoscaler adds no node; empty if it adds one, or there is none."""
+        state, now = private.cluster_status().autoscaling_state, time.time()
+        looked = state.last_seen_cluster_resource_state_version
+        if looked != self._autoscaler_looked:
+            self._autoscaler_looked, self._looked_since = looked, now
+        if not looked:
+            return ""
+        if now - self._looked_since > _SILENT_S:
+            return f"Ray's autoscaler does not look at the cluster: {_LOG}"
+        said = autoscaler_words(state, self._scaling.resources_per_worker, has_large_nodes, now)
+        return said and f"Ray's autoscaler: {said}"
+
+
+def autoscaler_words(
+    state: Any, needs: Mapping[str, float], has_large_nodes: bool, now: float
+) -> str:
+    """Return an autoscaler's report in words. `has_large_nodes`: a node could hold a worker if it
+    were idle. `now` is of `time.time`.
+    """
+    sentences = []
+    failed = [f for f in state.failed_instance_requests if f.failed_ts > now - _RECENT_S]
+    if groups := sorted({request.ray_node_type_name for request in failed}):
+        sentences.append(f"it cannot add nodes of group {', '.join(groups)}: {_LOG}")
+    wanted = {name: need for name, need in needs.items() if need}
+    if any(dict(r.resources_bundle) == wanted for r in state.infeasible_resource_requests):
+        sentences.append(
+            f"no group may add a node for {wanted}: those with such nodes have as many as they "
+            "may (maxReplicas in Kubernetes, max_workers elsewhere)"
+            if has_large_nodes
+            else f"no group of nodes has one with {wanted} and the labels that the job asks for"
+        )
+    waits: Counter[str] = Counter(i.ray_node_type_name for i in state.pending_instances)
+    for request in state.pending_instance_requests:
+        waits[request.ray_node_type_name] += request.count
+    if waits:
+        named = ", ".join(f"{count} of group {group}" for group, count in sorted(waits.items()))
+        sentences.append(f"it has asked for nodes that are not up yet: {named}")
+    return "; ".join(sentences)
+
 
 def has_room(needs: Mapping[str, float]) -> bool:
     """Return whether a node has enough free resources for a worker."""
-    free = ray._private.state.available_resources_per_node().values()
+    free = private.free_resources().values()
     return any(can_hold(needs, {"Resources": resources}) for resources in free)
 
 

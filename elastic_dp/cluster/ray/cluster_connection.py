@@ -8,9 +8,8 @@ import socket
 import time
 
 import ray
-from ray._private import services
-from ray._raylet import Config  # type: ignore[attr-defined]
 
+from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.run_handle import ray_ends_with_us
 from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
@@ -138,7 +137,7 @@ def send_token() -> None:
         "RAY_AUTH_TOKEN" in os.environ or os.path.exists(path)
     ):
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # reads the environment again
+        private.reload_authentication()
 
 
 def clusters_of_this_user() -> list[str]:
@@ -147,7 +146,7 @@ def clusters_of_this_user() -> list[str]:
     Those of other users are for --address alone: a run of somebody else may have the same name.
     """
     started: dict[str, float] = {}
-    for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
+    for process in private.psutil().process_iter(["cmdline", "create_time", "uids"]):
         words, uids = process.info["cmdline"] or [""], process.info["uids"]
         if os.path.basename(words[0]) != "raylet" or uids is None or uids.real != os.getuid():
             continue

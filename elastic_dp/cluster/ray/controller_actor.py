@@ -16,10 +16,11 @@ from typing import Any
 
 import cloudpickle
 import ray
-import ray._private.state
 
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.metrics_exporter import MetricsExporter
+from elastic_dp.cluster.outage_notice import OutageNotice
+from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
@@ -85,10 +86,11 @@ class ControllerActor:
         self._handle = ray.get_runtime_context().current_actor
         self._worker_group = RayWorkerGroup(worker_job, self._spec, self._controller, self._handle)
         self._drain_watcher = DrainWatcher(
-            ray._private.state.state.get_draining_nodes,
+            private.draining_nodes,
             self._worker_group.nodes,
-            head_node,
+            private.head_node,
             self._controller.post,
+            self._controller.say,
         )
         self._capacity_monitor = CapacityMonitor(
             self._spec.scaling,
@@ -105,7 +107,6 @@ class ControllerActor:
             self._controller.post,
             self._controller.say,
         )
-        self._worker_group.prestarter.open()
         self._controller.open(self._worker_group)
         # What torch, ray and the job's imports have allocated stays. A full collection that visits
         # it takes 0.1 s longer, so it is frozen; what comes later grows with the workers alone.
@@ -113,7 +114,6 @@ class ControllerActor:
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
         self._capacity_monitor.start(self._controller.ended)
-        self._worker_group.prestarter.start(self._controller.ended, self._worker_group.runtime_env)
         self._drain_watcher.start()
         MetricsExporter(self._controller, self._spec.name).start()
 
@@ -232,14 +232,11 @@ class ControllerActor:
 
     def _processes(self) -> dict[WorkerId, tuple[int, str]]:
         actors = self._worker_group.actors()
-        tables = {
-            worker: ray._private.state.state.actor_table(actor._actor_id.hex())
-            for worker, actor in actors.items()
-        }
+        entries = {worker: private.actor(actor) for worker, actor in actors.items()}
         return {
-            worker: (int(table["Pid"]), str(table["Address"]["IPAddress"]))
-            for worker, table in tables.items()
-            if table and table["State"] == "ALIVE"
+            worker: (entry.pid, entry.address)
+            for worker, entry in entries.items()
+            if entry is not None and entry.state == "ALIVE"
         }
 
     def _request(self, event: Event) -> None:
@@ -252,7 +249,8 @@ class ControllerActor:
         state = self._state_store.state
         if not (state.here or state.stepped or state.outcome):
             self._sharing.admit(lambda: state.stop is not None)
-            self._state_store.begin(time.time())
+            notice = OutageNotice("storing the run in the cluster", self._controller.say)
+            notice.insist(lambda: self._state_store.begin(time.time()))
         self._sharing.start(self._controller.ended)
         self._controller.lead(self._found())
         if self._controller.superseded:
@@ -271,9 +269,3 @@ class ControllerActor:
             # The GCS may be unavailable. A controller that leads no worker is worse than none.
             traceback.print_exc()
             os._exit(1)  # Ray starts it again
-
-
-def head_node() -> str:
-    """Return the node where Ray's GCS is; empty if there is none at the moment."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return next((n["NodeID"] for n in alive if "node:__internal_head__" in n["Resources"]), "")

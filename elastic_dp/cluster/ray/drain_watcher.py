@@ -6,16 +6,16 @@ the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a
 
 - A notice is posted once for each worker and deadline, also for a worker that starts on a node that
   already drains.
-- A failed poll (the head node is unavailable) is repeated soon.
+- A failed poll (the head node is unavailable) is repeated soon, and said if it fails for long.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
 
+from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed, WorkerId
 from elastic_dp.threads import background
 
@@ -36,7 +36,9 @@ class DrainWatcher:
         nodes: Callable[[], Mapping[WorkerId, str]],
         head: Callable[[], str],
         post: Callable[[DrainNoticed | HeadDrainNoticed], None],
+        say: Callable[[str], None],
     ) -> None:
+        self._notice = OutageNotice("the watch for nodes that are taken away", say)
         self._draining, self._nodes, self._head, self._post = draining, nodes, head, post
         self._told_of_head: int | None = None
         self._told: dict[WorkerId, int] = {}
@@ -72,6 +74,4 @@ class DrainWatcher:
 
     def _watch(self) -> None:
         while not self._closed.wait(_EVERY_S):
-            # any error of Ray while the head node is unavailable
-            with contextlib.suppress(Exception):
-                self.poll(time.monotonic(), time.time())
+            self._notice.attempt(lambda: self.poll(time.monotonic(), time.time()))

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
-from ray._private.state import actors
 
-from elastic_dp.cluster.ray import worker_placement
+from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_failure_history import NodeFailureHistory
 from elastic_dp.cluster.ray.worker_placement import Labels
 from elastic_dp.coordinator.messages import WorkerId
@@ -57,11 +56,12 @@ class NodeAvoidance:
                 del self._excluded[worker]
         return found
 
-    def failed(self, actor_id: str) -> None:
+    def failed(self, actor: Any) -> None:
         """Record the loss of a worker that was neither released nor preempted."""
-        node = str((actors(actor_id) or {}).get("Address", {}).get("NodeID") or "")
-        if not node:
+        entry = private.actor(actor)
+        if entry is None or not entry.node:
             return  # the worker was never placed
+        node = entry.node
         with self._lock:
             is_new = self._avoidance.failed(node, time.monotonic())
         if is_new and node in self._avoided_nodes([]):

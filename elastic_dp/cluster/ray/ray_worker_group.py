@@ -8,20 +8,18 @@ so that a controller that takes over finds it.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-import ray._private.state
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.ray import worker_placement
+from elastic_dp.cluster.outage_notice import OutageNotice
+from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
-from elastic_dp.cluster.ray.prestart.process_prestarter import ProcessPrestarter
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.live_runs import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment, serialize_request
@@ -35,12 +33,15 @@ from elastic_dp.train.generations.worker_progress import LogCall
 _LOW_ON_MEMORY = "low on memory"
 # Ray sends longer arguments as objects of their own, one for each call.
 _INLINE_BYTES = 100_000
-_ANSWER_S = 5.0  # for what a worker is asked
 _ASKED_EACH_S = 1.0  # workers are asked for metrics at most so often
 
 
 class RayWorkerGroup:
-    """Implements `WorkerGroup` with detached actors."""
+    """Implements `WorkerGroup` with detached actors.
+
+    A thread creates and kills actors, which takes answers of the GCS; nobody waits for it. While
+    the GCS is unavailable, it tries again.
+    """
 
     def __init__(self, job: WorkerJob, spec: JobSpec, controller: Controller, handle: Any) -> None:
         self._job, self._stored = job, ray.put(job)
@@ -54,23 +55,32 @@ class RayWorkerGroup:
         self._asked: dict[WorkerId, worker_placement.Labels] = {}
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._asked_for_metrics = -_ASKED_EACH_S  # when
-        self._started: Any = None  # the newest actor that this controller has started
-        self.prestarter = ProcessPrestarter(
-            job.run,
-            spec.scaling.warm_processes,
-            self.nodes,
-            lambda: controller.coordinator.workers,
-            controller.say,
-        )
         self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._notes = OutageNotice("looking for the nodes of lost workers", controller.say)
+        self._thread = background("actors", self._run_tasks, controller.fail)
+        self._thread.start()
 
     def start(self, worker: WorkerId) -> None:
+        self._tasks.put(lambda: self._start(worker))
+
+    def kill(self, worker: WorkerId) -> None:
+        self._tasks.put(lambda: self._kill(worker))
+
+    def _run_tasks(self) -> None:
+        notice = OutageNotice("starting and ending workers", self._controller.say)
+        while (task := self._tasks.get()) is not None:
+            notice.insist(task, self._closing)
+
+    def _start(self, worker: WorkerId) -> None:
         resources = dict(self._spec.scaling.resources_per_worker)
         asked = worker_placement.placement_preferences(self._spec.scaling, self._asked.values())
-        environment = dict(self.prestarter.environment)
+        environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
-        actor = WorkerActor.options(  # type: ignore[attr-defined]
-            name=f"{self._job.run}/{worker}",
+        name = f"{self._job.run}/{worker}"
+        options = WorkerActor.options(  # type: ignore[attr-defined]
+            name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=resources.pop("CPU", 0),
@@ -79,18 +89,13 @@ class RayWorkerGroup:
             resources=resources or None,
             runtime_env={"env_vars": environment},
             **worker_placement.actor_options(self.node_avoidance.without_avoided(worker, asked)),
-        ).remote(worker, self._stored, self._handle, self._term)
+        )
+        try:
+            actor = options.remote(worker, self._stored, self._handle, self._term)
+        except ValueError:  # an attempt that seemed to fail has created it, or the error is another
+            actor = ray.get_actor(name, namespace=NAMESPACE)
         self._asked[worker] = asked[0] if asked else {}
-        self._started = actor
         self._watch(worker, actor)
-
-    def runtime_env(self) -> str | None:
-        """Return the runtime environment of workers that this controller starts, as Ray has it;
-        None if it has started none. Raises what Ray raises."""
-        if self._started is None:
-            return None
-        found: str = ray.get(self._started.runtime_env.remote(), timeout=_ANSWER_S)
-        return found
 
     def adopt(self, logged_to: LogCall) -> list[WorkerId]:
         """Return the running workers of earlier controllers, and watch them.
@@ -124,14 +129,11 @@ class RayWorkerGroup:
         each.
         """
         prefix, named = f"{self._job.run}/", []
-        for entry in chain(
-            *(ray._private.state.actors(actor_state_name=s).values() for s in states)
-        ):
-            if entry["Name"].startswith(prefix):
+        for entry in private.actors_in(*states):
+            if entry.name.startswith(prefix):
                 with contextlib.suppress(ValueError):  # it died since
-                    actor = ray.get_actor(entry["Name"], namespace=NAMESPACE)
-                    node = entry["Address"]["NodeID"]
-                    named.append((entry["Name"].removeprefix(prefix), actor, node))
+                    actor = ray.get_actor(entry.name, namespace=NAMESPACE)
+                    named.append((entry.name.removeprefix(prefix), actor, entry.node))
         return named
 
     def send(
@@ -148,7 +150,7 @@ class RayWorkerGroup:
                 with contextlib.suppress(ray.exceptions.RayError):
                     actor.deliver.remote(message)
 
-    def kill(self, worker: WorkerId) -> None:
+    def _kill(self, worker: WorkerId) -> None:
         actor = self._actors.get(worker)
         if actor is not None:
             _kill(actor)
@@ -164,10 +166,12 @@ class RayWorkerGroup:
             self.kill(worker)
 
     def close(self) -> None:
-        self.prestarter.close()
         for worker in list(self._actors):
             self._told_to_go.add(worker)
             self.kill(worker)
+        self._closing.set()
+        self._tasks.put(None)
+        self._thread.join()
 
     def actors(self) -> dict[WorkerId, Any]:
         return dict(self._actors)
@@ -185,9 +189,9 @@ class RayWorkerGroup:
         actors = self.actors()
         known = {worker: node for worker, node in self._nodes.items() if worker in actors}
         for worker in actors.keys() - known.keys():
-            actor = ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
-            if actor and actor["State"] == "ALIVE":
-                known[worker] = actor["Address"]["NodeID"]
+            entry = private.actor(actors[worker])
+            if entry is not None and entry.state == "ALIVE":
+                known[worker] = entry.node
         self._nodes = known
         return known
 
@@ -196,12 +200,8 @@ class RayWorkerGroup:
         starting.
         """
         placed = self.nodes()
-        tables = [
-            ray._private.state.state.actor_table(actor._actor_id.hex())
-            for worker, actor in self.actors().items()
-            if worker not in placed
-        ]
-        starting = [table["Address"]["NodeID"] for table in tables if table and table["Pid"]]
+        others = [private.actor(a) for w, a in self.actors().items() if w not in placed]
+        starting = [entry.node for entry in others if entry is not None and entry.pid]
         return [*placed.values(), *starting]
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
@@ -209,12 +209,12 @@ class RayWorkerGroup:
         process is starting.
         """
         actors = self.actors()
-        tables = {
-            worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
-            for worker in workers
-            if worker in actors
-        }
-        return [worker for worker, table in tables.items() if not (table and table["Pid"])]
+        entries = {w: private.actor(actors[w]) for w in workers if w in actors}
+        return [w for w, entry in entries.items() if entry is None or not entry.pid]
+
+    def _note_failure(self, actor: Any) -> None:
+        """Count a loss against its node. A replacement does not wait for that."""
+        self._notes.attempt(lambda: self.node_avoidance.failed(actor))
 
     def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
         error = future.exception()
@@ -224,18 +224,19 @@ class RayWorkerGroup:
         if isinstance(error, ray.exceptions.RayTaskError):
             # The worker raised, and holds its node's GPU until it is killed. Not in this thread of
             # Ray, where that call never returns.
-            background("kill", partial(_kill, actor)).start()
+            self._tasks.put(lambda: _kill(actor))
         reason, cause = _death(error)
         if worker in self._withdrawn:
             reason, cause = (
                 "waited although a node that it excludes can be used again, and is replaced",
                 Cause.PREEMPTED,
             )
-        try:
-            if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
-                self.node_avoidance.failed(actor._actor_id.hex())  # before another is asked for
-        finally:  # the GCS may be away
-            self._controller.post(WorkerLost(worker, reason, cause))
+        if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
+            # before another is asked for
+            self._tasks.put(lambda: self._note_failure(actor))
+        self._told_to_go.discard(worker)
+        self._withdrawn.discard(worker)
+        self._controller.post(WorkerLost(worker, reason, cause))
 
 
 def _kill(actor: Any) -> None:

@@ -13,7 +13,7 @@ import ray
 
 from elastic_dp.cluster.followers.child_processes import start_followers
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
-from elastic_dp.cluster.ray import worker_placement
+from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.cluster.worker import Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
@@ -68,17 +68,11 @@ class WorkerActor:
         self._worker.deliver(command, rendezvous)
 
     @ray.method(concurrency_group="control")
-    def runtime_env(self) -> str:
-        """Return this process's runtime environment, as Ray has it."""
-        return str(ray.get_runtime_context().get_runtime_env_string())
-
-    @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
         """Return the complete lines that were printed to stdout and stderr after these offsets, and
         their end offsets.
         """
-        own = ray._private.worker.global_worker
-        paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
+        paths = private.output_files()
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}
 
 

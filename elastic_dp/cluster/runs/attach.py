@@ -164,22 +164,40 @@ def find_or_start(
     if live is not None:  # its result is stored
         ask(live.controller, "forget", patience_s=PATIENCE_S)
         ray.kill(live.controller)
-    return _start_controller(spec, job, runtime_env), True
+    try:
+        return _start_controller(spec, job, runtime_env), True
+    except _NameIsTaken as error:  # by another driver, at the same time
+        live = find(spec.name)
+        if live is None:
+            raise ClusterError(
+                f"another driver has started a run named {spec.name!r} on this cluster at the same "
+                f"time, and its controller does not answer: start it again. Ray says: {error}"
+            ) from error
+        _check_is_the_same(live, spec, job.url)
+        return live.controller, False
+
+
+class _NameIsTaken(Exception):
+    """There is a controller of that name."""
 
 
 def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, Any]) -> Any:
+    """Start a controller, and leave nothing of the job in the GCS if it does not start."""
     from elastic_dp.cluster.ray.controller_actor import ControllerActor
 
     run = f"{spec.name}-{secrets.token_hex(2)}"
     store_job(run, job)
-    controller = ControllerActor.options(  # type: ignore[attr-defined]
-        name=spec.name + CONTROLLER,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        runtime_env=dict(runtime_env) or None,
-        **worker_placement.actor_options([{worker_placement.MARKET: "!in(spot)"}, {}]),
-    ).remote(run)
     try:
+        try:
+            controller = ControllerActor.options(  # type: ignore[attr-defined]
+                name=spec.name + CONTROLLER,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                runtime_env=dict(runtime_env) or None,
+                **worker_placement.actor_options([{worker_placement.MARKET: "!in(spot)"}, {}]),
+            ).remote(run)
+        except ValueError as error:
+            raise _NameIsTaken(error) from error
         ask(controller, "about", patience_s=PATIENCE_S)
     except ray.exceptions.RayActorError as error:
         forget(run)
@@ -190,6 +208,9 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
             "runtime_env. "
             f"Ray says: {error}"
         ) from error
+    except BaseException:
+        forget(run)
+        raise
     return controller
 
 

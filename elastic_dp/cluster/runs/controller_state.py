@@ -66,6 +66,7 @@ class ControllerStateStore:
     def __init__(self) -> None:
         self.state = ControllerState()
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._changed = True
 
     @property
@@ -107,12 +108,27 @@ class ControllerStateStore:
             self.state.outcome, self._changed = outcome, True
         self.save()
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the state is not stored yet."""
+        return self._changed
+
     def save(self) -> None:
-        """Write the state if it has changed. When this returns, the state is stored."""
-        with self._lock:
-            if self._changed:
-                self._write(pickle.dumps(self.state))
-                self._changed = False
+        """Write the state if it has changed. When this returns, the state is stored.
+
+        Nobody who records something waits for the writing.
+        """
+        with self._writing:
+            with self._lock:
+                changed, self._changed = self._changed, False
+                state = pickle.dumps(self.state) if changed else b""
+            if not changed:
+                return
+            try:
+                self._write(state)
+            except Exception:
+                self._changed = True
+                raise
 
     def _write(self, state: bytes) -> None:
         pass

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ray.experimental import internal_kv
-
+from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.run_record import RunRecord
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # they import torch, and the command line asks here who owns 
     from elastic_dp.train.fault_injection import WorkerFault
 
 _OWNED = b"elastic_dp/owned"
+_ENDED = b"elastic_dp_ended/"  # followed by the run: when it was forgotten
+_CLAIMS_KEPT_S = 24 * 3600.0
+_CLAIMS = 8  # that are kept of a run; one would do
 _PIECE = 16 << 20  # bytes; the GCS refuses messages of some hundred megabytes
 
 
@@ -40,11 +43,12 @@ class StoredJob:
 
 
 def store_job(run: str, job: StoredJob) -> None:
+    _forget_claims()
     whole = pickle.dumps(job)
     pieces = range(0, len(whole), _PIECE)
     for number, first in enumerate(pieces):
-        internal_kv._internal_kv_put(_key(run, f"job/{number}"), whole[first : first + _PIECE])
-    internal_kv._internal_kv_put(_key(run, "job"), str(len(pieces)).encode())
+        private.kv_put(_key(run, f"job/{number}"), whole[first : first + _PIECE])
+    private.kv_put(_key(run, "job"), str(len(pieces)).encode())
 
 
 def load_job(run: str) -> StoredJob:
@@ -57,32 +61,30 @@ def load_job(run: str) -> StoredJob:
 def forget(run: str) -> None:
     """Delete the job and the state when the run is over.
 
-    The claims stay: a controller that was frozen all the time must find them.
+    The newest claim stays for a day: a controller that was frozen all the time must find it.
     """
-    internal_kv._internal_kv_del(_key(run, "job"), del_by_prefix=True)
-    internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
+    private.kv_delete(_key(run, "job"), is_prefix=True)
+    private.kv_delete(_key(run, "facts/"), is_prefix=True)
+    if _numbers(run, "generation/"):
+        private.kv_put(_ENDED + run.encode(), str(time.time()).encode())
 
 
-def set_prestarted_token(run: str, token: str | None) -> None:
-    """Let only those processes wait for a worker that were started with this token; None: none.
-
-    The entry is deleted with the job.
-    """
-    internal_kv._internal_kv_put(_key(run, "job/prestarted"), (token or "").encode())
-
-
-def prestarted_token(run: str) -> str:
-    """Return the token, empty if there is none."""
-    return (internal_kv._internal_kv_get(_key(run, "job/prestarted")) or b"").decode()
+def _forget_claims() -> None:
+    """Delete the claims of runs that have ended long ago."""
+    for key in private.kv_list(_ENDED):
+        at, run = private.kv_get(key), key.removeprefix(_ENDED).decode()
+        if at is not None and time.time() > float(at) + _CLAIMS_KEPT_S:
+            private.kv_delete(_key(run, "generation/"), is_prefix=True)
+            private.kv_delete(key)
 
 
 def mark_owner() -> None:
     """Record that the cluster ends with this process, for processes that connect to it."""
-    internal_kv._internal_kv_put(_OWNED, b"")
+    private.kv_put(_OWNED, b"")
 
 
 def has_owner() -> bool:
-    return bool(internal_kv._internal_kv_exists(_OWNED))
+    return private.kv_exists(_OWNED)
 
 
 class RayKvStateStore(ControllerStateStore):
@@ -96,12 +98,20 @@ class RayKvStateStore(ControllerStateStore):
             self.inherit(pickle.loads(_get(run, f"facts/{terms[-1]}")), terms[-1] + 1)
         self.save()
         for term in terms:
-            internal_kv._internal_kv_del(_key(run, f"facts/{term}"))
+            private.kv_delete(_key(run, f"facts/{term}"))
 
     def claim(self, generation: int) -> bool:
         key = _key(self._run, f"generation/{generation}")
-        taken = internal_kv._internal_kv_put(key, self._me, overwrite=False)
-        return not taken or internal_kv._internal_kv_get(key) == self._me
+        taken = private.kv_put(key, self._me, overwrite=False)
+        if taken and private.kv_get(key) != self._me:
+            return False
+        claimed = _numbers(self._run, "generation/")
+        if claimed[-1] > generation:  # this one was deleted, because a successor is further
+            return False
+        if len(claimed) > 2 * _CLAIMS:
+            for earlier in claimed[:-_CLAIMS]:
+                private.kv_delete(_key(self._run, f"generation/{earlier}"))
+        return True
 
     def highest_claimed(self) -> int:
         return max(_numbers(self._run, "generation/"), default=0)
@@ -110,18 +120,18 @@ class RayKvStateStore(ControllerStateStore):
         """Write the state. Each term has its own entry: a frozen predecessor writes where nobody
         reads any more.
         """
-        internal_kv._internal_kv_put(_key(self._run, f"facts/{self.state.term}"), state)
+        private.kv_put(_key(self._run, f"facts/{self.state.term}"), state)
 
 
 def _numbers(run: str, prefix: str) -> list[int]:
-    keys = internal_kv._internal_kv_list(_key(run, prefix))
+    keys = private.kv_list(_key(run, prefix))
     return sorted(int(key.rpartition(b"/")[2]) for key in keys)
 
 
 def _get(run: str, name: str) -> bytes:
-    found = internal_kv._internal_kv_get(_key(run, name))
+    found = private.kv_get(_key(run, name))
     assert found is not None, f"{name} of {run}"
-    return bytes(found)
+    return found
 
 
 def _key(run: str, name: str) -> bytes:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 import ray
 
+from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.sharing.cluster_room import ClusterRoom
 from elastic_dp.cluster.sharing.published_demands import PublishedDemands
@@ -47,29 +48,32 @@ class ClusterSharing:
         self._name, self._scaling, self._began_at = name, scaling, began_at
         self._sizes, self._held, self._post, self._say = sizes, held, post, say
         self._demands, self._room = PublishedDemands(name), ClusterRoom()
+        self._notice = OutageNotice("the division of the cluster among its runs", say)
         self._told: int | None = None
         self.queued_because = ""
 
     def admit(self, is_over: Callable[[], bool]) -> None:
         """Wait until the run's minimum fits beside the other runs, or it `is_over`."""
         said = ""
-        while not is_over():
-            with contextlib.suppress(Exception):  # any error of Ray while the head is unavailable
-                now = time.monotonic()
-                limit, others = self._look(now, is_queued=True)
-                least = self._sizes()[0] + self._scaling.standby
-                if limit is None or limit >= least:
-                    break
-                names = ", ".join(sorted(run.name for run in others))
-                self.queued_because = (
-                    f"queued: its {counted(least, 'worker')} (min_workers) do not fit beside the "
-                    f"other runs of the cluster ({names})"
-                )
-                if said != self.queued_because:
-                    self._say(self.queued_because)
-                    said = self.queued_because
+        while not is_over() and not self._notice.attempt(self._has_room):
+            if said != self.queued_because:
+                self._say(self.queued_because)
+                said = self.queued_because
             time.sleep(_EVERY_S)
         self.queued_because = ""
+
+    def _has_room(self) -> bool:
+        """Return whether the run's minimum fits; `queued_because` says why not."""
+        limit, others = self._look(time.monotonic(), is_queued=True)
+        least = self._sizes()[0] + self._scaling.standby
+        if limit is None or limit >= least:
+            return True
+        names = ", ".join(sorted(run.name for run in others))
+        self.queued_because = (
+            f"queued: its {counted(least, 'worker')} (min_workers) do not fit beside the "
+            f"other runs of the cluster ({names})"
+        )
+        return False
 
     def start(self, ended: threading.Event) -> None:
         """Watch until the run has `ended`."""
@@ -77,15 +81,17 @@ class ClusterSharing:
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_EVERY_S):
-            with contextlib.suppress(Exception):  # any error of Ray while the head is unavailable
-                limit, others = self._look(time.monotonic(), is_queued=False)
-                least, _ = self._sizes()
-                most = None if limit is None else max(least, limit - self._scaling.standby)
-                if most != self._told:
-                    self._post(SizeLimited(most, self._why(most, others)))
-                    self._told = most
+            self._notice.attempt(self._limit)
         with contextlib.suppress(Exception):
             self._demands.withdraw()
+
+    def _limit(self) -> None:
+        limit, others = self._look(time.monotonic(), is_queued=False)
+        least, _ = self._sizes()
+        most = None if limit is None else max(least, limit - self._scaling.standby)
+        if most != self._told:
+            self._post(SizeLimited(most, self._why(most, others)))
+            self._told = most
 
     def _look(self, now: float, *, is_queued: bool) -> tuple[int | None, list[RunDemand]]:
         """Return how many workers, standby included, the other runs leave to this one (None: no

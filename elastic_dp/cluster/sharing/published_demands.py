@@ -11,8 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ray.experimental import internal_kv
-
+from elastic_dp.cluster.ray import private
 from elastic_dp.coordinator.planning.cluster_shares import RunDemand
 
 _PREFIX = "elastic_dp_demand/"
@@ -29,16 +28,16 @@ class PublishedDemands:
     def publish(self, demand: RunDemand) -> None:
         self._beat += 1
         value = {"beat": self._beat} | dataclasses.asdict(demand)
-        internal_kv._internal_kv_put(self._key, json.dumps(value).encode())
+        private.kv_put(self._key, json.dumps(value).encode())
 
     def withdraw(self) -> None:
-        internal_kv._internal_kv_del(self._key)
+        private.kv_delete(self._key)
 
     def others(self, now: float) -> list[RunDemand]:
         """Return what the controllers of other runs have published, if they still do."""
         found, seen = [], {}
-        for key in internal_kv._internal_kv_list(_PREFIX):
-            value = internal_kv._internal_kv_get(key)
+        for key in private.kv_list(_PREFIX.encode()):
+            value = private.kv_get(key)
             if key == self._key or value is None:
                 continue
             before, since = self._seen.get(key, (b"", now))

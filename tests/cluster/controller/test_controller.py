@@ -1,20 +1,29 @@
 """The controller's loop around the coordinator."""
 
+import dataclasses
 import gc
+import threading
+import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 import elastic_dp as edp
 from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import Request
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.report.run_overview import Health, overview_of_status
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.coordinator.scenarios import Scenario
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import spec_of
+from tests.train.jobs import clipped_average_norm
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -170,3 +179,48 @@ class Told:
 
     def close(self) -> None:
         raise AssertionError("not asked for")
+
+
+class StalledStore(ControllerStateStore):
+    """What the GCS stores. From `goes_away` on it raises twice, and then does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_away, self.stalls = threading.Event(), threading.Event()
+        self.answers = threading.Event()
+        self.errors: list[Exception] = [RuntimeError("the GCS is away"), TypeError("another Ray")]
+
+    def claim(self, generation: int) -> bool:
+        if self.goes_away.is_set() and not self.answers.is_set():
+            self.stalls.set()
+            if self.errors:
+                raise self.errors.pop()
+            self.answers.wait()
+        return True
+
+
+def test_gcs_that_stalls_for_longer_than_a_lease_when_a_worker_is_lost_costs_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Leases are renewed, and an error is no bug."""
+    spec = spec_of(virtual=2, workers=2, steps=200, min_workers=1, config={"body_s": 0.05})
+    spec = dataclasses.replace(spec, failure=dataclasses.replace(spec.failure, lease_s=2.0))
+    stored = StalledStore()
+    with ProcessRun(spec, clipped_average_norm, url=str(tmp_path), state_store=stored) as run:
+        eventually(lambda: run.controller.status()["step"] >= 5, run.controller.status)
+        status = run.controller.status
+        eventually(lambda: status()["world_size"] == 2 and status()["phase"] == "running", status)
+        stored.goes_away.set()
+        next(iter(run.worker_group.processes.values())).kill()
+        assert stored.stalls.wait(PATIENCE_S)
+        renewed: list[str] = []
+        renew = run.controller.heartbeats.renew
+        run.controller.heartbeats.renew = lambda worker, beat: (  # type: ignore[method-assign]
+            renewed.append(worker),
+            renew(worker, beat),
+        )
+        time.sleep(2 * spec.failure.lease)
+        assert len(renewed) >= 3, "the survivor"
+        stored.answers.set()
+        outcome = run.wait()
+    assert (outcome.step, outcome.error, outcome.workers_lost) == (200, None, 1)

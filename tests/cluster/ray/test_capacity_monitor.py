@@ -11,7 +11,7 @@ def monitor(stages, autoscaler_says="", **worker_group):
     made = CapacityMonitor(
         spec_of().scaling, types.SimpleNamespace(**worker_group), lambda: stages, print
     )
-    made._autoscaler = types.SimpleNamespace(why=lambda now: autoscaler_says)
+    made._autoscaler = lambda has_large_nodes: autoscaler_says
     return made
 
 

@@ -28,7 +28,10 @@ def leading(monkeypatch, **controller):
     state = ControllerState(term=2, stepped=True)
     actor._state_store = types.SimpleNamespace(inherited=True, state=state)
     actor._controller = types.SimpleNamespace(
-        metrics=types.SimpleNamespace(logged_to=(0, 0)), ended=threading.Event(), **controller
+        say=print,
+        metrics=types.SimpleNamespace(logged_to=(0, 0)),
+        ended=threading.Event(),
+        **controller,
     )
     actor._sharing = types.SimpleNamespace(start=lambda ended: None)
     return actor

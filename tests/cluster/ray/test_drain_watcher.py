@@ -8,7 +8,7 @@ class Cluster:
     def __init__(self):
         self.draining, self.workers, self.posted, self.asked = {}, {}, [], 0
         self.notices = DrainWatcher(
-            lambda: self.draining, self.nodes, lambda: "head", self.posted.append
+            lambda: self.draining, self.nodes, lambda: "head", self.posted.append, print
         )
 
     def nodes(self):

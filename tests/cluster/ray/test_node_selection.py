@@ -2,14 +2,15 @@
 
 import pytest
 
-from elastic_dp.cluster.ray import node_avoidance
+from elastic_dp.cluster.ray import node_avoidance, private
 
 
 @pytest.fixture
 def nodes(monkeypatch):
     there = []
     monkeypatch.setattr(node_avoidance.ray, "nodes", lambda: there)
-    monkeypatch.setattr(node_avoidance, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
+    dead = private.ActorEntry("w1", "DEAD", "bad", pid=0, address="")
+    monkeypatch.setattr(node_avoidance.private, "actor", lambda actor: dead)
     return there
 
 

@@ -1,13 +1,16 @@
 """The worker group of Ray's actors, without a cluster."""
 
 import pickle
+import threading
 import types
 
 import pytest
 import ray
 
-from elastic_dp.cluster.ray import ray_worker_group
+from elastic_dp.cluster import outage_notice
+from elastic_dp.cluster.ray import private, ray_worker_group
 from elastic_dp.coordinator.messages import Cause, WorkerLost
+from tests.patience import PATIENCE_S
 from tests.runs import spec_of
 
 
@@ -22,11 +25,24 @@ def worker_group(monkeypatch):
     state = types.SimpleNamespace(term=1)
     posted = []
     controller = types.SimpleNamespace(
-        state_store=types.SimpleNamespace(state=state), say=print, post=posted.append, posted=posted
+        state_store=types.SimpleNamespace(state=state),
+        say=print,
+        fail=print,
+        post=posted.append,
+        posted=posted,
     )
-    return ray_worker_group.RayWorkerGroup(
+    made = ray_worker_group.RayWorkerGroup(
         types.SimpleNamespace(run="run"), spec_of(), controller, None
     )
+    yield made
+    made.close()
+
+
+def rest(worker_group):
+    """Wait until the thread of actors has done what it was given."""
+    done = threading.Event()
+    worker_group._tasks.put(done.set)
+    assert done.wait(PATIENCE_S)
 
 
 def died(worker_group, worker):
@@ -39,8 +55,7 @@ def died(worker_group, worker):
 
 def test_a_loss_is_told_where_its_node_cannot_be_asked_for(worker_group, monkeypatch):
     monkeypatch.setattr(worker_group.node_avoidance, "failed", raises)
-    with pytest.raises(ConnectionError):
-        died(worker_group, "w1")()
+    died(worker_group, "w1")()
     assert worker_group._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
 
 
@@ -52,11 +67,12 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
     dies = died(worker_group, "w1")
     worker_group.kill("w1")
     dies()
-    assert failed == ["01"]
+    rest(worker_group)
+    assert [actor._actor_id for actor in failed] == [b"\x01"]
     dies = died(worker_group, "w2")
     worker_group.close()
     dies()
-    assert failed == ["01"]
+    assert len(failed) == 1 and worker_group._tasks.empty()
 
 
 class CountsItsPickles:
@@ -122,9 +138,9 @@ def test_workers_without_a_process_leave_out_those_that_ray_has_started(worker_g
         return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
 
     worker_group._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
-    tables = {"a": {"Pid": 7}, "b": {"Pid": 0}, "c": None}
+    tables = {"a": {"State": "", "Pid": 7}, "b": {"State": "", "Pid": 0}, "c": None}
     state = types.SimpleNamespace(actor_table=tables.get)
-    monkeypatch.setattr(ray_worker_group.ray._private.state, "state", state)
+    monkeypatch.setattr(private, "_state", lambda: state)
     assert worker_group.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
 
 
@@ -138,3 +154,45 @@ def test_death_names_why_an_actor_ended():
     died._preempted = True
     reason, cause = _death(died)
     assert cause is Cause.PREEMPTED and "preempted" in reason
+
+
+class Actors:
+    """Ray's actors, of a cluster whose GCS does not answer until it is told to."""
+
+    def __init__(self):
+        self.answers, self.asked, self.started, self.errors = threading.Event(), 0, [], []
+
+    def options(self, name, **_):
+        def remote(*_):
+            self.asked += 1
+            assert self.answers.wait(PATIENCE_S)
+            if self.errors:
+                raise self.errors.pop()
+            self.started.append(name)
+            future = types.SimpleNamespace(add_done_callback=lambda call: None)
+            run = types.SimpleNamespace(remote=lambda: types.SimpleNamespace(future=lambda: future))
+            return types.SimpleNamespace(run=run, _actor_id=b"\x02")
+
+        return types.SimpleNamespace(remote=remote)
+
+
+def test_gcs_that_does_not_answer_or_raises_holds_up_no_command_to_others(
+    worker_group, monkeypatch
+):
+    """The thread that calls these also decides and renews leases."""
+    actors, delivered = Actors(), []
+    monkeypatch.setattr(ray_worker_group, "WorkerActor", actors)
+    monkeypatch.setattr(ray_worker_group.ray, "nodes", lambda: [])
+    monkeypatch.setattr(outage_notice, "_RETRY_S", 0.0)
+    deliver = types.SimpleNamespace(remote=delivered.append)
+    worker_group._actors["w1"] = types.SimpleNamespace(deliver=deliver, _actor_id=b"\x01")
+    actors.errors += [ConnectionError("the GCS is away"), AttributeError("another Ray")]
+    worker_group.start("w2")
+    worker_group.kill("w1")
+    worker_group.send(["w1"], "continue", None)
+    assert len(delivered) == 1 and actors.started == []
+    actors.answers.set()
+    rest(worker_group)
+    assert actors.started == ["run/w2"] and actors.asked == 3
+    assert set(worker_group.actors()) == {"w1", "w2"}
+    del worker_group._actors["w1"]

@@ -91,6 +91,8 @@ def test_takeover_asks_the_workers_there_are():
     commands = made._take_over(["w1", "w2", "w4"])
     asked = [c.worker for c in commands if isinstance(c, m.ReportState)]
     assert asked == ["w1", "w2"]
+    for task in made._tasks.get_nowait():
+        task()
     assert made._worker_group.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
     assert (made.coordinator.size, made.coordinator._run.min_members) == (3, 2)

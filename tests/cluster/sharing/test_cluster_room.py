@@ -16,11 +16,11 @@ def nodes(monkeypatch):
     """Two nodes of four CPUs, of which the test says how many are free."""
     state = types.SimpleNamespace(free={"n1": 4.0, "n2": 4.0}, draining={})
     fake = types.SimpleNamespace(
-        total_resources_per_node=lambda: {"n1": {"CPU": 4.0}, "n2": {"CPU": 4.0}},
-        available_resources_per_node=lambda: {n: {"CPU": f} for n, f in state.free.items()},
-        get_draining_nodes=lambda: state.draining,
+        total_resources=lambda: {"n1": {"CPU": 4.0}, "n2": {"CPU": 4.0}},
+        free_resources=lambda: {n: {"CPU": f} for n, f in state.free.items()},
+        draining_nodes=lambda: state.draining,
     )
-    monkeypatch.setattr(cluster_room, "_state", fake)
+    monkeypatch.setattr(cluster_room, "private", fake)
     return state
 
 

@@ -16,11 +16,11 @@ LOW = RunDemand("low", 0, 1.5, 1, 4, {"CPU": 1.0}, ("n1", "n1"), ("n1", "n2"))
 @pytest.fixture(autouse=True)
 def entries(monkeypatch):
     found: dict[bytes, bytes] = {}
-    kv = published_demands.internal_kv
-    monkeypatch.setattr(kv, "_internal_kv_put", found.__setitem__)
-    monkeypatch.setattr(kv, "_internal_kv_get", found.get)
-    monkeypatch.setattr(kv, "_internal_kv_del", found.pop)
-    monkeypatch.setattr(kv, "_internal_kv_list", lambda prefix: list(found))
+    private = published_demands.private
+    monkeypatch.setattr(private, "kv_put", found.__setitem__)
+    monkeypatch.setattr(private, "kv_get", found.get)
+    monkeypatch.setattr(private, "kv_delete", found.pop)
+    monkeypatch.setattr(private, "kv_list", lambda prefix: list(found))
     return found
 
 
