@@ -13,11 +13,35 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
 
-_HOST = socket.gethostname()
+
+def _machine() -> str:
+    """Returns a name of this boot of this machine and of this namespace of process ids, or "".
+
+    A host name is not enough: pods in the network of their host share it, and not the process ids.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot[:13]}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _started_at(pid: int) -> str:
+    """Returns when a process of this machine started, or "" if there is none. Process ids are used
+    again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}/{_machine()}/{os.getpid()}/{_started_at(os.getpid())}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +67,7 @@ class RunClaim:
         """`token`: see `CheckpointCommitter`."""
         self._catalog = catalog
         self._token = token or secrets.token_hex(8)
-        lease = Lease(f"{_HOST}/{os.getpid()}", self._token, lease_s, _is_gone)
+        lease = Lease(_this_process(), self._token, lease_s, _is_gone)
         self._holder = Holder(
             catalog.store, lease, time.monotonic, time.time, catalog.highest_fence
         )
@@ -107,13 +131,9 @@ class RunClaim:
 
 def _is_gone(record: Record) -> bool:
     """Returns whether the holder was a process of this machine that no longer exists."""
-    host, _, pid = record.holder.rpartition("/")
-    if host != _HOST:
+    _, _, rest = record.holder.partition("/")
+    machine, _, process = rest.partition("/")
+    pid, _, started_at = process.partition("/")
+    if not machine or machine != _machine() or not pid.isdecimal() or not started_at:
         return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (ValueError, OverflowError, OSError):
-        return False
-    return False
+    return _started_at(int(pid)) != started_at

@@ -2,6 +2,9 @@
 
 import json
 import queue
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +15,11 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
 from elastic_dp.checkpoint.checkpoint_writer import write_parts
+from elastic_dp.checkpoint.lease import Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing import checkpoint_committer
+from elastic_dp.train.checkpointing import checkpoint_committer, run_claim
 from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
@@ -438,3 +442,20 @@ def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(tmp
     assert torch.equal(load(stage.catalog, commit)["step"]["parameters"][0], weights)
     [error] = stage.failures
     assert "shadow" in str(error)
+
+
+def test_only_a_process_of_this_machine_that_has_ended_counts_as_gone():
+    """Pods in the network of their host share its name, and neither process ids nor a namespace."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    host, machine = socket.gethostname(), run_claim._machine()
+    pid, began = child.pid, run_claim._started_at(child.pid)
+
+    def is_gone(holder):
+        return run_claim._is_gone(Record(1, holder, "token", "held", 60.0))
+
+    holders = [f"{host}/{machine}/{pid}/{began}", f"{host}/{machine}/{pid}/{int(began) - 1}"]
+    assert [is_gone(holder) for holder in holders] == [False, True], "its id is used again"
+    child.communicate(b"\n")
+    others = [f"{host}/{pid}", f"{host}/another/{pid}/{began}", f"{host}//{pid}/{began}", "", "/"]
+    assert is_gone(holders[0]) and not any(map(is_gone, others))
+    assert not is_gone(run_claim._this_process())
