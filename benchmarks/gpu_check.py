@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "gpu_check.json")
+    parser.add_argument(
+        "--output", type=Path, help="default: benchmarks/results/gpu/DATE-GPU.json, on a GPU"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(gpu_checks.CHECKS))
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is one")
     parser.add_argument("--small", action="store_true", help="sizes for a test of this command")
@@ -53,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(
-    only: Sequence[str] | None, device: str | None, small: bool, output: Path
+    only: Sequence[str] | None, device: str | None, small: bool, output: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Run the checks one after the other; the file is written after each."""
+    """Run the checks one after the other; the file is written after each. On a CPU there is none
+    unless `output` names it."""
     ends_at = time.monotonic() + TOTAL_S
     # A check that is late is ended by SIGABRT, and may hold many gigabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -72,7 +75,12 @@ def run_all(
         if name == "environment" and device is None:
             device = device_of(found[name])
         print(line(name, found[name]), flush=True)
-        write(output, device or "cpu", small, found)
+        if output is None and device == "cuda":
+            gpu = str(found["environment"]["facts"].get("gpu", "unknown"))
+            words = gpu.lower().replace("nvidia", "").split()
+            output = report.RESULTS / "gpu" / f"{time.strftime('%Y-%m-%d')}-{'-'.join(words)}.json"
+        if output is not None:
+            write(output, device or "cpu", small, found)
     return found
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks import gpu_step
 from benchmarks.models import GPT
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.cluster.worker import prepare_environment
@@ -55,6 +56,7 @@ CONNECTING_S = 50.0
 # For a run. On a GPU less than the limit of its check, so that it says where it stands. A small one
 # on a GPU is on a fake one, which is slow.
 WAIT_S, WAIT_ON_GPU_S, WAIT_ON_FAKE_S = 100.0, 60.0, 240.0
+STEP_S = 140.0  # for the cases of the check of the step
 ROUNDS_S = 40.0  # in which communicators are made again and again
 NOTES = "notes.jsonl"
 
@@ -635,6 +637,16 @@ def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))
 
 
+def step(setup: Setup) -> dict[str, Any]:
+    """Steps of a GPT in bf16, compared with a plain loop: see gpu_step.py."""
+    facts: dict[str, Any] = {}
+    for one in gpu_step.measure_all(small=setup.small or not setup.on_gpu, limit_s=STEP_S):
+        facts |= setup.note(**{one.pop("case"): one})
+    if failed := {name: one["why"] for name, one in facts.items() if "why" in one}:
+        raise Wrong(f"not measured: {failed}")
+    return facts
+
+
 def compiled(setup: Setup, plain: str = "default", graphs: str = "reduce-overhead") -> Any:
     """`torch.compile` beside eager, in the mode `plain` and in one that replays CUDA graphs: nearly
     the same loss, and the same bits with graphs as without."""
@@ -996,6 +1008,7 @@ _WITH_AUTOTUNE = {"plain": "max-autotune-no-cudagraphs", "graphs": "max-autotune
 # In this order: what no simulation can tell comes first.
 CHECKS: dict[str, Check] = {
     "environment": Check(environment, 60.0),
+    "step": Check(step, 150.0),
     "abort": Check(abort, 60.0),
     "communicators": Check(communicators, 80.0),
     "several-ranks": Check(several_ranks, 90.0),

@@ -123,7 +123,10 @@ def _attention_as_before():
         "exact-gpt-fp32",
         "attention-fp16",
         "faults",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("exact-conv-bf16", "changes")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("step", "exact-conv-bf16", "changes")
+        ),
     ],
 )
 @pytest.mark.usefixtures("_attention_as_before")
