@@ -12,10 +12,16 @@ The MAC is keyed BLAKE2b over direction, counter and content; its key is derived
 both nonces. So the server parses only what a member has sent, and a recorded message cannot be
 replayed. A connection that does not prove the secret within a few seconds, or that is not among the
 newest few hundred, is closed. Values are not encrypted.
+
+A group of 1,024 ranks costs the store less than a second. Gloo's record of a rank has a number of 8
+bytes for each peer, which counts up, so a client sends it packed as differences. Every rank gets
+the records of all in one answer, which is encoded once. Keys of generations before the last two are
+dropped.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import hmac
@@ -27,11 +33,13 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from elastic_dp.threads import background
@@ -44,6 +52,7 @@ _STRANGER_S = 5.0  # time to prove the secret
 _MAX_STRANGERS = 256
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05
+_PACKED_BYTES = 512  # values from this size on are packed
 
 
 class _Wire:
@@ -57,7 +66,9 @@ class _Wire:
         self._sent = self._received = 0
 
     def sign(self, message: Any) -> bytes:
-        content = json.dumps(message, separators=(",", ":")).encode()
+        return self.sign_encoded(_encoded(message))
+
+    def sign_encoded(self, content: bytes) -> bytes:
         mac = self._mac(self._out, self._sent, content)
         self._sent += 1
         return _HEAD.pack(len(content), mac) + content
@@ -89,6 +100,43 @@ class _Wire:
         return signed.digest()
 
 
+def _encoded(message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def packed(value: bytes) -> str:
+    """Returns a value as a short text. Numbers of 8 bytes that count up take next to nothing."""
+    if len(value) < _PACKED_BYTES:
+        return "b" + base64.b64encode(value).decode()
+    numbers = np.frombuffer(value, dtype=np.uint8)
+    differences = numbers.copy()
+    differences[8:] -= numbers[:-8]
+    return "z" + base64.b64encode(zlib.compress(differences.tobytes(), 1)).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """Returns the value of `packed`, or of a number that `add` has made."""
+    kind, content = text[:1], text[1:]
+    if kind not in ("b", "z"):
+        return text.encode()
+    value = base64.b64decode(content)
+    if kind == "b":
+        return value
+    differences = np.frombuffer(zlib.decompress(value), dtype=np.uint8)
+    rows = np.pad(differences, (0, -len(differences) % 8)).reshape(-1, 8)
+    return rows.cumsum(axis=0, dtype=np.uint8).tobytes()[: len(differences)]
+
+
+class _Table:
+    """The values that the ranks of a group set, below one parent key."""
+
+    def __init__(self, parent: str, count: int) -> None:
+        self.keys = [f"{parent}/{rank}" for rank in range(count)]
+        self.missing: set[str] = set()
+        self.waiting: list[tuple[_Client, int]] = []  # with the number of the request
+        self.answer: bytes | None = None  # once all are there
+
+
 class _Client:
     """A connection of the server.
 
@@ -116,6 +164,8 @@ class RendezvousStoreServer:
         self._values: dict[str, str] = {}
         # By the missing key: the client, the number of its request, and the keys.
         self._waiting: defaultdict[str, list[tuple[_Client, int, list[str]]]] = defaultdict(list)
+        self._tables: dict[str, _Table] = {}  # by the parent of their keys
+        self._generation = 0  # the newest
         self._strangers: dict[_Client, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -193,11 +243,21 @@ class RendezvousStoreServer:
                 self._set(*arguments)
             elif operation == "get":
                 self._get(client, number, *arguments)
+            elif operation == "all":
+                self._get_all(client, number, *arguments)
             else:
                 self._answer(client, number, getattr(self, f"_do_{operation}")(*arguments))
 
     def _set(self, key: str, value: str) -> None:
+        generation = _generation_of(key)
+        if generation > self._generation:
+            self._generation = generation
+            self._forget_before(generation - 1)
         self._values[key] = value
+        table = self._tables.get(_parent(key))
+        if table is not None and key in table.missing:
+            table.missing.discard(key)
+            self._answer_table(table)
         for client, number, keys in self._waiting.pop(key, ()):
             self._get(client, number, keys)
 
@@ -220,10 +280,37 @@ class RendezvousStoreServer:
                 return
         self._answer(client, number, {key: self._values[key] for key in keys})
 
+    def _get_all(self, client: _Client, number: int, parent: str, count: int) -> None:
+        """Answers with the values of all ranks below `parent` when they exist."""
+        table = self._tables.get(parent)
+        if table is None or len(table.keys) != count:
+            table = self._tables[parent] = _Table(parent, count)
+            table.missing = {key for key in table.keys if key not in self._values}
+        table.waiting.append((client, number))
+        self._answer_table(table)
+
+    def _answer_table(self, table: _Table) -> None:
+        if table.missing:
+            return
+        if table.answer is None:
+            table.answer = _encoded([self._values[key] for key in table.keys])
+        for client, number in table.waiting:
+            self._send_answer(client, number, table.answer)
+        table.waiting.clear()
+
+    def _forget_before(self, generation: int) -> None:
+        """Drops what was set for generations before this one. Its own groups may still form."""
+        for kept in (self._values, self._waiting, self._tables):
+            for key in [key for key in kept if 0 < _generation_of(key) < generation]:
+                del kept[key]
+
     def _answer(self, client: _Client, number: int, answer: Any) -> None:
+        self._send_answer(client, number, _encoded(answer))
+
+    def _send_answer(self, client: _Client, number: int, answer: bytes) -> None:
         assert client.wire is not None
         if client.connection.fileno() >= 0:  # a waiting client may be gone
-            self._send(client, client.wire.sign([number, answer]))
+            self._send(client, client.wire.sign_encoded(b"[%d,%b]" % (number, answer)))
 
     def _send(self, client: _Client, content: bytes) -> None:
         client.unsent += content
@@ -240,6 +327,12 @@ class RendezvousStoreServer:
 
 def _parent(key: str) -> str:
     return key.rpartition("/")[0]
+
+
+def _generation_of(key: str) -> int:
+    """Returns the generation of a key `run/generation/purpose/…`; 0 for another key."""
+    parts = key.split("/", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else 0
 
 
 class RendezvousStoreClient(dist.Store):
@@ -287,10 +380,10 @@ class RendezvousStoreClient(dist.Store):
         if self._rank is not None and key.endswith(f"/{self._rank[0]}"):
             self._of_all = _parent(key)
         with self._lock:
-            self._send(["set", key, content.decode("latin-1")], self._until(None))
+            self._send(["set", key, packed(content)], self._until(None))
 
     def get(self, key: str) -> bytes:
-        return self._get([key], self._timeout)[key].encode("latin-1")
+        return unpacked(self._get([key], self._timeout)[key])
 
     def wait(self, keys: Any, timeout: timedelta | None = None) -> None:
         self._get(list(keys), timeout or self._timeout)
@@ -332,8 +425,8 @@ class RendezvousStoreClient(dist.Store):
         if self._rank is None or any(_parent(key) != self._of_all for key in keys):
             return dict(self._ask("get", keys, timeout=timeout))
         if not self._known:
-            everyone = [f"{self._of_all}/{rank}" for rank in range(self._rank[1])]
-            self._known = self._ask("get", everyone, timeout=timeout)
+            values = self._ask("all", self._of_all, self._rank[1], timeout=timeout)
+            self._known = {f"{self._of_all}/{rank}": value for rank, value in enumerate(values)}
         return self._known
 
     def _ask(self, *request: Any, timeout: timedelta | None = None) -> Any:

@@ -3,8 +3,11 @@ and stops nobody."""
 
 import os
 import random
+import resource
 import socket
 import struct
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -121,6 +124,72 @@ def test_ten_thousand_garbage_connections_cost_the_store_nothing(server):
     )
     for stranger in kept:
         stranger.close()
+
+
+def record_of(rank, count):
+    """Return a record as Gloo's of a rank: its address, and a number for each peer."""
+    address = random.Random(rank).randbytes(24) + bytes(126)
+    return address + b"".join((rank * count + r).to_bytes(8, "little") for r in range(count))
+
+
+def cpu_s(name):
+    """Return the processor time of the newest thread of this name."""
+    thread = [one for one in threading.enumerate() if one.name == name][-1]
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def test_store_serves_a_group_of_1024_within_a_second(server):
+    """An answer had 46 bytes for each two ranks, and was encoded for each rank: no group of 600
+    could form, since it had more than 16 MiB."""
+    count = 1024
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 8192), limit))
+    members = []
+    for _ in range(count):
+        members.append(client(server))
+        members[-1].check(["any"])  # so that it is no stranger, of whom few are tolerated
+    before = cpu_s("rendezvous")
+    for rank, member in enumerate(members):
+        member.asks_for_all(rank, count)
+        member.set(f"run/1/main/0/{rank}", record_of(rank, count))
+    # The members are on machines of their own: only what the store does is measured.
+    with ThreadPoolExecutor(8) as pool:
+        first = members.pop(0)
+        sizes = list(pool.map(lambda member: arrived(member, count), members))
+        values = [first.get(f"run/1/main/0/{rank}") for rank in range(count)]
+    took = cpu_s("rendezvous") - before
+    assert values == [record_of(rank, count) for rank in range(count)]
+    assert max(sizes) < 1 << 18
+    assert took < 1.0
+
+
+def arrived(member, count):
+    """Ask for the values of all ranks. Return the size of the answer, which is not read."""
+    member._send(["all", "run/1/main/0", count], time.monotonic() + PATIENCE_S)
+    member._connection.settimeout(None)
+    head = member._connection.recv(20, socket.MSG_WAITALL)
+    (size,) = struct.unpack(">I", head[:4])
+    assert len(member._connection.recv(size, socket.MSG_WAITALL)) == size
+    return size
+
+
+def test_keys_of_generations_that_have_ended_are_dropped(server):
+    one = client(server)
+    one.set("run/mesh", b"stays")
+    for generation in range(1, 6):
+        one.set(f"run/{generation}/main-0/present/0", b"1")
+        one.set(f"run/{generation}/side/0/0", bytes(600))
+    kept = {one.check([f"run/{g}/side/0/0"]): None for g in (1, 2, 3)}
+    assert list(kept) == [False]
+    assert one.check(["run/4/side/0/0", "run/5/side/0/0", "run/mesh"])
+    assert len(server._values) == 5
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 1024, 1031])
+def test_value_of_any_size_comes_back(server, size):
+    value = random.Random(size).randbytes(size)
+    client(server).set("run/1/a/b", value)
+    assert client(server).get("run/1/a/b") == value
 
 
 def rendezvous(server, prefix, secret=SECRET):
