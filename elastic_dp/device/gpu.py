@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from elastic_dp.errors import ClusterError
 
@@ -69,7 +68,18 @@ def backends_of_mesh(device: torch.device, *, shared: bool) -> str:
     travel over Gloo in any case. `shared`: all have the same GPU, for which NCCL is no way."""
     if not is_gpu(device):
         return "gloo"
-    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:gloo" if shared else f"cpu:gloo,cuda:{nccl_backend()}"
+
+
+def nccl_backend() -> str:
+    """Returns torch's name of the backend that `dist.ProcessGroupNCCL` and its options are of. From
+    torch 2.15 on "nccl" means another one, nccl2, which has options of its own."""
+    return "nccl-legacy" if _torch_is_at_least(2, 15) else "nccl"
+
+
+def _torch_is_at_least(major: int, minor: int) -> bool:
+    first, second, *_ = torch.__version__.split(".")
+    return (int(first), int(second)) >= (major, minor)
 
 
 def why_no_gpu() -> str:
@@ -148,7 +158,7 @@ def keep_cublas_config(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _reads_cublas_config_once() -> bool:
-    return TorchVersion(torch.__version__) >= TorchVersion("2.13")
+    return _torch_is_at_least(2, 13)
 
 
 def _multiply(device: torch.device) -> None:

@@ -80,5 +80,5 @@ def test_model_with_recurrent_layers_keeps_the_variable(layer, kept, products, m
     [("2.11.0+cu130", False), ("2.12.1", False), ("2.13.0+cpu", True), ("2.14.0a0", True)],
 )
 def test_versions_of_torch_that_read_the_variable_once(version, once, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(torch, "__version__", version)
     assert gpu._reads_cublas_config_once() == once
