@@ -126,6 +126,12 @@ class Result:
         )
 
 
+_DRAWN = (
+    "A random_split that is drawn anew has other rows: give it "
+    "generator=torch.Generator().manual_seed(0)."
+)
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """What determines a run's result and must not change while it keeps its name."""
@@ -142,6 +148,8 @@ class RunRecord:
     processes_per_worker: int = 1
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    # Digests of a few rows of a map-style dataset, by their number; see `probed_rows`.
+    rows: dict[str, str] = field(default_factory=dict, compare=False)
 
     def check_or_write(self, url: str, index: Index | None) -> None:
         """Write the record at the first start, with the data set's index; compare it at later ones.
@@ -167,6 +175,7 @@ class RunRecord:
                 return
         values = dataclasses.asdict(self)
         values["data"] = values.pop("data")  # at last: it changes with what the order depends on
+        rows = values.pop("rows")
         for name, mine in values.items():
             then = getattr(stored, name)
             if then != mine:
@@ -179,11 +188,20 @@ class RunRecord:
                             f"was started with: {changed}. "
                             "Use a new name= for a new run, or bring the old data set back"
                         )
+                drawn = f" {_DRAWN}" if name == "data" and rows else ""
                 raise RunMismatch(
                     f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
                     f"{then!r}. "
-                    "Use a new name= for a new run, or the old value to continue this one"
+                    f"Use a new name= for a new run, or the old value to continue this one.{drawn}"
                 )
+        if other := [row for row, mine in rows.items() if stored.rows.get(row, mine) != mine]:
+            raise RunMismatch(
+                f"row {other[0]} of MapStyleData.dataset is not the one that the run at "
+                f"{redact_url(url)} was started with ({len(other)} of {len(rows)} compared rows "
+                f"differ). Bring the old rows back, or use a new name= for a new run. {_DRAWN} "
+                "Where rows differ for a reason that does not matter, set MapStyleData.fingerprint "
+                "in the new run: then only that is compared"
+            )
 
 
 def virtual_workers_of(url: str) -> int | None:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from elastic_dp.config import (
 from elastic_dp.config.removed_names import REMOVED_NAMES
 from elastic_dp.coordinator.messages import Explain, FailRun
 from elastic_dp.data import Dataset, open_data
+from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
@@ -408,7 +409,16 @@ class ElasticTrainer:
         return int(steps) if steps < math.inf else None
 
     def _record(self, data: Dataset) -> RunRecord:
-        return RunRecord(data=data.fingerprint, **job_identity(self.spec))
+        return RunRecord(data=data.fingerprint, rows=self._probed_rows, **job_identity(self.spec))
+
+    @cached_property
+    def _probed_rows(self) -> dict[str, str]:
+        if not isinstance(self.spec.data, MapStyleData):
+            return {}
+        rows, left_out = probed_rows(self.spec.data)
+        if left_out:
+            self._said_of_rows.append(left_out)
+        return rows
 
     def _record_start(
         self, steps_of: Callable[[int], int], address: str | None = None

@@ -144,6 +144,11 @@ class DataConfig(_Order):
                 "source by source_options"
             )
             raise SpecError(f"DataConfig.epochs is set, but {message}")
+        if self.weights_by_step is not None and self.tail != "drop":
+            raise SpecError(
+                f"DataConfig.tail is {self.tail!r}, and url has weights: a source begins again "
+                "when its rows end, so that no global batch is short; leave tail out"
+            )
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
@@ -344,8 +349,7 @@ class MapStyleData(_Order):
     - `shuffle`: permute all rows in each epoch.
     - `fingerprint`: a string of yours that changes when the rows change (a version, a checksum). A
       run that is started again identifies its data by the class of the dataset, its number of rows,
-      and `fingerprint`. Items are not compared, so without a fingerprint, other rows of the same
-      number and class pass as the same data.
+      and `fingerprint`. Without one, the indices of `Subset`s and a few rows are compared, too.
     - `micro_batch_size`, `epochs`, `seed`, `tail`: as in `DataConfig`.
     """
 

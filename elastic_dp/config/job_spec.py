@@ -68,6 +68,8 @@ class JobSpec:
             )
         for name, kinds in _PARTS.items():
             value = getattr(self, name)
+            if name == "data" and "DataLoader" in {kind.__name__ for kind in type(value).__mro__}:
+                raise SpecError(_instead_of_loader(value))
             if not isinstance(value, kinds):
                 names = [kind.__name__ for kind in kinds]
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
@@ -194,6 +196,28 @@ class JobSpec:
                 f"sharding is {self.sharding!r} and exact is False: two workers update each piece, "
                 "and only exact sums give both the same bits; leave out one of the two"
             )
+
+
+def _instead_of_loader(loader: Any) -> str:
+    """What to write instead of a DataLoader, with its own arguments."""
+    name, options = type(loader.dataset).__name__, f"micro_batch_size={loader.batch_size or 1}"
+    if loader.num_workers:
+        options += f", workers={loader.num_workers}"
+    if getattr(loader.collate_fn, "__name__", "") not in ("default_collate", "default_convert"):
+        options += f", collate_fn={getattr(loader.collate_fn, '__qualname__', 'yours')}"
+    if hasattr(loader.dataset, "__getitem__") and not hasattr(loader.dataset, "__iter__"):
+        sampler, note = type(loader.sampler).__name__, ""
+        if sampler == "SequentialSampler":
+            options += ", shuffle=False"
+        elif sampler != "RandomSampler":
+            note = f". A {sampler} is not used: each row comes once an epoch"
+        call = f"MapStyleData({name}(...), {options}){note}"
+    else:
+        call = f'IterableData({name}(...), fingerprint="v1", {options})'
+    return (
+        f"data is a DataLoader, which one worker reads; pass its dataset: data={call}. The global "
+        "batch is virtual_workers × micro_batch_size rows"
+    )
 
 
 def _check_delay(name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import elastic_dp as edp
 from elastic_dp import errors
@@ -14,6 +15,11 @@ from elastic_dp.errors import (
 )
 from tests.bad_input.jobs import HUGE, good, trainer
 from tests.runs import Points
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,11 @@ def test_label_selector_that_ray_takes_is_accepted(wanted):
         (edp.CheckpointConfig, {"every_s": math.nan}, "every_s is nan, must be finite"),
         (edp.DataConfig, {"url": "x", "micro_batch_size": None}, "micro_batch_size is None"),
         (edp.DataConfig, {"url": "x", "micro_batch_size": 1, "transform": 3}, "transform is 3"),
+        (
+            edp.DataConfig,
+            {"url": {"x": 1.0, "y": 2.0}, "micro_batch_size": 1, "tail": "short"},
+            "tail is 'short', and url has weights",
+        ),
         (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "seed": None}, "seed is None"),
         (
             edp.MapStyleData,
@@ -144,6 +155,22 @@ async def waits(ctx):
         ({"failure": 3}, "failure is a int"),
         ({"checkpoint": 500}, "checkpoint is a int"),
         ({"data": "x"}, "data is a str, must be a DataConfig or a MapStyleData"),
+        (
+            {"data": DataLoader(Points(), batch_size=16, shuffle=True, num_workers=2)},
+            "data=MapStyleData(Points(...), micro_batch_size=16, workers=2). The global",
+        ),
+        (
+            {"data": DataLoader(Points(), collate_fn=list)},
+            "data=MapStyleData(Points(...), micro_batch_size=1, collate_fn=list, shuffle=False)",
+        ),
+        (
+            {"data": DataLoader(Points(), sampler=WeightedRandomSampler([1.0], 1))},
+            "A WeightedRandomSampler is not used: each row comes once an epoch",
+        ),
+        (
+            {"data": DataLoader(Stream(), batch_size=8)},
+            'data=IterableData(Stream(...), fingerprint="v1", micro_batch_size=8)',
+        ),
         ({"exact": "no"}, "exact is 'no', must be True or False"),
         ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
         ({"sharding": True}, "sharding is True, must be one of None, 'optimizer'"),

@@ -1,14 +1,19 @@
 """Map-style datasets: the same order arithmetic, the user's own items."""
 
+import contextlib
 import importlib
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from PIL import Image
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from elastic_dp.config import MapStyleData
 from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
@@ -166,3 +171,96 @@ def test_tensors_begin_where_torchs_own_memory_does(workers):
     data.close()
     if not workers:
         assert open_evaluation(config).batch(1)["x"].data_ptr() % ALIGNED_TO == 0
+
+
+class Rows(Dataset):
+    """`row(i)` of each row."""
+
+    def __init__(self, row, rows=64):
+        self.row, self.rows = row, rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return self.row(index)
+
+
+def odd(index):
+    return {"x": torch.zeros(7 if index == 13 else 8)}
+
+
+def broken(index):
+    if index == 13:
+        raise ValueError("no such file")
+    return {"x": torch.zeros(8)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (odd, "row 13 of the dataset is .*float32 .7.*row 12 is .*float32 .8"),
+        (broken, "row 13 of the dataset"),
+    ],
+)
+def test_a_row_that_cannot_be_read_or_stacked_is_named(row, said, workers):
+    config = MapStyleData(Rows(row), micro_batch_size=4, shuffle=False, workers=workers)
+    with contextlib.closing(open_data(config, virtual_workers=1)) as data:
+        with pytest.raises((RuntimeError, ValueError, UserCodeError)) as error:
+            data.batch(4, 0)
+        notes = " ".join(getattr(error.value, "__notes__", ()))
+        assert re.search(said, f"{error.value} {notes}")
+
+
+def flipped(index):
+    """A random transform: by the global generators of torch, NumPy and Python."""
+    x = torch.arange(4.0) + index
+    drawn = random.random() + np.random.random() + float(torch.rand(()))
+    return {"x": x.flip(0) if drawn > 1.5 else x}
+
+
+OWN = np.random.default_rng()
+
+
+@pytest.mark.parametrize(
+    ("row", "is_compared"),
+    [
+        (lambda i: {"x": torch.arange(4.0) + i, "y": i, "z": ["a", b"b", None, 1.5]}, True),
+        (lambda i: (np.arange(3) * i, Image.new("RGB", (2, 2), (i, 0, 0))), True),
+        (lambda i: torch.full((2,), i, dtype=torch.bfloat16), True),
+        (flipped, True),
+        (lambda i: OWN.random(), False),
+        (lambda i: object(), False),
+        (lambda i: {}["only in a worker"], False),
+    ],
+)
+def test_rows_are_probed_so_that_other_rows_are_noticed(row, is_compared):
+    """Also rows with random transforms, which are not refused for them."""
+    config = MapStyleData(Rows(row), micro_batch_size=4)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first, said = probed_rows(config)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert all(
+        torch.equal(a, b) if a is state[0] else a == b for a, b in zip(state, after, strict=True)
+    )
+    torch.rand(3), random.random(), np.random.random()
+    assert probed_rows(config)[0] == first
+    assert (len(first) > 3, bool(said)) == (is_compared, not is_compared)
+    others = probed_rows(MapStyleData(Rows(lambda i: row(i + 1)), micro_batch_size=4))[0]
+    assert not is_compared or all(others[number] != first[number] for number in first)
+    named = MapStyleData(Rows(row), micro_batch_size=4, fingerprint="v1")
+    assert probed_rows(named) == ({}, "")
+
+
+def test_indices_of_subsets_are_part_of_the_fingerprint():
+    def drawn(seed, **options):
+        generator = torch.Generator().manual_seed(seed)
+        half, _ = random_split(Subset(NUMBERS, range(40)), [20, 20], generator)
+        config = MapStyleData(half, micro_batch_size=4, **options)
+        joined = MapStyleData(ConcatDataset([half, half]), micro_batch_size=4, **options)
+        return [open_data(c, virtual_workers=1).fingerprint for c in (config, joined)]
+
+    assert drawn(0) == drawn(0)
+    assert all(one != other for one, other in zip(drawn(0), drawn(1), strict=True))
+    assert drawn(0, fingerprint="v1") == drawn(1, fingerprint="v1"), "the user says what it is"

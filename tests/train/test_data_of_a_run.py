@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig
+from elastic_dp import DataConfig, ElasticTrainer, MapStyleData, ScalingConfig
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
@@ -85,3 +85,62 @@ def test_a_data_set_that_changed_between_two_starts(folder, tmp_path, change, sa
     change(folder)
     with pytest.raises(RunMismatch, match=rf"{said}.*Use a new name="):
         fit(4)
+
+
+NUMBERS = [{"x": torch.full((4,), float(i))} for i in range(64)]
+OTHERS = [{"x": row["x"] + 1} for row in NUMBERS]
+
+
+class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of an own generator, which no seed makes equal."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4,), random.SystemRandom().random())}
+
+
+def half(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.utils.data.random_split(NUMBERS, [32, 32], generator)[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options", "said"),
+    [
+        (NUMBERS, NUMBERS, {}, ""),
+        (Drawn(), Drawn(), {}, ""),
+        (half(0), half(0), {}, ""),
+        (half(0), half(1), {}, r"data \(its fingerprint\).*random_split that is drawn anew"),
+        (half(0), half(1), {"fingerprint": "v1"}, ""),
+        (NUMBERS, OTHERS, {}, r"row 0 of MapStyleData\.dataset is not the one .*fingerprint"),
+        (NUMBERS, OTHERS, {"fingerprint": "v1"}, ""),
+    ],
+)
+def test_other_rows_of_a_map_style_dataset_are_refused_at_a_restart(
+    first, second, options, said, tmp_path
+):
+    def fit(dataset: Any, steps: int) -> Any:
+        return ElasticTrainer(
+            train_on_x,
+            data=MapStyleData(dataset, micro_batch_size=4, **options),
+            name="run",
+            storage_path=str(tmp_path),
+            scaling=ScalingConfig(virtual_workers=2),
+            max_steps=steps,
+        ).fit(local=True)
+
+    fit(first, 2)
+    if said:
+        with pytest.raises(RunMismatch, match=said):
+            fit(second, 4)
+    else:
+        assert fit(second, 4).step == 4
+
+
+def train_on_x(ctx: Any) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in ctx.steps(model, optimizer, lambda m, batch: m(batch["x"]).square().mean()):
+        pass
