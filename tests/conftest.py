@@ -45,8 +45,8 @@ READ_THE_SOURCE = (
 )
 # Each process with one of these starts the servers that stand for S3, Azure and Google.
 ASK_STORES = (
-    *("tests/storage/", "tests/data/test_listing.py", "tests/dataprep/test_destination.py"),
-    *("tests/dataprep/test_source_changes.py", "tests/dataprep/test_source_files.py"),
+    *("tests/storage/", "tests/data/test_listing.py", "tests/dataprep/test_write_shards.py"),
+    "tests/dataprep/test_convert.py",
     *("tests/train/checkpointing/test_store_faults.py", "tests/train/test_cached_shards.py"),
     *("tests/train/test_iterable_data.py", "tests/test_secrets_written.py"),
 )

@@ -444,7 +444,7 @@ BUDGETS = {
     "config": (1_620, 950),
     "coordinator": (5_000, 4_200),
     "data": (14_350, 5_600),
-    "dataprep": (3_180, 1_100),
+    "dataprep": (1_870, 1_100),
     "device": (620, 620),
     "distributed": (5_000, 3_100),
     "integrations": (1_760, 950),

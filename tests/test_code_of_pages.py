@@ -29,9 +29,9 @@ CODE = re.compile(r"```python\n(.*?)```", re.S)
 PAGES = sorted(path.name for path in DOCS.glob("*.md") if CODE.search(path.read_text()))
 # Code that needs more than this process has, by a word of it, and a test that uses the same.
 ELSEWHERE = {
-    "deltalake": "tests/data/test_table_formats.py",
-    "DeltaTable": "tests/data/test_table_formats.py",
-    "load_catalog": "tests/data/test_table_formats.py",
+    "deltalake": "tests/dataprep/test_write_shards.py",
+    "DeltaTable": "tests/dataprep/test_write_shards.py",
+    "load_catalog": "tests/dataprep/test_write_shards.py",
     "load_dataset": "tests/train/test_iterable_data.py",
     "torchao": "tests/train/test_precision.py",
     "run = ": "tests/ray/test_run.py",

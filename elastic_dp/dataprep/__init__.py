@@ -8,7 +8,7 @@ slowly or refuse, which no other tool knows.
 """
 
 from elastic_dp.dataprep.convert import Converted, convert
-from elastic_dp.dataprep.inspection.inspect_dataset import Inspection, inspect
+from elastic_dp.dataprep.inspection import Inspection, inspect
 from elastic_dp.dataprep.write_shards import WrittenShards, write_shards
 
 __all__ = ["Converted", "Inspection", "WrittenShards", "convert", "inspect", "write_shards"]

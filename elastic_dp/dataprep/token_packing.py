@@ -7,7 +7,7 @@ counted. Rows are fixed-size lists of uint16, or of int32 for larger vocabularie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,12 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.dataprep.sources import Documents
 from elastic_dp.errors import DataError
 
+PIECE_CHARS = 1 << 20
 BATCH_CHARS = 1 << 18  # tokenized at once; each token is a Python object for a moment
 BATCH_PIECES = 1024
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+Piece = tuple[str, bool]  # text, whether it ends the document
 
 
 class Tokenizer(Protocol):
@@ -96,7 +99,7 @@ class Packing:
         items = pa.list_(pa.from_numpy_dtype(self._kind), length)
         self.schema = pa.schema([pa.field("tokens", items, nullable=False)])
 
-    def batches(self, documents: Documents) -> Iterator[pa.RecordBatch]:
+    def batches(self, documents: Iterable[Piece]) -> Iterator[pa.RecordBatch]:
         rest = np.empty(0, self._kind)
         for pieces in _grouped(documents):
             tokens = np.concatenate([rest, *self._encode(pieces)])
@@ -119,8 +122,8 @@ class Packing:
                 yield end
 
 
-def _grouped(documents: Documents) -> Iterator[list[tuple[str, bool]]]:
-    group: list[tuple[str, bool]] = []
+def _grouped(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
     chars = 0
     for piece in documents:
         group.append(piece)
@@ -130,3 +133,14 @@ def _grouped(documents: Documents) -> Iterator[list[tuple[str, bool]]]:
             group, chars = [], 0
     if group:
         yield group
+
+
+def pieces(text: str) -> Iterator[Piece]:
+    """Cuts a document. A piece ends at a line end if possible, since a tokenizer may merge
+    characters across any other cut."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+        yield text[start:end], False
+        start = end
+    yield text[start:], True

@@ -96,9 +96,14 @@ def write_shards(
     )
     with writer.destination.writing():
         for batch in batches:
+            if not batch.schema.equals(schema):
+                raise DataError(
+                    f"a batch has the columns {_types(batch.schema)}, unlike the first, which has "
+                    f"{_types(schema)}; cast them to one schema"
+                )
             with _named_errors(format):
-                batch = _written(batch, schema, plain_schema)
-            writer.write(batch)
+                plain_batch = as_written(batch, plain_schema)
+            writer.write(plain_batch)
         writer.finish()
     return writer.done
 
@@ -361,15 +366,17 @@ def _written_schema(schema: pa.Schema, format: OutputFormat) -> pa.Schema:
     return found
 
 
-def _written(batch: pa.RecordBatch, first: pa.Schema, schema: pa.Schema) -> pa.RecordBatch:
-    """`batch`, whose schema must be that of the first one, in the types of `schema`."""
-    if not batch.schema.equals(first):
-        raise DataError(
-            f"a batch has the columns {_types(batch.schema)}, unlike the first, which has "
-            f"{_types(first)}; cast them to one schema"
-        )
-    each = zip(batch.columns, schema, strict=True)
-    return pa.RecordBatch.from_arrays([_column(c, f) for c, f in each], schema=schema)
+def as_written(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """`batch` with the columns and types of `schema`. A column that it lacks is null. Raises
+    ArrowInvalid rather than change a value."""
+    there = {*batch.schema.names}
+    columns = [
+        _column(batch.column(field.name), field)
+        if field.name in there
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _types(schema: pa.Schema) -> str:

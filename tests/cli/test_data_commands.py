@@ -1,7 +1,5 @@
 """The command line, and what `inspect` finds: each fault by a data set that has it."""
 
-import contextlib
-import gzip
 import importlib
 import json
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,11 +17,6 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cli import entry_point
 from elastic_dp.cluster.runs import ended_run as ended_run_module
 from elastic_dp.cluster.runs.ended_run import EndedRun
-from elastic_dp.config import DataConfig
-from elastic_dp.data import open_data, read_index
-from elastic_dp.dataprep import convert, inspect
-from elastic_dp.dataprep.inspection import findings
-from elastic_dp.errors import DataError
 from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
 from tests.checkpoint.states import save, train_state
@@ -38,247 +30,10 @@ def run(*arguments, code=0):
     return result
 
 
-def tokens(rows, length=2048, kind=np.int32, fixed=True):
-    values = pa.array(np.random.default_rng(0).integers(0, 50_000, rows * length).astype(kind))
-    if fixed:
-        return pa.FixedSizeListArray.from_arrays(values, length)
-    return pa.ListArray.from_arrays(np.arange(0, rows * length + 1, length, dtype=np.int32), values)
-
-
 def shard(folder, columns, name="part-0.parquet", rows=256, **settings):
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table(columns), folder / name, row_group_size=rows, **GOOD | settings)
     return folder
-
-
-def found(folder, *names, **settings):
-    """The findings, which are exactly these."""
-    said = inspect(str(folder), **settings).findings
-    assert sorted(f.name for f in said) == sorted(names), said
-    return said
-
-
-def test_inspect_has_no_findings_for_what_convert_writes(tmp_path):
-    source = shard(tmp_path / "source", {"tokens": tokens(4096, fixed=False), "id": range(4096)})
-    convert(str(source), str(tmp_path / "out"))
-    result = inspect(str(tmp_path / "out"), virtual_workers=2, micro_batch_size=10)
-    assert result.findings == ()
-    assert (result.rows, result.shards, result.format) == (4096, 1, "parquet")
-    text, numbers = result.columns
-    assert (text.name, numbers.name, numbers.type) == ("tokens", "id", "int64")
-    assert 1.9 * 2**20 < text.decoded.median < 2.1 * 2**20
-    assert result.plan.global_batch == 20 and result.plan.steps_per_epoch == 204
-    assert result.plan.dropped_rows == 16
-    assert result.plan.streams == 16
-    assert 2 * 8 * 2 < result.plan.virtual_worker_bytes / 2**20 < 3 * 8 * 2  # also while decoded
-    assert result.plan.all_bytes == pytest.approx(2 * result.plan.virtual_worker_bytes, abs=1)
-
-
-def test_large_row_groups_and_the_command_that_fixes_them(tmp_path):
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096)}, rows=4096)
-    large, few = sorted(
-        found(folder, "large_row_groups", "few_row_groups"), key=lambda f: -len(f.message)
-    )
-    assert "have 32 MiB in column 'tokens'" in large.message and "here 256 rows" in large.message
-    command = f"elastic-dp data convert {folder} {folder}-converted --rows-per-group 256"
-    assert large.fix == command and "1 row groups for 8 streams" in few.message
-    run(*command.split()[1:])
-    found(f"{folder}-converted")
-
-
-def test_small_row_groups(tmp_path):
-    folder = shard(tmp_path / "set", {"id": range(100_000)}, rows=1000)
-    (small,) = found(folder, "small_row_groups")
-    assert "row groups have 7.84 KiB (median of 100)" in small.message
-    assert small.fix.endswith("--rows-per-group 12500")
-
-
-def test_few_row_groups_for_the_virtual_workers(tmp_path):
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096)})
-    found(folder)
-    (few,) = found(folder, "few_row_groups", virtual_workers=8, micro_batch_size=1)
-    assert "16 row groups for 64 streams" in few.message and few.fix.endswith("--rows-per-group 64")
-
-
-def test_virtual_workers_that_share_a_stream(tmp_path):
-    """Row groups so large that fewer of them than virtual workers may be open."""
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096)})
-    shape = {"virtual_workers": 1024, "micro_batch_size": 1}
-    shared, few = found(folder, "shared_streams", "few_row_groups", **shape)
-    plan = inspect(str(folder), **shape).plan
-    assert plan.streams < 1024 and f"{plan.streams} of them fit into the 512 MiB" in shared.message
-    assert f"up to {-(-1024 // plan.streams)} times the traffic" in shared.message
-    assert "--rows-per-group 1" in shared.fix and few.kind == "slow"
-    with open_data_of(folder, 1024) as data:
-        assert data._order.streams == plan.streams  # as training has it
-
-
-def open_data_of(folder, virtual_workers):
-    config = DataConfig(str(folder), micro_batch_size=1, memory_bytes=8 << 30)
-    opened = open_data(config, virtual_workers=virtual_workers)
-    return contextlib.closing(opened)
-
-
-def test_a_job_that_is_too_large_for_the_data_or_the_memory(tmp_path, monkeypatch):
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096)})
-    (few,) = found(folder, "too_few_rows", virtual_workers=2, micro_batch_size=4000)
-    assert (
-        few.kind == "refused" and "4096 rows are fewer than one global batch of 8000" in few.message
-    )
-    monkeypatch.setattr(DataConfig, "memory_bytes", 32 << 20)
-    (memory,) = found(folder, "memory")
-    assert memory.kind == "refused" and "has up to 9 row groups open" in memory.message
-    with pytest.raises(DataError, match="has up to 9 row groups open"):
-        open_data(
-            DataConfig(str(folder), micro_batch_size=1, memory_bytes=32 << 20), virtual_workers=1
-        )
-
-
-def test_row_groups_of_uneven_sizes(tmp_path):
-    values = pa.table({"tokens": tokens(9216)})
-    with pq.ParquetWriter(tmp_path / "a.parquet", values.schema, **GOOD) as writer:
-        writer.write_table(values.slice(0, 4096), row_group_size=256)
-        writer.write_table(values.slice(4096), row_group_size=8192)
-    (uneven,) = found(tmp_path, "uneven_row_groups")
-    assert "the largest takes" in uneven.message
-
-
-def test_many_small_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(findings, "MANY_SHARDS", 3)
-    for number in range(3):
-        folder = shard(tmp_path / "set", {"tokens": tokens(256)}, f"{number}.parquet")
-    found(folder, "few_row_groups", "small_shards")
-
-
-def test_compressed_text_is_one_row_group(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000))
-    packed, scan = sorted(found(tmp_path, "compressed_text", "scan"), key=lambda f: f.name)
-    assert "1 shards are compressed (a.jsonl.gz" in packed.message and "reads all" in scan.message
-
-
-def test_shards_are_judged_as_training_judges_them(tmp_path):
-    """Structs are read by their leaves; a column that only a later shard has is refused."""
-    points = pa.array([{"x": 1.0, "when": None}] * 4096)
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096), "point": points}, "a.parquet")
-    (none,) = found(folder, "no_tensor")
-    assert "'point.when' is null" in none.message
-    found(folder, columns=["tokens", "point.x"])
-    shard(folder, {"tokens": tokens(4096), "point": points, "more": range(4096)}, "b.parquet")
-    said = str(found(folder, "no_tensor", "nulls"))
-    assert (
-        "'more' (int64) holds 4096 nulls, the first in a.parquet (a.parquet has none of its values)"
-        in said
-    )
-    with pytest.raises(DataError, match=r"'point\.when' is null"):
-        read_index(DataConfig(str(folder), micro_batch_size=1))
-    with pytest.raises(
-        DataError, match=r"'more' \(int64\) holds 4096 nulls, the first in a\.parquet"
-    ):
-        read_index(DataConfig(str(folder), micro_batch_size=1, columns=["tokens", "more"]))
-
-
-def test_heavy_compression_and_dictionaries_of_tokens(tmp_path):
-    columns = {"tokens": tokens(4096), "word": pa.array(["a", "b"] * 2048)}
-    found(shard(tmp_path / "a", columns, compression="zstd"), "slow_codec")
-    found(shard(tmp_path / "b", columns, use_dictionary=True), "dictionary")
-    found(shard(tmp_path / "c", columns, use_dictionary=["word"]))
-
-
-def test_inspect_finds_large_footers(tmp_path):
-    raw = pa.array([bytes(4096)] * 4096, pa.binary(4096))
-    found(shard(tmp_path / "a", {"tokens": raw}, write_statistics=True), "large_footers")
-    found(shard(tmp_path / "b", {"tokens": raw}))
-
-
-@pytest.mark.parametrize("first", [(1, 2), (2, 2)])
-def test_inspect_finds_ragged_lists(tmp_path, first):
-    """Also where each row group has a whole number of values per row."""
-    lists = [[0] * first[0], [0] * first[1]] + [[0], [0, 0, 0]] * 4095
-    folder = shard(tmp_path / "set", {"a": lists}, rows=1024)
-    (ragged,) = found(folder, "ragged")
-    assert ragged.kind == "refused" and "DataConfig.collate_fn" in ragged.fix
-    later = shard(tmp_path / "later", {"a": [[0, 0]] * 4096 + [[0, 0, 0]] * 4096}, rows=1024)
-    found(later, "ragged")
-    same = shard(tmp_path / "same", {"a": [[1, 2]] * 8192}, rows=1024)
-    found(same)
-
-
-def test_nulls_and_types_without_a_tensor(tmp_path):
-    columns = {
-        "x": pa.array([1.0, None] * 16_384),
-        "text": pa.array(["a", None] * 16_384),
-        "when": pa.nulls(32_768),
-        "words": pa.array([[None]] * 32_768),
-    }
-    folder = shard(tmp_path / "set", columns, rows=4096, write_statistics=True)
-    findings = found(folder, "nulls", "no_tensor", "no_tensor")
-    assert "'x' (double) holds 16384 nulls" in " ".join(f.message for f in findings)
-    (few,) = found(
-        folder, "few_row_groups", columns=["text"], virtual_workers=8, micro_batch_size=1
-    )
-    assert 'shuffle="full"' in few.fix
-
-
-def test_schemas_that_differ_and_shards_without_rows(tmp_path):
-    folder = shard(tmp_path / "set", {"tokens": tokens(4096)}, "a.parquet")
-    shard(folder, {"tokens": tokens(0)}, "b.parquet")
-    (empty,) = found(folder, "empty_shards")
-    assert (
-        empty.kind == "slow"
-        and "1 of 2 shards hold no row, and are skipped: b.parquet" in empty.message
-    )
-    shard(folder, {"tokens": tokens(256, kind=np.uint64)}, "c.parquet")
-    differ = next(
-        f for f in found(folder, "schemas_differ", "empty_shards") if "int64" in f.message
-    )
-    assert "int32>[2048] in a.parquet and list<uint64>[2048] in c.parquet" in differ.message
-    nothing = shard(tmp_path / "nothing", {"tokens": tokens(0)})
-    found(nothing, "no_rows")
-
-
-def test_shards_that_a_folder_url_leaves_out(tmp_path):
-    (tmp_path / "set").mkdir()
-    shard(tmp_path / "set" / "sub", {"tokens": tokens(4096)})
-    found(tmp_path / "set", "nested")
-    found(tmp_path / "set" / "**")
-
-
-@pytest.mark.parametrize(
-    ("name", "finding"),
-    [
-        ("a.jsonl", "scan"),
-        ("a.csv", "scan"),
-        ("a.tar", "scan"),
-        ("a.txt", "no_shards"),
-        ("c/a.png", "no_shards"),
-    ],
-)
-def test_formats_without_row_groups(tmp_path, name, finding):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    content = {"a.csv": "x" * 1997 + "\n1\n", "a.jsonl": '{"a": 1}' + " " * 1992}
-    (tmp_path / name).write_text(content.get(name, "x" * 2000))
-    (said,) = found(tmp_path, finding)
-    assert "1.95 KiB" in said.message or finding == "no_shards"
-    assert "elastic-dp data convert" in said.fix or name == "a.tar"
-    assert "rows not counted" in run("data", "inspect", tmp_path).stdout
-
-
-def test_inspect_reads_arrow_files(tmp_path):
-    shard(tmp_path / "set", {"tokens": tokens(4096, kind=np.uint16)})
-    convert(str(tmp_path / "set"), str(tmp_path / "out"), format="arrow", rows_per_group=256)
-    result = inspect(str(tmp_path / "out"))
-    assert (result.findings, result.rows, result.row_groups) == ((), 4096, 16)
-    assert result.columns[0].decoded.max >= 256 * 4096
-    some = pa.table({"a": [1]})
-    with pa.ipc.new_stream(tmp_path / "stream.arrow", some.schema) as stream:
-        stream.write_table(some)
-    (streams,) = found(tmp_path / "stream.arrow", "scan")
-    assert streams.kind == "slow" and "walks through all of 1 shards" in streams.message
-    ragged = pa.table({"a": [[1], [1, 2]] * 40_000})
-    (tmp_path / "ragged").mkdir()
-    with pa.ipc.new_file(tmp_path / "ragged" / "a.arrow", ragged.schema) as file:
-        file.write_table(ragged, max_chunksize=10_000)
-    found(tmp_path / "ragged", "ragged")
 
 
 # --- the command line
@@ -287,59 +42,60 @@ def test_inspect_reads_arrow_files(tmp_path):
 def test_convert_and_inspect_print_json_and_nothing_else(tmp_path):
     (tmp_path / "a.csv").write_text("id,x,y\n" + "1,2,3\n" * 100)
     arguments = ("data", "convert", tmp_path / "a.csv", tmp_path / "out", "--json")
-    made = run(*arguments, "--columns", "id, y", "--rows-per-group", 10)
-    assert json.loads(made.stdout)["row_groups"] == 10 and made.stderr == ""
+    made = run(*arguments, "--columns", "id, y", "--row-group-bytes", 80)
+    assert json.loads(made.stdout)["row_groups"] > 5 and made.stderr == ""
     shape = ("--virtual-workers", 2, "--micro-batch-size", 5)
     said = json.loads(run("data", "inspect", tmp_path / "out", "--json", *shape).stdout)
     assert (said["rows"], said["plan"]["steps_per_epoch"]) == (100, 10)
-    assert [column["name"] for column in said["columns"]] == ["id", "y"]
+    assert said["columns"] == [["id", "int64"], ["y", "int64"]]
     assert {f["name"] for f in said["findings"]} == {"few_row_groups"}
 
 
 def test_convert_and_inspect_print_a_summary_for_people(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 100)
-    arguments = ("data", "convert", tmp_path / "a.jsonl", tmp_path / "out")
-    made = run(*arguments, "--tokenizer", "bytes", "--pack", 64, "--compression", "zstd")
-    assert "17 rows, 1 row groups, 1 shards" in made.stdout and "12 last tokens" in made.stdout
+    (tmp_path / "b.py").write_text("")
+    arguments = ("data", "convert", tmp_path, tmp_path / "out")
+    made = run(*arguments, "--tokenizer", "bytes", "--pack", 64, "--compression", "zstd").stdout
+    assert "100 documents of 1 files → 17 rows, 1 row groups, 1 shards" in made
+    assert "12 last tokens" in made and "files that were not read: 1 .py" in made
     said = run("data", "inspect", tmp_path / "out", "--virtual-workers", 1, "--micro-batch-size", 2)
-    assert (
-        "1 arrow shards" in said.stdout
-        and "8 steps per epoch of 2 rows, 1 rows left over" in said.stdout
-    )
+    assert "1 arrow shards" in said.stdout and "columns: tokens (list<" in said.stdout
+    assert "8 steps per epoch of 2 rows, 1 rows left over" in said.stdout
     assert "slow: 1 row groups for 8 streams" in said.stdout
 
 
-def test_convert_and_inspect_say_what_they_did_not_read_and_how_to(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "a.txt").write_text("text")
-    for name in ("b.py", "c.py"):
-        (source / name).write_text("x = 1")
-    packed = ("--tokenizer", "bytes", "--pack", 1)
-    made = run("data", "convert", source, tmp_path / "one", *packed).stdout
-    assert "not read: 2 files: 2 .py (such as b.py)\n" in made and "--text-glob '*.ENDING'" in made
-    assert "not read: 2 files: 2 .py (such as b.py)\n" in run("data", "inspect", source).stdout
-    globs = ("--text-glob", "*.py", "--text-glob", "*.txt")
-    made = run("data", "convert", source, tmp_path / "two", *packed, *globs).stdout
-    assert made.startswith("17 rows") and "not read" not in made
-    told = run("data", "convert", source, tmp_path / "three", *packed, "--json").stdout
-    assert json.loads(told)["skipped"] == [
-        {"ending": ".py", "files": 2, "examples": ["b.py", "c.py"]}
-    ]
+def test_convert_takes_options_of_csv_and_a_query(tmp_path):
+    (tmp_path / "a.csv").write_text("x\ty\n1\t-\n2\t3\n")
+    options = ("--csv-option", r"delim=\t", "--csv-option", 'nullstr=["-"]')
+    query = ("--query", "SELECT x FROM rows WHERE y IS NULL")
+    made = run("data", "convert", tmp_path / "a.csv", tmp_path / "out", *options, *query).stdout
+    assert made.startswith("2 rows of 1 files → 1 rows")
+    assert pq.read_table(tmp_path / "out")["x"].to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("--rows-per-group", "set row_group_bytes"),
+        ("--fill-null", "set query"),
+        ("--text-glob", "name the files by a glob"),
+    ],
+)
+def test_options_of_convert_that_are_gone_say_what_to_write(option, way_out, tmp_path):
+    said = run("data", "convert", tmp_path, tmp_path / "out", option, "1", code=2).stderr
+    assert "any more" in said and way_out in said
 
 
 def test_errors_are_one_line_and_code_2(tmp_path):
-    for arguments in (("inspect", tmp_path), ("convert", tmp_path, "x")):
-        result = run("data", *arguments, code=2)
-        assert result.stdout == "" and result.stderr.count("\n") == 1
-        assert result.stderr.startswith("no file at") and "Traceback" not in result.output
+    result = run("data", "convert", tmp_path, "x", code=2)
+    assert result.stdout == "" and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("no file at") and "Traceback" not in result.output
     assert "go together" in run("data", "inspect", "x", "--virtual-workers", 2, code=2).stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("data", "inspect", "EMPTY"), "DataError: no file at"),
         (("data", "convert", "EMPTY", "x"), "DataError: no file at"),
         (("checkpoints", "verify", "EMPTY"), "CheckpointError: "),
         (("status", "mine", "--storage-path", "EMPTY"), "ClusterError: no run named 'mine' is at"),
@@ -563,11 +319,6 @@ def test_checkpoints_list_of_a_wrong_folder_names_it_and_says_which_is_meant(tmp
 def test_help_has_what_is_needed(tmp_path):
     assert "convert" in run("data", "--help").stdout
     assert "Default" in run("data", "convert", "--help").stdout
-
-
-def test_inspect_of_an_unknown_column_names_those_there_are(tmp_path):
-    with pytest.raises(DataError, match=r"no column 'b' in part-0\.parquet, which has 'a'"):
-        inspect(str(shard(tmp_path, {"a": [1]})), columns=["b"])
 
 
 @pytest.mark.parametrize("package", ["typer", "rich.console"])

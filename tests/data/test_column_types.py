@@ -104,13 +104,11 @@ def test_feather_of_version_1_is_refused_by_name(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pa.feather.write_feather(pa.table({"x": [1]}), str(tmp_path / "a.feather"), version=1)
-    out = str(tmp_path / "out")
-    for read in (
-        lambda: read_index(config(tmp_path)),
-        lambda: inspect(str(tmp_path)),
-        lambda: convert(str(tmp_path), out),
+    for read, said in (
+        (lambda: read_index(config(tmp_path)), r"a\.feather is a Feather file of version 1.*write"),
+        (lambda: convert(str(tmp_path), str(tmp_path / "out")), "Feather file of version 1; write"),
     ):
-        with pytest.raises(DataError, match=r"a\.feather is a Feather file of version 1.*write it"):
+        with pytest.raises(DataError, match=said):
             read()
 
 
@@ -311,8 +309,6 @@ def test_a_column_that_no_shard_has_is_refused_with_those_there_are(tmp_path):
             DataError, match=r"DataConfig.columns: no column 't' in 0.parquet, which"
         ):
             read_index(config(tmp_path, columns=columns))
-    with pytest.raises(DataError, match="no column 't'"):
-        inspect(str(tmp_path), columns=["t"])
 
 
 def test_spark_pandas_polars_and_duckdb_write_one_data_set(tmp_path):

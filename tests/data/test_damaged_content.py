@@ -26,13 +26,12 @@ from tests.data.values import in_place
 TRIED = """
 import json, sys
 from elastic_dp.data import read_index
-from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.config import DataConfig
 
 for url in sys.argv[1:]:
     said = []
-    for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)), inspect):
+    for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)),):
         try:
             ask(url)
         except DataError as error:
@@ -42,7 +41,7 @@ for url in sys.argv[1:]:
 
 
 def asked_of_each(*paths: Path) -> list[list[str]]:
-    """What opening and inspecting each of these files says, in one process of its own, which goes
+    """What opening each of these files says, in one process of its own, which goes
     on to its end."""
     command = [sys.executable, "-c", TRIED, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -100,7 +99,7 @@ def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(t
     for path, (field, change, _) in zip(paths, CONTRADICTIONS, strict=True):
         spoilt_footer(path, field, change)
     for said, (_, _, words) in zip(asked_of_each(*paths), CONTRADICTIONS, strict=True):
-        assert [words in one for one in said] == [True, True], said
+        assert [words in one for one in said] == [True], said
 
 
 def test_parquet_footer_by_every_writer_option_is_taken(tmp_path):
@@ -175,23 +174,6 @@ def test_parquet_page_that_fails_its_checksum_is_refused_by_convert_too(tmp_path
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
-def test_json_text_that_is_not_utf8_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"s": "ok"}\n{"s": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl.*UTF-?8"):
-        read_index(config(tmp_path))
-    with pytest.raises(DataError, match=r"a\.jsonl.*UTF-?8"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
-@pytest.mark.parametrize("content", [b'null\n{"a": 1}', b'{"a": 1}\n \n null', b'{"a": 1}null\n'])
-def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(content + b"\n")
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
-        read_index(config(tmp_path))
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("rows", [['{"a": 1, "b": null}', "{}", '{"b": [2]}'], ["{}"] * 3], ids=len)
 def test_json_line_that_is_null_is_found_wherever_it_lies(rows, place, tmp_path):
@@ -233,18 +215,6 @@ def test_json_row_that_nests_too_deep_ends_no_process(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": null}\n' + DEEP["lists"])
     [said] = asked_of_each(tmp_path / "a.jsonl")
     assert "row 2 has more than 100 lists and objects" in said[0]
-
-
-@pytest.mark.parametrize("row", DEEP.values(), ids=DEEP)
-def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + row + "\n")
-    for ask in (
-        lambda: read_index(config(tmp_path)),
-        lambda: convert(str(tmp_path), str(tmp_path / "to")),
-    ):
-        with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
-            ask()
-    assert "inside each other" in " ".join(f.message for f in inspect(str(tmp_path)).findings)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", " \n "])
@@ -312,8 +282,8 @@ def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
         read_index(config(tmp_path))
 
 
-def test_arrow_offsets_that_lead_astray_are_refused_by_convert_and_inspect(tmp_path):
-    """Arrow follows them without asking: convert and inspect read other memory, or died."""
+def test_arrow_offsets_that_lead_astray_are_refused_by_convert(tmp_path):
+    """Arrow follows them without asking."""
     offsets = pa.array([0, 1 << 30, 4], pa.int32()).buffers()[1]
     column = pa.ListArray.from_buffers(
         pa.list_(pa.int64()), 2, [None, offsets], children=[pa.array([1, 2, 3, 4])]
@@ -321,34 +291,7 @@ def test_arrow_offsets_that_lead_astray_are_refused_by_convert_and_inspect(tmp_p
     batch = pa.RecordBatch.from_arrays([column], ["a"])
     with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
-    for ask in (
-        lambda: convert(str(tmp_path), str(tmp_path / "to")),
-        lambda: inspect(str(tmp_path)),
-    ):
-        with pytest.raises(DataError, match=r"cannot read a\.arrow"):
-            ask()
-
-
-def test_columns_that_parquet_cannot_hold_are_named_by_convert(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"id": 1, "deep": {}}\n')
-    with pytest.raises(DataError, match="'deep'"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
-def test_lists_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
-    """Parquet files of such lists could not be read."""
-    batch = pa.record_batch({"v": pa.array([[], None], pa.list_(pa.int64(), 0))})
-    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match="fixed size 0"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
-def test_table_without_columns_is_refused_by_convert(tmp_path):
-    batch = pa.RecordBatch.from_struct_array(pa.array([{}] * 3, pa.struct([])))
-    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match="has no columns"):
+    with pytest.raises(DataError, match=r"cannot read a\.arrow"):
         convert(str(tmp_path), str(tmp_path / "to"))
 
 

@@ -8,9 +8,8 @@ import pyarrow.json
 import pytest
 
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
-from tests.data.shards import BINARY, parquet, rows_of
+from tests.data.shards import BINARY, rows_of
 from tests.data.test_index import config
 
 DOTTED = pa.table({"id": [1, 2], "a.b": [3, 4], "a.b.c": [5, 6]})
@@ -33,13 +32,6 @@ def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_
             DataError, match=rf"no column '{name}' in .*a\.\w+, which ha(s|ve) 'id', 'a\.b'"
         ):
             read_index(config(tmp_path, columns=["id", name]))
-
-
-def test_inspect_does_not_count_a_column_with_a_dot_in_its_name_as_part_of_another(tmp_path):
-    wide = pa.table({"a": [1] * 64, "a.b": ["long" * 1000] * 64})
-    parquet(tmp_path / "a", wide)
-    (column,) = inspect(str(tmp_path), columns=["a"]).columns
-    assert column.name == "a" and column.stored.max < 1000
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])

@@ -19,8 +19,7 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
-from elastic_dp.dataprep.convert import convert
-from elastic_dp.dataprep.inspection.inspect_dataset import inspect
+from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store
 from tests.storage.conftest import send
@@ -202,23 +201,6 @@ def test_folder_of_a_job_that_has_not_finished_is_said(folder, url, tmp_path, sa
     put(tmp_path / "set" / folder / "0" / "task_1" / "part-1.parquet", 2)
     lines = [line for line in said(config(tmp_path / url)) if "has not finished" in line]
     assert len(lines) == 1 and f"'{folder}/' is there: the Spark or Hadoop job" in lines[0]
-    caplog.clear()
-    convert(str(tmp_path / "set"), str(tmp_path / "out"))
-    assert f"'{folder}/' is there" in caplog.text
-
-
-@pytest.mark.parametrize("url", ["set", "set/**", "set/**/*.parquet"])
-def test_linked_folders_and_links_to_nothing_are_converted_and_named(url, tmp_path):
-    put(tmp_path / "set" / "a.parquet")
-    put(tmp_path / "elsewhere" / "b.parquet", 2)
-    (tmp_path / "set" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "set" / "round").symlink_to(tmp_path / "set")
-    (tmp_path / "set" / "dead.parquet").symlink_to("gone")
-    made = convert(str(tmp_path / url), str(tmp_path / "out"))
-    assert made.rows == 4
-    assert [(one.ending, one.examples) for one in made.skipped] == [
-        ("links to nothing", ("dead.parquet",))
-    ]
 
 
 @pytest.mark.parametrize("name", ["x[1]", "x?", "x*"])
@@ -249,8 +231,6 @@ def test_empty_parts_are_passed_over_and_counted(tmp_path, said, caplog):
     caplog.set_level(logging.INFO)
     read_index(config(tmp_path))
     assert "7 files: 7 hidden by a leading '.' or '_'" in caplog.text
-    findings = {f.name: f for f in inspect(str(tmp_path)).findings}
-    assert findings["empty_shards"].kind == "slow"
 
 
 def write_arrow(path: Path, table: pa.Table) -> None:
@@ -313,14 +293,6 @@ def test_splits_in_one_folder_are_said_with_the_glob_of_one(tmp_path, said):
         assert words in line
     assert line.endswith(f"such as '{tmp_path}/train*'")
     assert said(config(f"{tmp_path}/train*")) == []
-
-
-def test_splits_that_are_converted_together_are_said(tmp_path, caplog):
-    for split in ("train", "test"):
-        put(tmp_path / "set" / f"{split}-0.parquet")
-    convert(str(tmp_path / "set"), str(tmp_path / "out"))
-    assert "holds files of several splits" in caplog.text
-    assert f"such as '{tmp_path}/set/train*'" in caplog.text
 
 
 @pytest.mark.parametrize(

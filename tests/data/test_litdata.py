@@ -18,7 +18,6 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation, read_index
 from elastic_dp.data.discovery import index as index_module
 from elastic_dp.data.formats import litdata, litdata_chunk
-from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError, ElasticError
 from tests.data.values import in_place
 
@@ -291,10 +290,3 @@ def test_damaged_chunks_are_rows_or_an_error_of_this_package(name, tmp_path):
             pass
         finally:
             file.write_bytes(raw)
-
-
-def test_inspect_and_convert_say_what_they_do_with_litdata(copied):
-    found = inspect(str(copied), deep=True)
-    assert not [finding for finding in found.findings if finding.kind == "refused"]
-    with pytest.raises(DataError, match="holds litdata shards, which convert does not read"):
-        convert(str(copied), str(copied.parent / "to"))

@@ -17,7 +17,6 @@ from PIL import Image
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation, read_index
 from elastic_dp.data.formats import mds
-from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
 from tests.data.shards import rows_of
 from tests.data.values import in_place
@@ -264,16 +263,6 @@ def test_arrays_of_other_shapes_than_the_first_sample_are_refused_by_column(tmp_
         in_place(config(folder))
     changed(file, second, bytes([2 << 2, 2, 2]))
     in_place(config(folder))
-
-
-def test_inspect_and_convert_say_what_they_do_with_mds(copied):
-    found = inspect(str(copied), deep=True)
-    assert not [finding for finding in found.findings if finding.kind == "refused"]
-    file = copied / "shard.00001.mds"
-    changed(file, int.from_bytes(file.read_bytes()[4:8], "little"), b"\xff")
-    assert "do not add up" in str(inspect(str(copied), deep=True).findings)
-    with pytest.raises(DataError, match="holds mds shards, which convert does not read"):
-        convert(str(copied), str(copied.parent / "to"))
 
 
 def test_a_filter_keeps_rows_of_mds_shards(copied):

@@ -10,16 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from elastic_dp.cli import app
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.nulls import fill
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.index_difference import difference
-from elastic_dp.dataprep import convert
-from elastic_dp.dataprep.inspection.inspect_dataset import inspect
+from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError, SpecError
 from tests.data.shards import plain_values, write_arrow
 from tests.data.test_index import config, opened
@@ -185,11 +182,8 @@ def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
         if form == "arrow":
             (tmp_path / "a.parquet").unlink()
             write_arrow(tmp_path / "a.arrow", pa.table({"p": points}), stream=False)
-        found = [f for f in inspect(str(tmp_path)).findings if f.name == "nulls"]
-        assert [f.message.split(",")[0] for f in found] == [
-            "column 'p.x' (double) holds 16 nulls",
-            "column 'p.y' (int64) holds 16 nulls",
-        ]
+        (found,) = inspect(str(tmp_path)).findings
+        assert "column 'p.x' (double) holds " in found.message
         with pytest.raises(DataError, match=r"column 'p.x' \(double\) holds \d+ nulls"):
             read_index(config(tmp_path))
         filled = opened(config(tmp_path, fill_nulls={"p.x": 0.0, "p.y": 9})).read(0)[0]
@@ -264,74 +258,3 @@ def test_a_data_set_with_other_values_for_nulls_is_another_one(tmp_path):
     assert difference(indexes[1], indexes[3]) == (
         "column 'x' was double, its nulls as 0.0, and is double, its nulls as nan"
     )
-
-
-@pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_convert_writes_a_value_for_each_null(write, form, tmp_path):
-    (tmp_path / "raw").mkdir()
-    write(tmp_path / "raw", ROWS)
-    convert(
-        f"{tmp_path}/raw",
-        f"{tmp_path}/to",
-        format=form,
-        columns=COLUMNS,
-        fill_nulls={"x": math.nan, "n": -1},
-    )
-    columns, _ = opened(config(tmp_path / "to")).read(0)
-    assert np.isnan(columns["x"]).sum() == 6 and columns["x"][0] == 0.0
-    assert columns["n"].tolist() == [-1 if row["n"] is None else row["n"] for row in ROWS]
-
-
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_convert_writes_a_value_for_each_null_of_a_struct_as_training_reads_it(form, tmp_path):
-    inner = pa.struct({"a": pa.int64(), "l": pa.list_(pa.int64(), 2), "t": pa.string()})
-    rows = [
-        {"s": {"a": 1, "in": {"a": 2, "l": [3, None], "t": "x"}}},
-        {"s": {"a": None, "in": None}},
-        {"s": None},
-    ]
-    table = pa.Table.from_pylist(rows, pa.schema({"s": pa.struct({"a": pa.int64(), "in": inner})}))
-    write_arrow(tmp_path / "a.arrow", table, stream=False)
-    fills = {"s.a": -1, "s.in.a": -2, "s.in.l": -3}
-    convert(f"{tmp_path}/a.arrow", f"{tmp_path}/to", format=form, fill_nulls=fills)
-    converted = opened(config(tmp_path / "to")).read(0)[0]
-    assert {name: plain_values(column) for name, column in converted.items()} == {
-        "s.a": [1, -1, -1],
-        "s.in.a": [2, -2, -2],
-        "s.in.l": [[3, -3], [-3, -3], [-3, -3]],
-        "s.in.t": ["x", None, None],
-    }
-    read = opened(config(tmp_path / "a.arrow", fill_nulls=fills)).read(0)[0]
-    assert {name: plain_values(column) for name, column in read.items()} == {
-        name: plain_values(column) for name, column in converted.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("fills", "said"),
-    [
-        ({"z": 0}, r"^fill_nulls: no column 'z' is read, but 'x', 'n', 't', 'b'"),
-        ({"n": 0.5}, r"^fill_nulls: 0\.5 does not fit column 'n', which is int64"),
-    ],
-)
-def test_convert_refuses_a_value_that_does_not_fit(fills, said, tmp_path):
-    write_parquet(tmp_path, ROWS)
-    with pytest.raises(DataError, match=said):
-        convert(f"{tmp_path}/b.parquet", f"{tmp_path}/to", fill_nulls=fills)
-    assert not (tmp_path / "to").exists()
-
-
-def test_the_command_fills_nulls_by_column_and_value(tmp_path):
-    fills = ["x=NaN", "n=0", "t=no such"]
-    said = [word for each in fills for word in ("--fill-null", each)]
-    runner = CliRunner()
-    (tmp_path / "a.jsonl").write_text('{"x": 1.5, "n": 1, "t": "a"}\n{}\n')
-    done = runner.invoke(app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/to", *said])
-    assert done.exit_code == 0, done.output
-    rows = pq.read_table(tmp_path / "to").to_pylist()
-    assert repr(rows[1]) == "{'x': nan, 'n': 0, 't': 'no such'}"
-    done = runner.invoke(
-        app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/x", "--fill-null", "x"]
-    )
-    assert done.exit_code == 2 and "is not of the form COLUMN=VALUE" in done.output

@@ -18,8 +18,7 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.arrow_arrays import decode_column
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.collation import nbytes_of
-from elastic_dp.dataprep import convert
-from elastic_dp.dataprep.inspection.inspect_dataset import inspect
+from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import DataError
 from tests.data.shards import BINARY, in_memory
 from tests.data.test_batch_assembler import gathered

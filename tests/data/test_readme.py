@@ -66,15 +66,14 @@ def test_readme_python_runs_as_written(raw, capsys):
 
 def test_programs_become_shards_by_the_command_of_the_kubernetes_page(tmp_path):
     text = (Path(__file__).parents[2] / "k8s" / "README.md").read_text()
-    (command,) = re.findall(r"`elastic-dp (data convert PROGRAMS [^`]*)`", text)
+    (command,) = re.findall(r"`elastic-dp (data convert 'PROGRAMS/[^`]*)`", text)
     words = shlex.split(command)
     source = tmp_path / "python3.11"
     (source / "json").mkdir(parents=True)
     for name in ("abc.py", "json/__init__.py"):
         (source / name).write_text("x = 1\n" * 100)
     (source / "LICENSE.txt").write_text("y" * 500)
-    words[2:4] = str(source), str(tmp_path / "out")
+    words[2:4] = f"{source}/**/*.py", str(tmp_path / "out")
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
-    assert result.output.startswith(f"{(2 * 600 + 2) // 129} rows")
-    assert "not read: 1 file: 1 .txt (such as LICENSE.txt)" in result.output
+    assert result.output.startswith(f"2 documents of 2 files → {(2 * 600 + 2) // 129} rows")

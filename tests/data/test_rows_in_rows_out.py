@@ -219,7 +219,7 @@ def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
 )
 def test_rows_in_are_rows_out_of_files_that_are_converted(kind, format, tmp_path):
     source = written(kind, tmp_path / "in")
-    done = convert(str(source.url), str(tmp_path / "out"), format=format, rows_per_group=10)
+    done = convert(str(source.url), str(tmp_path / "out"), format=format, row_group_bytes=80)
     assert done.rows == ROWS
     check(DataConfig(str(tmp_path / "out"), micro_batch_size=B))
 
@@ -294,7 +294,7 @@ def test_every_row_of_any_kind_is_trained_on_and_evaluated_once_by_processes_of_
         ids = range(number * ROWS, (number + 1) * ROWS)
         url = str(written(kind, tmp_path / f"{number}", ids).url)
         if is_converted:
-            convert(url, str(tmp_path / f"{number}-out"), rows_per_group=10)
+            convert(url, str(tmp_path / f"{number}-out"), row_group_bytes=80)
             url = str(tmp_path / f"{number}-out")
         urls.append(url)
     (tmp_path / "log").mkdir()

@@ -4,15 +4,21 @@ import sys
 
 import hypothesis.strategies as st
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from hypothesis import given, settings
 
-from elastic_dp.dataprep import convert
-from elastic_dp.dataprep.sources import documents
+from elastic_dp.dataprep import convert, readers, token_packing
 from elastic_dp.dataprep.token_packing import ByteTokenizer, HuggingFaceTokenizer, Packing
 from elastic_dp.errors import DataError
-from tests.dataprep.conversions import read
+
+
+def read(folder):
+    (shard,) = folder.iterdir()
+    if shard.suffix == ".parquet":
+        return pq.read_table(shard)
+    return pa.ipc.open_file(shard.read_bytes()).read_all()
 
 
 def test_packing_by_hand(tmp_path):
@@ -31,8 +37,8 @@ def test_packing_by_hand(tmp_path):
 @given(st.lists(st.text(max_size=30), min_size=1), st.integers(1, 40), st.integers(1, 7))
 def test_packing_loses_and_repeats_nothing(texts, length, piece_chars):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_CHARS", piece_chars)
-        pieces = [piece for text in texts for piece in documents._pieces(text)]
+        patch.setattr(token_packing, "PIECE_CHARS", piece_chars)
+        pieces = [piece for text in texts for piece in token_packing.pieces(text)]
     packing = Packing(ByteTokenizer(), length)
     rows = [row for batch in packing.batches(iter(pieces)) for row in batch["tokens"].to_pylist()]
     line = [token for text in texts for token in (*text.encode(), 256)]
@@ -41,7 +47,8 @@ def test_packing_loses_and_repeats_nothing(texts, length, piece_chars):
 
 
 def test_text_files_are_documents_of_any_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_CHARS", 10)
+    monkeypatch.setattr(token_packing, "PIECE_CHARS", 10)
+    monkeypatch.setattr(readers, "PIECE_CHARS", 10)
     texts = ["ä\r\nö" * 50, "no end of line " * 9, ""]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
@@ -112,3 +119,13 @@ def test_the_adapter_turns_off_what_would_change_the_text():
     tokenizer = HuggingFaceTokenizer(library)
     assert (tokenizer.vocabulary, tokenizer.end_of_text) == (10, 9)
     assert library.called == ["no_padding", "no_truncation"]
+
+
+def test_a_glob_names_files_of_any_ending_as_documents(tmp_path):
+    for name in ("a.py", "b/c.py", "README.md"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("x")
+    made = convert(f"{tmp_path}/in/**/*.py", str(tmp_path / "out"), tokenizer="bytes", pack=2)
+    assert (made.rows_in, made.rows, made.files) == (2, 2, 2)
+    with pytest.raises(DataError, match="a glob such as"):
+        convert(str(tmp_path / "in"), str(tmp_path / "no"), tokenizer="bytes", pack=2)

@@ -2,13 +2,13 @@
 
 import threading
 
-import datasets
 import duckdb
 import numpy as np
 import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable, write_deltalake
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
@@ -22,6 +22,14 @@ from tests.storage.servers import s3_options
 
 TABLE = pa.table({"id": range(1000), "text": [f"é {i}" if i % 3 else "" for i in range(1000)]})
 BATCHES = TABLE.to_batches(max_chunksize=300)
+
+
+def of_datasets():
+    import datasets  # takes seconds
+
+    return datasets.Dataset(TABLE).with_format("arrow").iter(100)
+
+
 STREAMS = {
     "table": lambda: TABLE,
     "reader": lambda: pa.RecordBatchReader.from_batches(TABLE.schema, iter(BATCHES)),
@@ -29,7 +37,7 @@ STREAMS = {
     "tables": lambda: [TABLE.slice(0, 0), TABLE],
     "duckdb": lambda: duckdb.connect().from_arrow(TABLE),
     "polars": lambda: polars.from_arrow(TABLE),
-    "datasets": lambda: datasets.Dataset(TABLE).with_format("arrow").iter(100),
+    "datasets": of_datasets,
     "dictionary": lambda: TABLE.set_column(1, "text", TABLE["text"].dictionary_encode()),
 }
 
@@ -51,6 +59,13 @@ def test_every_row_of_a_stream_is_read_back_in_order(tmp_path, stream, format, s
     assert done.shards > 1 and done.nbytes == sum(f.stat().st_size for f in there)
     assert (done.rows, done.row_groups) == (1000, len(seen)) and done.row_groups > done.shards
     assert in_place(DataConfig(str(tmp_path / "out"), micro_batch_size=1)) == TABLE.to_pydict()
+
+
+def test_deleted_rows_of_a_delta_table_are_not_written(tmp_path):
+    write_deltalake(str(tmp_path / "table"), TABLE)
+    DeltaTable(str(tmp_path / "table")).delete("id < 10")
+    rows = DeltaTable(str(tmp_path / "table")).to_pyarrow_dataset().scanner().to_reader()
+    assert write_shards(rows, str(tmp_path / "out")).rows == 990
 
 
 def test_row_groups_have_2_mib_in_the_widest_column(tmp_path):

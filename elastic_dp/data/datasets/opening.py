@@ -100,7 +100,7 @@ def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: in
     size = int(row_groups.reading_bytes[largest])
     what = f"row group {number} of {shard} takes {_mib(size)} in memory while it is read"
     way_out = (
-        "or write the shards with smaller row groups (`elastic-dp data convert --rows-per-group`)"
+        "or write the shards with smaller row groups (`elastic-dp data convert --row-group-bytes`)"
     )
     if size > memory_bytes:
         raise DataError(

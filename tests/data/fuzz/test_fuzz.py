@@ -106,10 +106,6 @@ WHOLE = {
 }
 
 
-def without_null(columns):
-    return {name: [0 if v is None else v for v in values] for name, values in columns.items()}
-
-
 def without_last_row(columns):
     return {name: values[:-1] for name, values in columns.items()}
 
@@ -117,9 +113,8 @@ def without_last_row(columns):
 @pytest.mark.parametrize(
     ("kind", "spoil"),
     [
-        *((kind, without_last_row) for kind in WHOLE),
-        ("csv-options", without_null),
-        ("json-array", without_null),
+        ("csv-compressed", without_last_row),
+        ("tar-compressed", without_last_row),
     ],
 )
 def test_rows_that_differ_from_the_reference_of_their_kind_are_a_finding(
@@ -127,9 +122,9 @@ def test_rows_that_differ_from_the_reference_of_their_kind_are_a_finding(
 ):
     damaged = WHOLE[kind]
     judged = judging.judge(kind, damaged, tmp_path, 1, lambda way: None)
-    assert judged.split()[-2:] == ["rows", "rows"]
-    read = judging._converted if judged.startswith("DataError") else judging._in_place
-    monkeypatch.setattr(judging, read.__name__, lambda *given: spoil(read(*given)))
+    assert judged.startswith("rows")
+    read = judging._in_place
+    monkeypatch.setattr(judging, "_in_place", lambda *given: spoil(read(*given)))
     with pytest.raises(judging.Finding, match=r"rows for|must be"):
         judging.judge(kind, damaged, tmp_path, 1, lambda way: None)
 

@@ -1,0 +1,509 @@
+"""Readers of `convert`: the rows of a source as Arrow batches of one schema, each with its value or
+a typed error.
+
+Parquet and Arrow are read by pyarrow, CSV by DuckDB, JSON by Python's own parser, whose integers
+have no limit and whose numbers Arrow refuses to round. The types of text files are those of all
+rows: they are read twice. Dates in text stay text.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_dp.data.columns.column_types import plain
+from elastic_dp.data.columns.null_views import clear_null_views
+from elastic_dp.data.discovery.partitions import Partitions
+from elastic_dp.dataprep.source_files import GLOB_MARKS, SourceFiles
+from elastic_dp.dataprep.token_packing import PIECE_CHARS, Piece, pieces
+from elastic_dp.dataprep.write_shards import as_written
+from elastic_dp.errors import DataError
+
+BATCH_BYTES = 4 << 20
+BATCH_ROWS = 1024
+_THREADS = 16
+_LINE_BYTES = 64 << 20  # the longest row of a CSV file
+_CSV_OPTIONS = ("delim", "quote", "escape", "encoding", "nullstr")
+# Types of a CSV column, the first that each of its values has. `{c}` is the column. A value must be
+# written as the type writes it: 007 and +1 stay text, and so do integers that no int64 holds. In a
+# column of floats, an integer must be one that a float64 holds.
+_CSV_TYPES = {
+    "BIGINT": "CAST(TRY_CAST({c} AS BIGINT) AS VARCHAR) = {c}",
+    "DOUBLE": r"""regexp_full_match({c}, '-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[nN]a[nN]|-?inf')
+        AND isinf(TRY_CAST({c} AS DOUBLE)) = contains({c}, 'inf')
+        AND (NOT regexp_full_match({c}, '-?\d+')
+             OR abs(TRY_CAST({c} AS HUGEINT)) <= 9007199254740992)""",
+    "BOOLEAN": "{c} IN ('true', 'false', 'True', 'False', 'TRUE', 'FALSE')",
+}
+
+Batches = Iterator[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`batches(name)`: the rows of one file, in `schema`."""
+
+    schema: pa.Schema
+    batches: Callable[[str], Batches]
+
+
+def open_rows(
+    files: SourceFiles,
+    columns: Sequence[str] | None = None,
+    csv_options: Mapping[str, Any] | None = None,
+) -> Rows:
+    """All rows, with columns from the names of folders (`year=2024/`). Raises DataError if the
+    source cannot be read as a table."""
+    if csv_options and files.kind != "csv":
+        raise DataError(f"csv_options are set, and {files.url!r} holds no CSV; leave them out")
+    openers: dict[str, Callable[[], Rows]] = {
+        "parquet": lambda: _tables(files, _parquet, columns),
+        "arrow": lambda: _tables(files, _arrow, columns),
+        "csv": lambda: _csv(files, csv_options or {}),
+        "json": lambda: _json(files),
+        "jsonl": lambda: _json(files),
+        "text": lambda: Rows(pa.schema([("text", pa.string())]), lambda n: _lines(files, n)),
+        "images": lambda: _images(files),
+    }
+    if files.kind not in openers:
+        raise DataError(
+            f"{files.url!r} holds {files.kind} shards, which convert does not read; training reads "
+            "tar as it is, and MDS with its own library: see IterableData"
+        )
+    rows = openers[files.kind]()
+    lower = {name.lower(): name for name in rows.schema.names}
+    if same := [name for name in rows.schema.names if lower[name.lower()] != name]:
+        raise DataError(
+            f"{files.url!r} has the columns {same[0]!r} and {lower[same[0].lower()]!r}; give "
+            "columns names that differ by more than case"
+        )
+    folders = Partitions(files.names if files.kind != "images" else ())
+    added = folders.fields(rows.schema, columns)
+    names = [*rows.schema.names, *(field.name for field in added)]
+    if missing := [name for name in columns or () if name not in names]:
+        raise DataError(
+            f"no column {', '.join(map(repr, missing))} in {files.url!r}, which has "
+            f"{', '.join(map(repr, names))}"
+        )
+    chosen = names if columns is None else list(columns)
+
+    def batches(name: str) -> Batches:
+        for batch in rows.batches(name):
+            for field in added:
+                batch = batch.append_column(field, folders.column(field, name, batch.num_rows))
+            yield batch.select(chosen)
+
+    every = pa.schema([*rows.schema, *added], metadata=rows.schema.metadata)
+    schema = pa.schema([every.field(name) for name in chosen], metadata=every.metadata)
+    return Rows(schema, batches)
+
+
+def _parquet(raw: Any, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    # With buffer_size and without pre_buffer, a large row group is not read all at once.
+    file = pq.ParquetFile(
+        raw, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+    )
+    footer = file.metadata
+    decoded = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+    rows = max(1, BATCH_BYTES * footer.num_rows // max(decoded, 1))
+    # Each row group by itself: surplus values of a damaged page would shift those of the next one.
+    every, groups = file.schema_arrow.names, range(file.num_row_groups)
+    names = [name for name in every if columns is None or name in columns]
+    return file.schema_arrow, (b for g in groups for b in file.iter_batches(rows, [g], names))
+
+
+def _arrow(raw: Any, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic.startswith(b"FEA1"):
+        raise ValueError("a Feather file of version 1; write it again as Parquet")
+    if magic != b"ARROW1":
+        stream = pa.ipc.open_stream(raw)
+        return stream.schema, iter(stream)
+    file = pa.ipc.open_file(pa.PythonFile(raw, "r"))
+    return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+
+
+def _tables(
+    files: SourceFiles,
+    opened: Callable[[Any, Sequence[str] | None], tuple[pa.Schema, Batches]],
+    columns: Sequence[str] | None,
+) -> Rows:
+    """Files that have a schema. All are read in the types that hold every value of each."""
+
+    def schema_of(name: str) -> pa.Schema:
+        with files.opened(name) as raw:
+            schema = opened(raw, columns)[0]
+            fields = [pa.field(f.name, plain(f.type), metadata=f.metadata) for f in schema]
+            return pa.schema(fields, schema.metadata)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-dp-schemas") as pool:
+        schemas = dict(zip(files.names, pool.map(schema_of, files.names), strict=True))
+    schema = schemas[files.names[0]]
+    for name, other in schemas.items():
+        if not other.equals(schema):
+            try:
+                schema = pa.unify_schemas([schema, other], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise DataError(f"{name} has other types than the files before: {error}") from error
+
+    def batches(name: str) -> Batches:
+        with files.opened(name) as raw:
+            for batch in opened(raw, columns)[1]:
+                batch.validate(full=True)  # Arrow itself does not check offsets
+                yield as_written(clear_null_views(batch), schema)
+
+    return Rows(schema, batches)
+
+
+# ---------------------------------------------------------------------------------------- CSV
+
+
+def duckdb_module() -> Any:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise DataError("this needs DuckDB: pip install 'elastic_dp[convert]'") from error
+    return duckdb
+
+
+def _csv(files: SourceFiles, options: Mapping[str, Any]) -> Rows:
+    """Columns of text, whose types are then found by SQL. Quotes and numbers of fields are strict,
+    and no dialect is guessed. A field without characters is "" in text and null elsewhere."""
+    if unknown := [name for name in options if name not in _CSV_OPTIONS]:
+        raise DataError(
+            f"csv_options has no {unknown[0]!r}, only {', '.join(_CSV_OPTIONS)}; for others give "
+            "a relation of DuckDB's read_csv to write_shards"
+        )
+    duckdb = duckdb_module()
+    headers, types = dict[str, list[str]](), dict[str, list[str]]()
+    for name in files.names:
+        with _csv_file(files, name, options) as (rows, header):
+            if not header:
+                continue  # an empty file
+            first, known = next(iter(headers.items()), (name, header))
+            if sorted(header) != sorted(known):
+                raise DataError(
+                    f"{name} has the columns {', '.join(header)}, and {first} has "
+                    f"{', '.join(known)}; give all files the same header"
+                )
+            headers[name] = header
+            with _sql_errors(duckdb, name):
+                for column, fitting in _csv_types(duckdb, rows, header).items():
+                    types[column] = [t for t in types.get(column, fitting) if t in fitting]
+    if not headers:
+        raise DataError(f"{files.url!r} holds no rows")
+    chosen = {column: fitting[0] for column, fitting in types.items()}
+    arrow = {"BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
+    schema = pa.schema([(c, arrow.get(t, pa.string())) for c, t in chosen.items()])
+
+    def batches(name: str) -> Batches:
+        if name not in headers:
+            return
+        columns = ", ".join(
+            c if t == "VARCHAR" else f"CAST(nullif({c}, '') AS {t}) AS {c}"
+            for c, t in ((_quoted(column), kind) for column, kind in chosen.items())
+        )
+        with _csv_file(files, name, options) as (rows, _), _sql_errors(duckdb, name):
+            read = duckdb.connect().sql(f"SELECT {columns} FROM {rows}")
+            for batch in pa.RecordBatchReader.from_stream(read):
+                yield as_written(batch, schema)
+
+    return Rows(schema, batches)
+
+
+def _csv_types(duckdb: Any, rows: str, header: list[str]) -> dict[str, list[str]]:
+    """The types that hold all values of each column, text last. Without values, only text."""
+    tests = ", ".join(
+        f"count(nullif({c}, '')) > 0 AND bool_and({c} = '' OR coalesce({test.format(c=c)}, false))"
+        f" FILTER ({c} IS NOT NULL)"
+        for c in map(_quoted, header)
+        for test in _CSV_TYPES.values()
+    )
+    fits = iter(duckdb.connect().sql(f"SELECT {tests} FROM {rows}").fetchall()[0])
+    return {c: [*(t for t in _CSV_TYPES if next(fits)), "VARCHAR"] for c in header}
+
+
+@contextmanager
+def _csv_file(
+    files: SourceFiles, name: str, options: Mapping[str, Any]
+) -> Iterator[tuple[str, list[str]]]:
+    """(DuckDB's expression that reads a file, its header; [] if it is empty)."""
+    encoding = options.get("encoding", "utf-8")
+    dialect = {
+        "delim": "\t" if ".tsv" in name.lower() else ",",
+        "quote": '"',
+        "escape": '"',
+        "nullstr": "\0",  # no field has it: what has no characters is not null in text
+        **{option: value for option, value in options.items() if option != "encoding"},
+    }
+    with ExitStack() as stack:
+        raw = stack.enter_context(files.decompressed(name))
+        path = files.store.local_path(files.entries[name].path)
+        plain = encoding == "utf-8" and isinstance(raw, io.BufferedReader)
+        if path is None or not plain or {*path} & {*GLOB_MARKS}:
+            copy = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".csv"))
+            with io.TextIOWrapper(_Buffered(raw), encoding, newline="") as text:
+                while some := text.read(BATCH_BYTES):
+                    copy.write(some.encode())
+            copy.flush()
+            path = copy.name
+        with open(path, encoding="utf-8-sig", newline="") as lines:
+            if "\0" in lines.read(1 << 16):
+                raise DataError(f"{name} holds NUL bytes; set its encoding, such as utf-16")
+            lines.seek(0)
+            shape: dict[str, Any] = {"delimiter": dialect["delim"], "quotechar": dialect["quote"]}
+            header = next((row for row in csv.reader(lines, strict=True, **shape) if row), [])
+        # A column without a name, such as the index of pandas, gets the one that DuckDB gives it.
+        header = [column or f"column{number}" for number, column in enumerate(header)]
+        lower = [column.lower() for column in header]
+        if len({*lower}) < len(lower):
+            raise DataError(
+                f"{name} has the header {', '.join(map(repr, header))}; give columns names that "
+                "differ by more than case"
+            )
+        if len(header) == 1 and (other := next((d for d in ";\t|" if d in header[0]), None)):
+            raise DataError(
+                f"{name} has one column, {header[0]!r}; set csv_options={{'delim': {other!r}}}"
+            )
+        given = {
+            **dialect,
+            "columns": dict.fromkeys(header, "VARCHAR"),
+            "auto_detect": False,
+            "header": True,
+            "comment": "",
+            "compression": "none",
+            "strict_mode": True,
+            "ignore_errors": False,
+            "null_padding": False,
+            "allow_quoted_nulls": False,
+            "max_line_size": _LINE_BYTES,
+        }
+        options_of_duckdb = ", ".join(f"{option} = {_value(v)}" for option, v in given.items())
+        yield f"read_csv({_value(path)}, {options_of_duckdb})", header
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_value(n)}: {_value(v)}" for n, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
+
+
+def _quoted(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+@contextmanager
+def _sql_errors(duckdb: Any, name: str) -> Iterator[None]:
+    try:
+        yield
+    except duckdb.Error as error:
+        said = " ".join(line for line in str(error).split("\n")[:3] if line)
+        raise DataError(f"cannot read {name}: {said}") from error
+
+
+# --------------------------------------------------------------------------------------- JSON
+
+
+def _json(files: SourceFiles) -> Rows:
+    """JSON Lines, or files that are one array of objects."""
+    kind: pa.DataType = pa.struct([])
+    for name in files.names:
+        for first, rows in _objects(files, name):
+            with _rows_named(name, first, rows):
+                kind = merged(kind, pa.array(rows).type, "")
+    if not kind.num_fields:
+        raise DataError(f"{files.url!r} holds no rows with columns")
+    kind = _without_nulls(kind)
+
+    def batches(name: str) -> Batches:
+        for first, rows in _objects(files, name):
+            with _rows_named(name, first, rows):
+                yield pa.RecordBatch.from_struct_array(pa.array(rows, kind))
+
+    return Rows(pa.schema(list(kind)), batches)
+
+
+def _objects(files: SourceFiles, name: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """(number of the first row, rows)."""
+    rows, nbytes, done = list[dict[str, Any]](), 0, 0
+    for text in _json_texts(files, name):
+        try:
+            row = _DECODER.decode(text) if isinstance(text, str) else text
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"row {done + len(rows)} of {name} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"row {done + len(rows)} of {name} is no object: {str(row)[:80]}")
+        rows.append(row)
+        nbytes += len(text) if isinstance(text, str) else 0
+        if len(rows) == BATCH_ROWS or nbytes >= BATCH_BYTES:
+            yield done, rows
+            rows, nbytes, done = [], 0, done + len(rows)
+    if rows:
+        yield done, rows
+
+
+def _json_texts(files: SourceFiles, name: str) -> Iterator[Any]:
+    """The text of each row. A file that is one array is parsed whole."""
+    with files.decompressed(name) as raw:
+        text = io.TextIOWrapper(_Buffered(raw), "utf-8-sig", newline="\n")
+        for line in text:
+            if line.startswith("["):
+                yield from _DECODER.decode(line + text.read())
+            elif line.strip():
+                yield line
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
+def _float(digits: str) -> float:
+    found = float(digits)
+    if math.isinf(found):
+        raise ValueError(f"no float64 holds {digits[:40]}")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_float)
+
+
+@contextmanager
+def _rows_named(name: str, first: int, rows: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OverflowError, UnicodeError, TypeError, DataError) as error:
+        last = first + len(rows) - 1
+        raise DataError(f"rows {first} to {last} of {name} are no table: {error}") from error
+
+
+def merged(one: pa.DataType, other: pa.DataType, where: str) -> pa.DataType:
+    """The type that holds the values of both. Raises DataError if there is none."""
+    if one.equals(other) or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if {one, other} == {pa.int64(), pa.float64()}:  # Arrow refuses to round a number
+        return pa.float64()
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(merged(one.value_type, other.value_type, f"{where}[]"))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            known = fields.get(field.name, field.type)
+            fields[field.name] = merged(known, field.type, f"{where}.{field.name}")
+        return pa.struct(list(fields.items()))
+    raise DataError(f"{where.lstrip('.')!r} is {other}, and {one} before; give it one type")
+
+
+def _without_nulls(kind: pa.DataType) -> pa.DataType:
+    """What never has a value becomes text."""
+    if pa.types.is_null(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_without_nulls(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_nulls(field.type)) for field in kind])
+    return kind
+
+
+# ------------------------------------------------------------------------------ text and images
+
+
+def _lines(files: SourceFiles, name: str) -> Batches:
+    with files.decompressed(name) as raw:
+        lines = io.TextIOWrapper(_Buffered(raw), "utf-8-sig")
+        while some := list(itertools.islice(lines, BATCH_ROWS)):
+            yield pa.RecordBatch.from_pydict({"text": [line.removesuffix("\n") for line in some]})
+
+
+def documents(
+    files: SourceFiles, columns: Sequence[str] | None, csv_options: Mapping[str, Any] | None
+) -> Iterator[Piece]:
+    """Documents of text in pieces: one for each .txt file, or one for each row of a column of text
+    (`text`, unless `columns` names it). A null is no document."""
+    if files.kind == "text":
+        for name in files.names:
+            with files.decompressed(name) as raw:
+                text, rest = io.TextIOWrapper(_Buffered(raw), "utf-8", newline=""), ""
+                while chunk := text.read(PIECE_CHARS):
+                    *some, (rest, _) = pieces(rest + chunk)
+                    yield from ((piece, False) for piece, _ in some)
+                yield rest, True
+        return
+    rows = open_rows(files, columns, csv_options)
+    texts = [f.name for f in rows.schema if f.type in (pa.string(), pa.large_string())]
+    if columns is None and len(texts) > 1:
+        texts = [name for name in texts if name == "text"]
+    if len(texts) != 1 or (columns is not None and len(columns) != 1):
+        raise DataError(
+            f"{files.url!r} must have one column of text to pack; name it by columns. It has "
+            f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
+        )
+    for name in files.names:
+        for batch in rows.batches(name):
+            for document in batch.column(texts[0]).to_pylist():
+                if document is not None:
+                    yield from pieces(document)
+
+
+def _images(files: SourceFiles) -> Rows:
+    """A folder for each class. A label is the index of the class in alphabetical order; the
+    schema's metadata has the names under "classes"."""
+    if flat := [name for name in files.names if "/" not in name]:
+        raise DataError(
+            f"{flat[0]} is not in a subfolder; an image folder has one subfolder for each class, "
+            "and no other files"
+        )
+    classes = sorted({name.split("/")[0] for name in files.names})
+    schema = pa.schema(
+        [("image", pa.binary()), ("label", pa.int32()), ("path", pa.string())],
+        metadata={"classes": json.dumps(classes)},
+    )
+
+    def batches(name: str) -> Batches:
+        entry = files.entries[name]
+        content = bytes(files.store.read(entry.path, 0, entry.size, entry.version))
+        columns = [[content], [classes.index(name.split("/")[0])], [name]]
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    return Rows(schema, batches)
+
+
+class _Buffered(io.BufferedReader):
+    """Any object with `read` as Python's readers want it: those of pyarrow are none."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(_Raw(source), 1 << 20)
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        got = self._source.read(len(into))
+        into[: len(got)] = got
+        return len(got)
