@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from elastic_dp.config.brace_lists import expand_braces
-from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.config.field_checks import (
     boolean,
     callable_or_none,
@@ -15,14 +14,13 @@ from elastic_dp.config.field_checks import (
     one_of,
     whole_number,
 )
-from elastic_dp.config.source_options import SourceOptions, name_of
+from elastic_dp.config.removed_names import REMOVED_DATA_NAMES
 from elastic_dp.config.source_weights import Weights, sources_of, weights_by_step
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
 _PACK_COLUMNS = ("position_ids", "document_ids")
 _MOST_TOKENS = 2**31 - 1
-FormatName = Literal["parquet", "arrow", "jsonl", "csv", "tar", "mds", "litdata"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,11 @@ class _Order:
     epochs: int | None = None
     seed: int = 0
     tail: Literal["drop", "short"] = "drop"
+
+    def __new__(cls, *_: Any, **options: Any) -> Any:
+        if removed := next((name for name in options if name in REMOVED_DATA_NAMES), None):
+            raise SpecError(f"{cls.__name__}: {REMOVED_DATA_NAMES[removed]}")
+        return super().__new__(cls)
 
     def _check(self, owner: str) -> None:
         none_only_by_default(owner, self)
@@ -53,14 +56,6 @@ class DataConfig(_Order):
       every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps.
     - `source_column`: the name of an int64 column that says from which source a row is, counted
       from 0 in the order of `url`.
-    - `source_options`: options of single sources that have weights: {url: {"columns": [...],
-      "transform": function, "epochs": 3}}. The transform, `transform(batch, rng)`, gets the rows of
-      this source in a micro-batch, before `DataConfig.transform`, and returns as many. After its
-      epochs a source leaves the mixture.
-    - `format`: the format of the shards; None: by the endings of their names.
-    - `csv_options`: how CSV files are written: {"delimiter": ";", "encoding": "latin-1",
-      "null_values": ["n/a"]}. By default the delimiter is a comma, or a tab in .tsv files, the
-      encoding UTF-8, and the words for null are those of pyarrow, in columns of numbers.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
@@ -71,13 +66,8 @@ class DataConfig(_Order):
       number for each token, such as "input_ids". None: rows are as they are.
     - `pack_columns`: which of "position_ids" and "document_ids" packing makes: both, one, or () for
       neither. `columns` does not name them, as they are not read.
-    - `group_by_length`: a column of lists or texts, or of lengths: rows of similar length share a
-      micro-batch, so that a `collate_fn` pads less. They are sorted within windows of 50 steps.
-      None: rows are in the order of `shuffle`.
     - `decode`: {"image": "rgb"} decodes the images in a column of bytes to uint8 arrays [height,
-      width, 3], before `transform`, in threads or in the processes of `workers`. {"clip": "audio"}
-      decodes audio files to float32 arrays [samples], and adds the column "clip_rate";
-      {"clip": {"audio": 16000}} resamples them to this rate.
+      width, 3], before `transform`, in threads or in the processes of `workers`.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
       `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
       step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
@@ -104,17 +94,13 @@ class DataConfig(_Order):
     """
 
     url: str | Sequence[str] | Weights | Mapping[int, Weights]
-    format: FormatName | None = field(default=None, kw_only=True)
-    csv_options: Mapping[str, Any] | None = field(default=None, kw_only=True)
     source_column: str | None = field(default=None, kw_only=True)
-    source_options: Mapping[str, Mapping[str, Any]] | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
     pack: int | None = field(default=None, kw_only=True)
     pack_columns: Sequence[str] = field(default=_PACK_COLUMNS, kw_only=True)
-    group_by_length: str | None = field(default=None, kw_only=True)
-    decode: Mapping[str, str | Mapping[str, int]] | None = field(default=None, kw_only=True)
+    decode: Mapping[str, str] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
@@ -139,11 +125,10 @@ class DataConfig(_Order):
                 "list of them, or a dict of them with weights"
             )
         if self.weights_by_step is not None and self.epochs is not None:
-            message = (
-                "each weighted source counts its own epochs; set max_steps instead, and limit a "
-                "source by source_options"
+            raise SpecError(
+                "DataConfig.epochs is set, but each weighted source counts its own epochs; set "
+                "max_steps instead"
             )
-            raise SpecError(f"DataConfig.epochs is set, but {message}")
         if self.weights_by_step is not None and self.tail != "drop":
             raise SpecError(
                 f"DataConfig.tail is {self.tail!r}, and url has weights: a source begins again "
@@ -152,9 +137,6 @@ class DataConfig(_Order):
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
-        if self.format is not None:
-            one_of("DataConfig.format", self.format, get_args(FormatName))
-        CsvOptions.of(self.csv_options)
         one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
         if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
@@ -163,9 +145,7 @@ class DataConfig(_Order):
         self._check_cache()
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
-        self._check_sources()
         self._check_pack()
-        self._check_group_by_length()
         self._check_decode()
         if self.source_column is not None and not (
             isinstance(self.source_column, str) and self.source_column
@@ -182,39 +162,11 @@ class DataConfig(_Order):
 
     def _check_decode(self) -> None:
         kinds: Any = self.decode or {}
-        if not isinstance(kinds, Mapping) or not all(map(_is_decoded, kinds.values())):
+        if isinstance(kinds, Mapping) and any("audio" in kind for kind in kinds.values()):
+            raise SpecError(f"DataConfig.decode: {REMOVED_DATA_NAMES['audio']}")
+        if not isinstance(kinds, Mapping) or any(kind != "rgb" for kind in kinds.values()):
             raise SpecError(
-                f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}, '
-                '{"x": "audio"} or {"x": {"audio": 16000}}, with a sampling rate'
-            )
-
-    def _check_sources(self) -> None:
-        given: Any = self.source_options
-        if given is None:
-            return
-        if not isinstance(given, Mapping):
-            raise SpecError(f"DataConfig.source_options is {given!r}, must be a dict of URLs")
-        if self.weights_by_step is None:
-            raise SpecError(
-                "DataConfig.source_options is set, and url has no weights; give each source its "
-                "weight: {url: weight, …}"
-            )
-        for url in given:
-            if url not in self.urls:
-                raise SpecError(f"{name_of(url)}: DataConfig.url names no such source")
-        options = dict(zip(self.urls, self.options_of_sources, strict=True))
-        for steps, weights in self.weights_by_step.items():
-            if all(options[url].epochs is not None for url in weights):
-                raise SpecError(
-                    f"DataConfig.source_options: every source with a weight after {steps} steps "
-                    "has epochs, and none is left once they are over; leave epochs out for one "
-                    "of them, and set max_steps"
-                )
-        if self.columns_by_source is not None and None in self.columns_by_source:
-            url = self.urls[self.columns_by_source.index(None)]
-            raise SpecError(
-                f"{name_of(url)} has no 'columns', and another source has; name those of each "
-                "source, or set DataConfig.columns for the others"
+                f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}'
             )
 
     def _check_cache(self) -> None:
@@ -269,31 +221,6 @@ class DataConfig(_Order):
                 "out"
             )
 
-    def _check_group_by_length(self) -> None:
-        column: Any = self.group_by_length
-        if column is None:
-            return
-        if not (isinstance(column, str) and column):
-            raise SpecError(
-                f"DataConfig.group_by_length is {column!r}, must be the name of a column, such as "
-                '"input_ids"'
-            )
-        alone = "DataConfig.group_by_length is set, and"
-        if self.pack is not None:
-            raise SpecError(f"{alone} pack makes rows of one length; leave one of the two out")
-        if isinstance(self.url, Mapping):
-            raise SpecError(
-                f"{alone} url has weights, which hold in every step; sources of different lengths "
-                "would not be mixed then; leave the weights out"
-            )
-        if self.shuffle == "none":
-            raise SpecError(f'{alone} shuffle is "none", which keeps rows in their order')
-        if self.on_bad_shard == "skip":
-            raise SpecError(
-                f'{alone} on_bad_shard is "skip"; rows without a length cannot be sorted, so it '
-                'must be "fail"'
-            )
-
     def __repr__(self) -> str:
         """Return the fields without credentials."""
         said = (f"{x.name}={getattr(self, x.name)!r}" for x in fields(self) if x.repr)
@@ -310,32 +237,10 @@ class DataConfig(_Order):
         return tuple(url for urls in each for url in urls)
 
     @property
-    def options_of_sources(self) -> tuple[SourceOptions, ...]:
-        """The options of each of `urls`."""
-        given = self.source_options or {}
-        return tuple(SourceOptions.of(url, given.get(url, {})) for url in self.urls)
-
-    @property
-    def columns_by_source(self) -> tuple[Sequence[str] | None, ...] | None:
-        """The columns to read of each of `urls`; None if all have `columns`."""
-        each = [options.columns for options in self.options_of_sources]
-        if all(columns is None for columns in each):
-            return None
-        return tuple(self.columns if columns is None else columns for columns in each)
-
-    @property
     def weights_by_step(self) -> dict[int, Weights] | None:
         """The weights of the sources, by the number of steps after which they hold; None if the
         sources are one data set."""
         return weights_by_step(self.url) if isinstance(self.url, Mapping) else None
-
-
-def _is_decoded(kind: Any) -> bool:
-    """Whether it is a kind that `DataConfig.decode` knows."""
-    if isinstance(kind, Mapping):
-        rates = [*kind.values()]
-        return [*kind] == ["audio"] and type(rates[0]) is int and rates[0] > 0
-    return kind in ("rgb", "audio")
 
 
 @dataclass(frozen=True)

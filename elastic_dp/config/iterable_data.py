@@ -30,9 +30,8 @@ class IterableData(_Order):
     - `folder`: where the shards are written, as a path or any fsspec URL; several runs may share
       it. None: a folder of the run.
     - `storage_options`: options for the store of `folder`.
-    - `micro_batch_size`, `epochs`, `seed`, `tail`, `pack`, `group_by_length`, `decode`,
-      `transform`, `collate_fn`, `workers`, `shuffle`, `memory_bytes`, `fill_nulls`: as in
-      `DataConfig`.
+    - `micro_batch_size`, `epochs`, `seed`, `tail`, `pack`, `decode`, `transform`, `collate_fn`,
+      `workers`, `shuffle`, `memory_bytes`, `fill_nulls`: as in `DataConfig`.
     """
 
     dataset: Any
@@ -40,7 +39,6 @@ class IterableData(_Order):
     max_rows: int | None = field(default=None, kw_only=True)
     folder: str | None = field(default=None, kw_only=True)
     pack: int | None = field(default=None, kw_only=True)
-    group_by_length: str | None = field(default=None, kw_only=True)
     decode: Mapping[str, str] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)

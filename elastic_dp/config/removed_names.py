@@ -30,3 +30,43 @@ def refuses_removed_names(config: C) -> C:
 
     config.__init__ = check  # type: ignore[misc]
     return config
+# Options of `DataConfig`, `IterableData` and `MapStyleData`, and kinds of `decode`
+REMOVED_DATA_NAMES = {
+    "group_by_length": "group_by_length= does not exist any more: pack=N gives rows of one length "
+    "without padding",
+    "source_options": "source_options= does not exist any more: write each source with the columns "
+    "and values that it shall have (`elastic_dp.dataprep.write_shards`), or change its rows in "
+    "transform= by the column that source_column= adds",
+    "format": "format= does not exist any more: shards are known by their endings, or else by "
+    "their first bytes",
+    "csv_options": "csv_options= does not exist any more: training does not read CSV in place; "
+    "write shards of it, once, by `elastic-dp data convert`",
+    "audio": 'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
+    "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()",
+}
+
+# Kinds of files that training does not read in place: what they are, and what to write instead
+_LOAD = (
+    'MapStyleData(datasets.load_dataset("{kind}", data_files={{url!r}}, split="train"), '
+    "micro_batch_size=…), or shards of them, once: `elastic-dp data convert {{url}} DESTINATION`"
+)
+_CONVERT = "shards of them, once: `elastic-dp data convert {url} DESTINATION`"
+_JSON = ("JSON", _LOAD.format(kind="json"))
+_CSV = ("CSV", _LOAD.format(kind="csv"))
+_AUDIO = (
+    "audio",
+    "their bytes to shards by `elastic_dp.dataprep.write_shards`, and decode them in transform=",
+)
+REMOVED_FORMATS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz"), _JSON),
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".csv.zst"), _CSV),
+    ".txt": ("text", _LOAD.format(kind="text")),
+    **dict.fromkeys((".mds", ".mds.zstd", ".mds.zst", ".mds.gz"), ("MDS shards", _CONVERT)),
+    ".bin": (
+        "chunks of litdata, or of another program",
+        "MapStyleData(litdata.StreamingDataset({url!r}), micro_batch_size=…)",
+    ),
+    **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp"), ("images", _CONVERT)),
+    **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg", ".opus"), _AUDIO),
+    ".orc": ("ORC", 'write_shards(pyarrow.orc.ORCFile(path).read(), "rows/") for each of them'),
+}

@@ -109,13 +109,6 @@ class GrowingOrder:
         in_each = self._steps_for(self._per_epoch, stage.size)
         return stage.begin + in_first + (epochs - stage.epoch - 1) * in_each
 
-    def steps_alike(self, step: int) -> range:
-        """Return the steps around `step` of its epoch and of its number of virtual workers."""
-        epoch, number = self._position(step).epoch, self.schedule.stage_of(step)
-        first, behind = self.steps_of(epoch), self.steps_of(epoch + 1)
-        begin, *later = self.schedule.begins[number : number + 2]
-        return range(max(first, begin) + 1, min(behind, *later or (behind,)) + 1)
-
     def epoch_of(self, step: int) -> int:
         position = self._position(step)
         turn = position.first // self.schedule.least

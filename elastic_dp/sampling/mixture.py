@@ -17,9 +17,6 @@ Weights may change after a given number of steps. Then another *stage* begins, w
 periods of its own, and each virtual worker goes on with the row after its last one of each source.
 How many it has consumed is a sum over the stages before, so nothing needs to be stored.
 
-A source with a limit of epochs ends with the last step whose rows are all within them. Another
-stage begins there, in which the other sources share its weight.
-
 The mixture is a pure function of (seed, step, virtual worker), too, and each row of a source is
 consumed exactly once in each of the source's epochs. Nothing drifts: the virtual workers are always
 within a few rows of each other in each source. A mixture never ends, and no batch is short.
@@ -27,8 +24,7 @@ within a few rows of each other in each source. A mixture never ends, and no bat
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,15 +44,13 @@ _PERIODS_KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSource:
-    """One source. `name` is for error messages; `weight` is relative to the other sources; `epochs`
-    limits its epochs.
+    """One source. `name` is for error messages; `weight` is relative to the other sources.
 
     The other fields are as in `Order`.
     """
 
     name: str
     weight: float
-    epochs: int | None = None
     group_rows: npt.ArrayLike
     group_bytes: npt.ArrayLike | None = None
 
@@ -89,9 +83,8 @@ class Mixture:
     """The interface of `Order` over several sources; row groups are numbered through all sources.
 
     A source may be smaller than a global batch. `changes`: the weights of all sources that hold
-    after so many steps; the sources' own weights hold before. A weight may be 0. In each stage one
-    source at least has no limit of epochs. Raises DataError if a source has no rows, or too few for
-    one step.
+    after so many steps; the sources' own weights hold before. A weight may be 0. Raises DataError
+    if a source has no rows.
     """
 
     def __init__(
@@ -129,54 +122,10 @@ class Mixture:
         self.num_rows = sum(order.num_rows for order in self._orders)
         self._circles: dict[tuple[int, int], _Cycle] = {}  # by stage and period
         self._stages: list[_Stage] = []
-        ended: set[int] = set()
-        begins = sorted(weights)
-        for begin, end in itertools.zip_longest(begins, begins[1:]):
-            ended = self._add_stages(begin, end, weights[begin], ended, sources)
-
-    def _add_stages(
-        self,
-        begin: int,
-        end: int | None,
-        weights: Sequence[float],
-        ended: set[int],
-        sources: Sequence[MixtureSource],
-    ) -> set[int]:
-        """Add the stages between two changes of the weights; another one begins where a source
-        ends. Return the sources that have ended.
-        """
-        while True:
-            left = [0.0 if n in ended else weight for n, weight in enumerate(weights)]
-            quotas, taken = _quotas(left, self.period), self._all_taken(begin)
-            self._stages.append(_Stage(begin, quotas, np.cumsum([0, *quotas]), taken))
-            limits = {n: s.epochs for n, s in enumerate(sources) if s.epochs and quotas[n]}
-            last = {n: self._last_step_of(n, epochs) for n, epochs in limits.items()}
-            first = min(last.values(), default=None)
-            if first is None or (end is not None and first >= end):
-                return ended
-            now = {n for n, step in last.items() if step == first}
-            for n in now:
-                _refuse_unused(sources[n], int(self._all_taken(first)[n].sum()))
-            ended = ended | now
-            if first == begin:  # the stage would have no step
-                self._stages.pop()
-                self._circles.clear()
-            begin = first
-
-    def _last_step_of(self, source: int, epochs: int) -> int:
-        """Return the last step of the last stage whose rows are all within the source's epochs."""
-        stage, everyone = self._stages[-1], np.arange(self.virtual_workers)
-        limit = epochs * self._orders[source].num_rows
-        own = (limit - everyone - 1) // self.virtual_workers + 1  # rows of each virtual worker
-        whole = int((own - stage.taken[source]).min()) // stage.quotas[source]
-        steps = self.period // self.micro_batch_size
-        first = stage.begin + whole * steps
-        beyond = bisect_left(
-            range(first, first + steps),
-            True,
-            key=lambda step: bool((self._taken(step, everyone, source) > own).any()),
-        )
-        return first + beyond - 1
+        for begin, quota in quotas.items():
+            self._stages.append(
+                _Stage(begin, quota, np.cumsum([0, *quota]), self._all_taken(begin))
+            )
 
     @property
     def identity(self) -> str:
@@ -339,12 +288,3 @@ def _check_rows(sources: Sequence[MixtureSource]) -> None:
     for source in sources:
         if not np.sum(source.group_rows):
             raise DataError(f"{source.name} has no rows; leave this source out")
-
-
-def _refuse_unused(source: MixtureSource, taken: int) -> None:
-    if not taken:
-        raise DataError(
-            f"{source.name} has {np.sum(source.group_rows):,} rows, fewer in "
-            f"{source.epochs} epoch{'s' if source.epochs != 1 else ''} than one step takes of it; "
-            "give it more epochs or less weight, or leave it out"
-        )

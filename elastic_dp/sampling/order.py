@@ -122,11 +122,6 @@ class Order:
         """Return how many steps the first `epochs` epochs have together."""
         return epochs * self.steps_per_epoch
 
-    def steps_alike(self, step: int) -> range:
-        """Return the steps of the epoch of `step`."""
-        epoch = self.epoch_of(step)
-        return range(self.steps_of(epoch) + 1, self.steps_of(epoch + 1) + 1)
-
     def epoch_of(self, step: int) -> int:
         assert step >= 1, "steps count from 1"
         return (step - 1) // self.steps_per_epoch

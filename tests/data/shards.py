@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 from hypothesis import HealthCheck, settings
 
@@ -137,15 +135,9 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-def lines_of(path: Path, line: str, header: str = "") -> None:
-    path.write_text(header + "".join(line % n for n in range(90)))
-
-
 SHARDS = {
     "a.parquet": lambda p: parquet(p, nested(0, 90), compression="zstd", use_dictionary=False),
     "a.arrow": lambda p: write_arrow(p, nested(0, 90), False),
-    "a.jsonl": lambda p: lines_of(p, '{"x": %d}\n'),
-    "a.csv": lambda p: lines_of(p, "%d,5\n", "x,y\n"),
     "a.tar": lambda p: write_tar(p, 0, 40),
 }
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import duckdb
@@ -19,8 +18,7 @@ from deltalake import DeltaTable, write_deltalake
 
 from elastic_dp.data import open_data, read_index
 from elastic_dp.data.columns.column_types import lossless, plain
-from elastic_dp.dataprep import convert, inspect
-from elastic_dp.errors import BadShard, DataError
+from elastic_dp.errors import DataError
 from tests.data.shards import in_memory, rows_of
 from tests.data.test_index import config, opened
 
@@ -76,7 +74,6 @@ def test_arrow_as_polars_writes_it_is_read(kind, where, tmp_path):
     assert rows == rows_of_frame(pl.concat(frames))
     some, _ = rows_of(where(tmp_path), columns=["level", "at.name"])
     assert some == [{"level": row["level"], "at.name": row["at.name"]} for row in rows]
-    assert inspect(str(tmp_path)).shards == 2
 
 
 def test_strings_of_polars_are_trained_on(tmp_path):
@@ -86,30 +83,6 @@ def test_strings_of_polars_are_trained_on(tmp_path):
     data.close()
     assert batch["text"] == WORDS
     assert batch["kind"] == ["x", "y", "x", "z"]
-
-
-@pytest.mark.parametrize("to", ["parquet", "arrow"])
-def test_convert_reads_files_of_polars_and_duckdb(to, tmp_path):
-    (tmp_path / "polars").mkdir()
-    frame().write_ipc(tmp_path / "polars" / "a.arrow")
-    (tmp_path / "duckdb").mkdir()
-    query = "select json_object('a', i) as j from range(3) t(i)"
-    duckdb_writes(query, tmp_path / "duckdb" / "a.parquet")
-    for name in ("polars", "duckdb"):
-        convert(str(tmp_path / name), str(tmp_path / f"{name}-{to}"), format=to)
-        assert rows_of(tmp_path / f"{name}-{to}")[0] == rows_of(tmp_path / name)[0]
-
-
-def test_feather_of_version_1_is_refused_by_name(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pa.feather.write_feather(pa.table({"x": [1]}), str(tmp_path / "a.feather"), version=1)
-    for read, said in (
-        (lambda: read_index(config(tmp_path)), r"a\.feather is a Feather file of version 1.*write"),
-        (lambda: convert(str(tmp_path), str(tmp_path / "out")), "Feather file of version 1; write"),
-    ):
-        with pytest.raises(DataError, match=said):
-            read()
 
 
 def duckdb_writes(query: str, path: Path) -> None:
@@ -213,21 +186,6 @@ def test_shards_whose_types_differ_are_those_that_are_named(tmp_path):
         read_index(config(tmp_path))
 
 
-def test_parquet_beside_csv_is_read_in_the_type_of_both(tmp_path):
-    """CSV's types are guessed, so whole numbers become doubles; one that is none is no bad shard to
-    be skipped."""
-    (tmp_path / "b.csv").write_text("x\n0.5\n")
-    urls = [str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")]
-    pq.write_table(pa.table({"x": [1, 2]}), urls[0])
-    assert rows_of(urls)[0] == [{"x": 1.0}, {"x": 2.0}, {"x": 0.5}]
-    pq.write_table(pa.table({"x": [2**53 + 1]}), urls[0])
-    wanted = config(urls, on_bad_shard="skip")
-    groups = opened(wanted)
-    with pytest.raises(DataError, match=r"'x' of .*a.parquet is int64 and double in the") as caught:
-        groups.read(0)
-    assert not isinstance(caught.value, BadShard)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "both"),
     [
@@ -286,22 +244,6 @@ def test_a_text_that_some_shards_lack_is_none_there(tmp_path):
         assert some == {"s": "string"} and len(rows) == 3
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "arrow"])
-def test_a_text_that_is_missing_in_other_formats(ending, tmp_path):
-    tables = [pa.table({"x": [1], "s": ["a"]}), pa.table({"x": [2]})]
-    for number, table in enumerate(tables):
-        path = tmp_path / f"{number}.{ending}"
-        if ending == "arrow":
-            with pa.ipc.new_file(str(path), table.schema) as file:
-                file.write_table(table)
-        elif ending == "csv":
-            pl.from_arrow(table).write_csv(path)
-        else:
-            pl.from_arrow(table).write_ndjson(path)
-    assert rows_of(tmp_path)[0] == [{"x": 1, "s": "a"}, {"x": 2, "s": None}]
-    assert rows_of(tmp_path, columns=["s"])[0] == [{"s": "a"}, {"s": None}]
-
-
 def test_a_column_that_no_shard_has_is_refused_with_those_there_are(tmp_path):
     write_all(tmp_path, pa.table({"x": [1]}), pa.table({"x": [1], "s": ["a"]}))
     for columns in (["t"], ["s", "t"]):
@@ -332,7 +274,6 @@ def test_spark_pandas_polars_and_duckdb_write_one_data_set(tmp_path):
         for row in zip(*values.values(), strict=True)
         for _ in range(4)
     ]
-    assert inspect(str(tmp_path)).rows == 8
 
 
 def test_a_delta_table_whose_schema_has_grown(tmp_path):
@@ -486,7 +427,6 @@ def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
         read_index(config(tmp_path, columns=["y"]))
     rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
     assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
-    assert "1.parquet has none of its values" in str(inspect(str(tmp_path)).findings)
 
 
 def test_a_list_that_some_shards_lack_is_refused_whatever_is_filled(tmp_path):

@@ -3,11 +3,9 @@ process."""
 
 import io
 import json
-import struct
 import subprocess
 import sys
 import tarfile
-import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data import read_index
-from elastic_dp.data.formats import jsonl
-from elastic_dp.data.formats import text as text_format
-from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
 from tests.data.fuzz import thrift
 from tests.data.test_index import config, opened
@@ -31,11 +26,10 @@ from elastic_dp.config import DataConfig
 
 for url in sys.argv[1:]:
     said = []
-    for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)),):
-        try:
-            ask(url)
-        except DataError as error:
-            said.append(str(error))
+    try:
+        read_index(DataConfig(url, micro_batch_size=1))
+    except DataError as error:
+        said.append(str(error))
     print(json.dumps(said), flush=True)
 """
 
@@ -102,29 +96,6 @@ def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(t
         assert [words in one for one in said] == [True], said
 
 
-def test_parquet_footer_by_every_writer_option_is_taken(tmp_path):
-    """The check knows what is right, too."""
-    table = pa.table(
-        {
-            "b": [True, None],
-            "i": pa.array([1, 2], pa.int8()),
-            "f": pa.array([b"ab", None], pa.binary(2)),
-            "s": ["", "é"],
-            "l": [[1, None], None],
-            "m": [{"a": [1.5]}, None],
-            "t": pa.array([1000, 2000], pa.timestamp("ns")),
-            "n": pa.array([None, None], pa.string()),
-        }
-    )
-    options: list[dict] = [{}, {"version": "1.0"}, {"use_deprecated_int96_timestamps": True}]
-    options += [{"write_statistics": False}, {"data_page_version": "2.0", "row_group_size": 1}]
-    for number, chosen in enumerate(options):
-        pq.write_table(table, tmp_path / f"{number}.parquet", **chosen)
-    pq.write_table(table.slice(0, 0), tmp_path / "5.parquet")
-    for number in range(6):
-        inspect(str(tmp_path / f"{number}.parquet"))
-
-
 def not_utf8() -> pa.Array:
     offsets = pa.array([0, 2, 4], pa.int32()).buffers()[1]
     return pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ok\xff\xfe"))
@@ -137,8 +108,6 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_shard(nested, tmp_path):
     groups = opened(config(tmp_path))
     with pytest.raises(BadShard, match="UTF8"):
         groups.read(0)
-    with pytest.raises(DataError, match="UTF8"):
-        convert(str(tmp_path), str(tmp_path / "to"))
 
 
 def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_row_group(tmp_path):
@@ -156,118 +125,7 @@ def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_
     values[1] = 5  # the null that fills up its bits
     content[start:end] = thrift.encode(header)
     (tmp_path / "a.parquet").write_bytes(content)
-    convert(str(tmp_path), str(tmp_path / "to"))
-    assert pq.read_table(tmp_path / "to").equals(table)
     assert in_place(config(tmp_path))["s"] == table["s"].to_pylist()
-
-
-def test_parquet_page_that_fails_its_checksum_is_refused_by_convert_too(tmp_path):
-    """Training refused it, and convert wrote the damaged value."""
-    sink = io.BytesIO()
-    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
-    pq.write_table(pa.table({"x": [1.5, 2.5, 3.5]}), sink, write_statistics=False, **options)
-    damaged = sink.getvalue().replace(struct.pack("<d", 2.5), struct.pack("<d", 9.0))
-    (tmp_path / "a.parquet").write_bytes(damaged)
-    with pytest.raises(BadShard, match=r"(?i)crc|checksum"):
-        opened(config(tmp_path)).read(0)
-    with pytest.raises(DataError, match=r"(?i)a\.parquet.*(crc|checksum)"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
-@pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("rows", [['{"a": 1, "b": null}', "{}", '{"b": [2]}'], ["{}"] * 3], ids=len)
-def test_json_line_that_is_null_is_found_wherever_it_lies(rows, place, tmp_path):
-    """Also where other rows have no values either, or there are no columns at all."""
-    lines = [*rows[:place], "null", *rows[place:]]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=rf"a\.jsonl: row {place + 1} is not a JSON object"):
-        read_index(config(tmp_path))
-
-
-def test_json_of_which_the_first_row_is_null_ends_no_process(tmp_path):
-    paths = []
-    for before in ("", "\n \t\r\n", "\ufeff", "\ufeff\ufeff", "\ufeff\n"):
-        paths.append(tmp_path / f"{len(paths)}.jsonl")
-        paths[-1].write_text(before + 'null\n{"a": 1}\n', encoding="utf-8")
-    asked = asked_of_each(*paths)
-    assert len(asked) == len(paths)
-    assert all("not a JSON object" in one for said in asked for one in said), asked
-
-
-def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(
-        b'{"a": "} null"}\n{"a": "b"}\n{"a": null}\n{"a": "\xc2\xbf null"}'
-    )
-    assert read_index(config(tmp_path)).num_rows == 4
-
-
-DEEP = {
-    "lists": '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}",
-    "objects": '{"a": ' * 30_000 + "1" + "}" * 30_000,
-    "lines": '{"a": ' + "[\n" * 50_000 + "]" * 50_000 + "}",
-    "cut off": '{"a": ' + "[" * 50_000,
-    "after text": '{"t": "}}]]\\"]' + "}" * 60_000 + '", "a": ' + "[" * 50_000,
-    "short enough for the stack": '{"a": ' + "[" * 200 + "]" * 200 + "}",
-}
-
-
-def test_json_row_that_nests_too_deep_ends_no_process(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + DEEP["lists"])
-    [said] = asked_of_each(tmp_path / "a.jsonl")
-    assert "row 2 has more than 100 lists and objects" in said[0]
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", " \n "])
-@pytest.mark.parametrize("length", [20, 2000, 9000], ids="rows of {} bytes".format)
-def test_json_row_that_nests_too_deep_is_found_among_others(length, end, tmp_path, monkeypatch):
-    """Pieces of rows are looked at one after the other: at every place in one."""
-    monkeypatch.setattr(jsonl, "_AT_ONCE", 4096)
-    deep = '{"a": ' + "[" * 600 + "]" * 600 + "}"
-    other = json.dumps({"a": None, "t": "[ " * (length // 2)})
-    for number in range(max(3, 6000 // length)):
-        content = end.join([other] * number + [deep] + [other] * 3).encode()
-        with pytest.raises(pa.ArrowInvalid, match="inside each other") as refused:
-            jsonl._refuse_deep_rows(content)
-        assert content[refused.value.at :].lstrip().startswith(deep.encode())
-
-
-def test_json_row_of_many_lists_is_read(tmp_path):
-    rows = [{"a": [[n]] * 400, "t": "[" * 400 + '\\"{'} for n in range(3)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_index(config(tmp_path)).num_rows == 3
-    convert(str(tmp_path), str(tmp_path / "to"))
-    assert pq.read_table(tmp_path / "to").to_pylist() == rows
-
-
-def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_convert(tmp_path):
-    """Convert wrote files that none of them opens."""
-    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
-    with pytest.raises(DataError, match=r"read again as parquet.*format='arrow'"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-    assert not (tmp_path / "to").exists()
-    assert convert(str(tmp_path), str(tmp_path / "to"), format="arrow").rows == 1
-
-
-def test_bytes_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
-    batch = pa.record_batch({"v": pa.array([b"", None], pa.binary(0))})
-    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match="could not be read again as parquet"):
-        convert(str(tmp_path), str(tmp_path / "to"))
-
-
-def test_column_name_that_is_not_utf8_is_refused(tmp_path):
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, pa.schema({"name": pa.int64()})) as writer:
-        writer.write_batch(pa.record_batch({"name": [1, 2]}))
-    path = tmp_path / "a.arrow"
-    path.write_bytes(sink.getvalue().replace(b"name", b"na\xffe"))
-    for ask in (
-        lambda: read_index(config(tmp_path)),
-        lambda: convert(str(path), str(tmp_path / "to")),
-    ):
-        with pytest.raises(DataError, match=r"a\.arrow.*(?i:utf-8)"):
-            ask()
 
 
 def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
@@ -280,19 +138,6 @@ def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
     (tmp_path / "a.arrow").write_bytes(sink.getvalue().replace(b"name", b"mame", 1))
     with pytest.raises(DataError, match=r"a\.arrow.*different schemas"):
         read_index(config(tmp_path))
-
-
-def test_arrow_offsets_that_lead_astray_are_refused_by_convert(tmp_path):
-    """Arrow follows them without asking."""
-    offsets = pa.array([0, 1 << 30, 4], pa.int32()).buffers()[1]
-    column = pa.ListArray.from_buffers(
-        pa.list_(pa.int64()), 2, [None, offsets], children=[pa.array([1, 2, 3, 4])]
-    )
-    batch = pa.RecordBatch.from_arrays([column], ["a"])
-    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
-        writer.write_batch(batch)
-    with pytest.raises(DataError, match=r"cannot read a\.arrow"):
-        convert(str(tmp_path), str(tmp_path / "to"))
 
 
 def test_sparse_tar_member_is_refused(tmp_path):
@@ -348,44 +193,6 @@ def test_tar_that_ends_behind_a_member_is_said_to_lack_its_end(tmp_path, caplog)
     assert "such as 1.cls of a.tar" in caplog.text
 
 
-@pytest.mark.parametrize("codec", ["gzip", "zstd"])
-def test_compressed_text_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
-    codec, tmp_path, monkeypatch
-):
-    """4 MiB of gzip took 4 GiB of memory."""
-    monkeypatch.setattr(text_format, "UNPACKED_BYTES", 8 << 20)
-    path = tmp_path / ("a.csv.gz" if codec == "gzip" else "a.csv.zst")
-    with pa.CompressedOutputStream(str(path), codec) as stream:
-        stream.write(b"a,b\n")
-        for _ in range(24):
-            stream.write(b"1,2\n" * (1 << 18))
-    before = pa.total_allocated_bytes()
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match=r"a\.csv.*unpacks to more than 8 MiB"):
-            read_index(config(tmp_path))
-        peak = tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before
-    finally:
-        tracemalloc.stop()
-    assert peak < 20 << 20
-    assert convert(str(path), str(tmp_path / "to")).rows == 24 << 18
-
-
-def test_inspect_and_training_count_the_rows_of_row_groups_whatever_the_file_says(tmp_path):
-    sink = io.BytesIO()
-    pq.write_table(pa.table({"x": [1.5, 2.5, 3.5]}), sink)
-    content = sink.getvalue()
-    length = int.from_bytes(content[-8:-4], "little")
-    footer, _ = thrift.decode(content[-8 - length : -8])
-    next(node for number, node in footer[1] if number == 3)[1] = 0  # rows of the file
-    packed = thrift.encode(footer)
-    end = len(packed).to_bytes(4, "little") + b"PAR1"
-    (tmp_path / "a.parquet").write_bytes(content[: -8 - length] + packed + end)
-    assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_rows == 0
-    assert inspect(str(tmp_path)).rows == 3
-    assert read_index(config(tmp_path)).rows.tolist() == [3]
-
-
 REPEATED = """
 import resource, sys
 from elastic_dp.config import DataConfig
@@ -429,9 +236,7 @@ import json, sys
 import numpy as np
 import pyarrow as pa
 from elastic_dp.config import DataConfig
-from elastic_dp.dataprep import convert
-from tests.data.values import columns_of, in_place
-import pyarrow.parquet as pq
+from tests.data.values import in_place
 
 def spoilt(array):  # its nulls have views of a negative length
     validity, views, *content = array.buffers()
@@ -454,11 +259,8 @@ table = pa.table({
 with pa.ipc.new_file(sys.argv[1] + "/a.arrow", table.schema) as writer:
     writer.write_table(table)
 read = in_place(DataConfig(sys.argv[1] + "/a.arrow", micro_batch_size=1))
-convert(sys.argv[1] + "/a.arrow", sys.argv[1] + "/to")
-written = columns_of(pq.read_table(sys.argv[1] + "/to"))
-for found in (read, written):
-    found["b"] = [None if v is None else v.decode() for v in found["b"]]
-print(json.dumps([read, written]))
+read["b"] = [None if v is None else v.decode() for v in read["b"]]
+print(json.dumps([read]))
 """
 
 

@@ -15,11 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.index import Builder, Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
-from elastic_dp.data.discovery.listing import list_shards, path_of, prefix_of
+from elastic_dp.data.discovery.listing import list_files, path_of, prefix_of
 from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
@@ -133,7 +132,7 @@ def of_sources(count: int) -> Index:
     """One shard in each, as a list of files is."""
     columns, build, one = Columns(None), Builder(), np.array([1], np.int64)
     scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, 0)
-    kind = columns.add("0.parquet", scan.schema, lossless)
+    kind = columns.add("0.parquet", scan.schema)
     for number in range(count):
         build.begin("parquet", None, True)
         build.add(f"{number}.parquet", 1, "", scan, kind)
@@ -266,7 +265,7 @@ def test_a_conversion_elsewhere_is_nobodys_concern():
         assert read_index(config(url)).num_rows == 9
     fsspec.filesystem("memory").rm("/whole/half/a.parquet")
     with pytest.raises(DataError, match="is not complete"):  # before the first shard, too
-        read_index(config("memory://whole/half", format="arrow"))
+        read_index(config("memory://whole/half"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -279,7 +278,6 @@ def test_many_shards_fit():
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.discovery.index import Builder, Index
-from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.columns.schema import Columns
 def made(shards):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])
@@ -287,7 +285,7 @@ def made(shards):
     build.begin("parquet", None, False)
     for n in range(shards):
         ints = np.array([1000, 1000], dtype=np.int64)
-        columns.add("a", schema, lossless)
+        columns.add("a", schema)
         scan = Scan(schema, ints, ints, ints, ints, n, 900, bytes(900))
         build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", scan)
     index = build.finish(columns)
@@ -312,8 +310,8 @@ def test_a_signed_url_names_its_shard_without_the_signature():
         def find(self, path: str) -> list[Entry]:
             return [Entry(path, 10, "")]
 
-    listed = list_shards(config(Signed.path), Signed.path, Signed())
-    assert (listed.name(0), listed.format, listed.is_file) == ("b.parquet", "parquet", True)
+    listed = list_files(Signed.path, Signed())
+    assert listed.is_file and listed.name(listed.entries[0]) == "b.parquet"
     assert path_of(Signed.path, "b.parquet", True) == Signed.path
     assert prefix_of(Signed.path, True) == "https://host/a/"
     assert prefix_of("s3://bucket/a/*.parquet", False) == prefix_of("s3://bucket/a", False)

@@ -1,6 +1,5 @@
 """Nulls: said when a data set is opened, or filled, in every format."""
 
-import json
 import math
 import tarfile
 from io import BytesIO
@@ -16,7 +15,6 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.nulls import fill
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.index_difference import difference
-from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError, SpecError
 from tests.data.shards import plain_values, write_arrow
 from tests.data.test_index import config, opened
@@ -40,25 +38,9 @@ def write_file(folder: Path, rows: list[dict]) -> None:
     write_arrow(folder / "b.arrow", table, stream=False, compression="lz4")
 
 
-def write_jsonl(folder: Path, rows: list[dict]) -> None:
-    """Write nulls; in every other row the field is left out instead."""
-    lines = [{k: v for k, v in row.items() if n % 2 or v is not None} for n, row in enumerate(rows)]
-    (folder / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-def write_csv(folder: Path, rows: list[dict]) -> None:
-    said = [",".join("" if v is None else str(v).lower() for v in row.values()) for row in rows]
-    (folder / "b.csv").write_text("x,n,t,b\n" + "".join(f"{line}\n" for line in said))
-
-
 SCHEMA = pa.schema({"x": pa.float64(), "n": pa.int64(), "t": pa.string(), "b": pa.bool_()}.items())
-WRITERS = [write_parquet, write_stream, write_file, write_jsonl, write_csv]
+WRITERS = [write_parquet, write_stream, write_file]
 COLUMNS = ["x", "n", "b"]
-
-
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 300)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -146,23 +128,11 @@ def test_nulls_that_no_statistics_count_are_refused_with_shard_and_row_group(tmp
     assert plain_values(filled.read(2)[0]["l"]) == [[1], [], [1], [], [5]]
 
 
-def test_a_list_that_may_be_empty_is_not_taken_for_one_with_nulls(tmp_path):
-    lists = pa.array([[1], [], [2, 3]] * 8)
-    pq.write_table(pa.table({"x": lists}), tmp_path / "a.parquet")
-    read_index(config(tmp_path))
-    assert "nulls" not in {finding.name for finding in inspect(str(tmp_path)).findings}
-
-
-@pytest.mark.parametrize("form", ["arrow file", "jsonl"])
-def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, tmp_path):
+def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(tmp_path):
     """Also where they are null because a line has no such key, or the struct around them is
     null."""
     rows = [{"l": [1, None], "s": {"m": [[2]]}}] * 9 + [{"l": None, "s": None}] * 2
-    if form == "jsonl":
-        lines = [*rows[:9], {}, {"s": {"m": [None]}}]
-        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
-    else:
-        write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=False)
+    write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=False)
     for column, said in (
         ("l", r"'l' \(list<int64>\) holds 2 null lists, the first in a\.\w+; write an empty list"),
         (
@@ -173,25 +143,6 @@ def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, 
         for fills in (None, {"l": 0}) if column == "l" else (None,):
             with pytest.raises(DataError, match=said):
                 read_index(config(tmp_path, columns=[column], fill_nulls=fills))
-
-
-def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
-    points = pa.array([{"x": 1.0, "y": None}, None, {"x": None, "y": 2}] * 8)
-    pq.write_table(pa.table({"p": points}), tmp_path / "a.parquet")
-    for form in ("parquet", "arrow"):
-        if form == "arrow":
-            (tmp_path / "a.parquet").unlink()
-            write_arrow(tmp_path / "a.arrow", pa.table({"p": points}), stream=False)
-        (found,) = inspect(str(tmp_path)).findings
-        assert "column 'p.x' (double) holds " in found.message
-        with pytest.raises(DataError, match=r"column 'p.x' \(double\) holds \d+ nulls"):
-            read_index(config(tmp_path))
-        filled = opened(config(tmp_path, fill_nulls={"p.x": 0.0, "p.y": 9})).read(0)[0]
-        assert filled["p.x"].tolist()[:3] == [1.0, 0.0, 0.0] and filled["p.y"].tolist()[:3] == [
-            9,
-            9,
-            2,
-        ]
 
 
 SMALL = pa.list_(pa.list_(pa.int16(), 2), 2)

@@ -1,7 +1,6 @@
 """Columns that are no arrays of numbers, as user code gets them: messages, maps, lists of text,
 ragged lists, times."""
 
-import json
 from collections import Counter
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -18,7 +17,6 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.arrow_arrays import decode_column
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.collation import nbytes_of
-from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import DataError
 from tests.data.shards import BINARY, in_memory
 from tests.data.test_batch_assembler import gathered
@@ -214,9 +212,6 @@ def test_objects_without_user_code_are_lists_as_text_is(tmp_path):
     data.close()
     assert batch["chat"] == plain(OBJECTS["chat"].to_pylist()[:3])
     assert batch["us"].dtype == torch.int64
-    assert not {"no_tensor", "ragged"} & {
-        f.name for f in inspect(str(tmp_path), columns=["chat", "words", "us"]).findings
-    }
 
 
 def with_draws(batch):
@@ -271,30 +266,6 @@ def test_objects_made_ahead_count_towards_memory(tmp_path):
     assert 64_000 < gathered([texts], [0] * 64, range(64)).nbytes < 128_000
     ragged = decode_column(pa.chunked_array([pa.array([[1] * n for n in range(64)])]), "x")
     assert 8 * 63 * 32 < gathered([ragged], [0] * 64, range(64)).nbytes < 16 * 63 * 32 + 64 * 512
-
-
-def test_chat_messages_of_json_lines_whose_keys_come_and_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 100)
-    rows = [
-        {
-            "messages": [{"role": "user", "content": f"{i}"}, {"role": "tool", "call": {"id": i}}][
-                : 1 + i % 2
-            ]
-        }
-        for i in range(20)
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = read(tmp_path)["messages"]
-    whole = [
-        [
-            {"role": m["role"], "content": m.get("content"), "call": m.get("call")}
-            for m in row["messages"]
-        ]
-        for row in rows
-    ]
-    assert found == whole
-    convert(str(tmp_path / "a.jsonl"), str(tmp_path / "out"))
-    assert read(tmp_path / "out")["messages"] == whole
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,8 @@ def arrow(path: Path, ids: range) -> None:
         file.write_table(made, max_chunksize=9)
 
 
-def jsonl(path: Path, ids: range) -> None:
-    rows = table(ids).to_pylist()
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 KINDS: dict[str, Callable[[Path, range], None]] = {
-    write.__name__: write for write in (parquet, parquet_by_polars, arrow, jsonl)
+    write.__name__: write for write in (parquet, parquet_by_polars, arrow)
 }
 
 
@@ -227,7 +222,7 @@ def test_evaluation_packs_every_token_once_in_file_order(tmp_path):
     assert tokens == sorted(tokens)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_documents_that_a_filter_leaves_out_are_not_packed(kind, tmp_path):
     kept = pc.greater(pc.list_value_length(pc.field("input_ids")), 9)
     config = packed(tmp_path / "in", kind, filter=kept)

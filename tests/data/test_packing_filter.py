@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,6 @@ def arrow(path: Path, rows: list[Row]) -> None:
         file.write_table(made, max_chunksize=9)
 
 
-def jsonl(path: Path, rows: list[Row]) -> None:
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-
-
 def shards(folder: Path, write: Callable[[Path, list[Row]], None] = parquet) -> DataConfig:
     folder.mkdir()
     for shard in range(SHARDS):
@@ -108,7 +103,6 @@ def expected(ids: Any) -> list[int]:
     "write",
     [
         parquet,
-        jsonl,
         *(
             pytest.param(write, marks=pytest.mark.slow)
             for write in (

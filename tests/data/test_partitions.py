@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import logging
 from pathlib import Path
 
@@ -15,15 +14,9 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError
 from tests.data.test_rows_in_rows_out import dealt
 from tests.data.values import in_place
-
-
-def converted(url: str | Path, to: Path, **options) -> list[dict]:
-    convert(str(url), str(to), **options)
-    return pq.read_table(to).to_pylist()
 
 
 def by_duckdb(folder: Path) -> list[dict]:
@@ -46,47 +39,17 @@ def years(folder: Path, ending: str) -> None:
         inside.mkdir(parents=True)
         frame = pl.DataFrame({"id": [year, 1]})
         write = {
-            "csv": frame.write_csv,
-            "jsonl": frame.write_ndjson,
             "arrow": frame.write_ipc,
             "parquet": frame.write_parquet,
         }
         write[ending](inside / f"a.{ending}")
 
 
-@pytest.mark.parametrize("glob", ["", "/**", "/**/*.parquet", "/*/*/*/*.parquet"])
-def test_convert_writes_the_columns_that_duckdb_has_in_names_of_folders(glob, tmp_path):
-    rows = by_duckdb(tmp_path / "in")
-    found = converted(f"{tmp_path / 'in'}{glob}", tmp_path / "out")
-    assert sorted(found, key=lambda row: row["id"]) == rows
-    kinds = pq.read_schema(next((tmp_path / "out").glob("*")))
-    assert kinds.field("year").type == pa.int64() and kinds.field("zip").type == pa.string()
-
-
-def test_convert_writes_the_columns_that_polars_has_in_names_of_folders(tmp_path):
-    days = [datetime.date(2024, 1, 1 + i // 2) for i in range(4)]
-    frame = pl.DataFrame({"id": range(4), "day": days})
-    frame.write_parquet(pl.PartitionBy(tmp_path / "in", key="day", include_key=False), mkdir=True)
-    found = converted(tmp_path / "in", tmp_path / "out")
-    wanted = [{"id": i, "day": str(day)} for i, day in enumerate(days)]
-    assert sorted(found, key=lambda row: row["id"]) == wanted
-
-
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow"])
-def test_convert_writes_columns_in_names_of_folders_of_any_format(ending, tmp_path):
-    years(tmp_path / "in", ending)
-    rows = converted(tmp_path / "in", tmp_path / "out")
-    assert rows == [{"id": i, "year": y} for y in (2024, 2025) for i in (y, 1)]
-    rows = converted(tmp_path / "in", tmp_path / "2", columns=["year", "id"])
-    assert list(rows[0]) == ["year", "id"]
-    assert converted(tmp_path / "in", tmp_path / "3", columns=["id"])[0] == {"id": 2024}
-
-
 def test_column_of_the_files_is_used_where_folders_hold_it_too(tmp_path):
     folder = tmp_path / "in" / "k=7"
     folder.mkdir(parents=True)
     pq.write_table(pa.table({"k": [1, 2]}), folder / "a.parquet")
-    assert converted(tmp_path / "in", tmp_path / "out") == [{"k": 1}, {"k": 2}]
+    assert in_place(DataConfig(f"{tmp_path}/in/**", micro_batch_size=1)) == {"k": [1, 2]}
 
 
 @pytest.mark.parametrize("columns", [None, ["id", "year", "zip", "city"]])
@@ -118,7 +81,7 @@ def test_columns_in_names_of_listed_files_are_those_below_what_they_share(tmp_pa
     assert sorted(found["year"]) == [2024, 2024, 2025, 2025]
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "arrow", "parquet"])
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
 def test_training_reads_columns_in_names_of_folders_of_any_format(ending, tmp_path):
     years(tmp_path / "in", ending)
     url = f"{tmp_path}/in/**"
@@ -128,7 +91,7 @@ def test_training_reads_columns_in_names_of_folders_of_any_format(ending, tmp_pa
 
 
 def test_null_number_in_names_of_folders_is_refused_or_filled(tmp_path):
-    years(tmp_path / "in", "csv")
+    years(tmp_path / "in", "parquet")
     (tmp_path / "in/year=2025").rename(tmp_path / "in/year=__HIVE_DEFAULT_PARTITION__")
     config = DataConfig(f"{tmp_path}/in/**", micro_batch_size=1)
     with pytest.raises(DataError, match=r"column 'year' \(int64\) holds 2 nulls"):
@@ -137,11 +100,11 @@ def test_null_number_in_names_of_folders_is_refused_or_filled(tmp_path):
     assert sorted(filled["year"]) == [0, 0, 2024, 2024]
 
 
-@pytest.mark.parametrize("beside", ["a.csv", "month=1/a.csv", "year=1/a.csv"])
+@pytest.mark.parametrize("beside", ["a.parquet", "month=1/a.parquet", "year=1/a.parquet"])
 def test_column_that_only_a_part_of_the_folders_has_is_refused_by_name(beside, tmp_path):
-    years(tmp_path / "in", "csv")
+    years(tmp_path / "in", "parquet")
     (tmp_path / "in" / beside).parent.mkdir(exist_ok=True)
-    (tmp_path / "in" / beside).write_text("id,year\n7,7\n")
+    pq.write_table(pa.table({"id": [7], "year": [7]}), tmp_path / "in" / beside)
     config = DataConfig(f"{tmp_path}/in/**", micro_batch_size=1)
     with pytest.raises(DataError, match=r"the column '(year|month)' of .* is in the name of its f"):
         read_index(config)
@@ -151,11 +114,11 @@ def test_column_that_only_a_part_of_the_folders_has_is_refused_by_name(beside, t
 def test_digest_changes_with_the_names_of_partition_folders(tmp_path):
     """Also where the index has no names of folders, as for a list of files."""
     for name in ("one", "other"):
-        years(tmp_path / name, "csv")
+        years(tmp_path / name, "parquet")
     (tmp_path / "other/year=2025").rename(tmp_path / "other/year=2026")
     digests = set()
     for name in ("one", "other"):
-        files = [str(file) for file in sorted((tmp_path / name).rglob("*.csv"))]
+        files = [str(file) for file in sorted((tmp_path / name).rglob("*.parquet"))]
         index = read_index(DataConfig(files, micro_batch_size=1))
         assert Index.from_bytes(index.to_bytes()).digest == index.digest
         digests.add(index.digest)
@@ -183,4 +146,3 @@ def test_shards_of_a_folder_with_a_sign_in_its_name_have_no_such_columns(tmp_pat
     caplog.set_level(logging.WARNING)
     assert in_place(DataConfig(str(folder), micro_batch_size=1)) == {"id": [1]}
     assert not caplog.records
-    assert converted(folder, tmp_path / "out") == [{"id": 1}]

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
-from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.storage import Store
@@ -73,21 +72,6 @@ def test_reader_of_a_shard_is_kept_without_the_bytes_that_it_read(tmp_path, monk
         assert np.array_equal(rows, table["x"][number << 10 : (number + 1) << 10].to_numpy())
     assert len(readers) == 1 and len(fetched) == 3
     assert not [content for content in fetched if content() is not None]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_scan_of_text_rows_asks_for_the_first_bytes_and_then_for_each_piece(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("elastic_dp.data.formats.text.HEAD_BYTES", 64)
-    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 1000)
-    lines = {"a.jsonl": ['{"a": 1}\n'] * 300, "a.csv": ["a,b\n", *["1,2\n"] * 675]}[name]
-    (tmp_path / name).write_text("".join(lines))
-    url = in_memory(tmp_path)
-    store = Store(url)
-    path = f"{store.path}/{name}"
-    FORMATS[name[2:]]().scan(ShardAt(store, path, 2700 + 4 * (name == "a.csv"), "", name), None)
-    assert store.counts.requests == 1 + 3
 
 
 def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypatch):
@@ -155,7 +139,7 @@ class Bucket:
         return self.content[start:end]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
     """A footer or header that is kept of one object is not used for the other."""
     both = []
@@ -164,10 +148,8 @@ def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
         path = tmp_path / columns[0]
         if kind == "parquet":
             pq.write_table(written, path, compression="none", write_statistics=False)
-        elif kind == "arrow":
-            write_arrow(path, written, stream=False)
         else:
-            pyarrow.csv.write_csv(written, path)
+            write_arrow(path, written, stream=False)
         content = path.read_bytes()
         both.append(ShardAt(Bucket(content), "x", len(content), "", "x"))
     chosen = FORMATS[kind]()

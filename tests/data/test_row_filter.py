@@ -36,8 +36,7 @@ def where(config: DataConfig, expression: Any) -> DataConfig:
     "kind",
     [
         "parquet",
-        "csv_by_python",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow_stream", "jsonl", "tar")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow_stream", "tar")),
     ],
 )
 def test_rows_that_a_filter_keeps_are_dealt_once_to_one_worker_and_to_three(kind, tmp_path):

@@ -1,11 +1,8 @@
-"""Rows in are rows out, for every kind of file, by id and value: read in place and converted, in
-training's order and in an evaluation, dealt to one worker and to three; and once with processes,
-one of which is killed."""
+"""Rows in are rows out, for every kind of file, by id and value: in training's order and in an
+evaluation, dealt to one worker and to three."""
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import io
 import json
 import tarfile
@@ -23,9 +20,6 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
-from elastic_dp.dataprep import convert
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, local, spec_of
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
 Row = dict[str, Any]
@@ -56,36 +50,6 @@ def arrow_stream(path: Path, ids: range) -> None:
     made = table(ids)
     with pa.ipc.new_stream(path.with_suffix(".arrow"), made.schema) as writer:
         writer.write_table(made, max_chunksize=9)
-
-
-def csv_by_python(path: Path, ids: range) -> None:
-    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["id", "x", "s"])
-        writer.writeheader()
-        writer.writerows(row(i) for i in ids)
-
-
-def tsv_by_pandas(path: Path, ids: range) -> None:
-    frame = pd.DataFrame([row(i) for i in ids])
-    frame.to_csv(path.with_suffix(".tsv"), index=False, sep="\t")
-
-
-def csv_gz_by_pandas(path: Path, ids: range) -> None:
-    pd.DataFrame([row(i) for i in ids]).to_csv(path.with_suffix(".csv.gz"), index=False)
-
-
-def jsonl(path: Path, ids: range) -> None:
-    path.with_suffix(".jsonl").write_text("\n".join(json.dumps(row(i)) for i in ids))
-
-
-def jsonl_zst_by_polars(path: Path, ids: range) -> None:
-    content = pl.DataFrame([row(i) for i in ids]).write_ndjson()
-    with pa.CompressedOutputStream(str(path.with_suffix(".jsonl.zst")), "zstd") as file:
-        file.write(content.encode())
-
-
-def json_array(path: Path, ids: range) -> None:
-    path.with_suffix(".json").write_text(json.dumps([row(i) for i in ids], indent=2))
 
 
 def tar_gz(path: Path, ids: range) -> None:
@@ -122,12 +86,6 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         parquet_by_pandas,
         arrow_by_polars,
         arrow_stream,
-        csv_by_python,
-        tsv_by_pandas,
-        csv_gz_by_pandas,
-        jsonl,
-        jsonl_zst_by_polars,
-        json_array,
         tar,
         tar_gz,
         tgz,
@@ -141,8 +99,7 @@ def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
     for shard in range(SHARDS):
         first, end = len(ids) * shard // SHARDS, len(ids) * (shard + 1) // SHARDS
         KINDS[kind](folder / f"part-{shard}", ids[first:end])
-    url = f"{folder}/*.json" if kind == "json_array" else str(folder)  # in a folder they are notes
-    return DataConfig(url, micro_batch_size=B, transform=of_tar if kind in TARS else None)
+    return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind in TARS else None)
 
 
 def rows_of(batch: Row) -> list[Row]:
@@ -196,32 +153,13 @@ def check(config: DataConfig) -> None:
 
 def some(kind: str, *more: str) -> Any:
     """Others of the same reader take the long run."""
-    every = kind in ("parquet", "arrow_by_polars", "csv_by_python", "jsonl", "tar")
+    every = kind in ("parquet", "arrow_by_polars", "tar")
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", [some(kind) for kind in KINDS])
 def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
     check(written(kind, tmp_path / "in"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "format"),
-    [
-        ("csv_by_python", "parquet"),
-        *(
-            pytest.param(kind, "parquet", marks=pytest.mark.slow)
-            for kind in KINDS
-            if kind != "csv_by_python" and kind not in TARS
-        ),
-        pytest.param("csv_by_python", "arrow", marks=pytest.mark.slow),
-    ],
-)
-def test_rows_in_are_rows_out_of_files_that_are_converted(kind, format, tmp_path):
-    source = written(kind, tmp_path / "in")
-    done = convert(str(source.url), str(tmp_path / "out"), format=format, row_group_bytes=80)
-    assert done.rows == ROWS
-    check(DataConfig(str(tmp_path / "out"), micro_batch_size=B))
 
 
 def train(ctx: Any) -> None:
@@ -274,43 +212,3 @@ def rows_by_step(folder: Path) -> tuple[list[int], list[int]]:
             else:
                 trained.add((step, *ids))
     return sorted(i for _, *ids in trained for i in ids), sorted(evaluated)
-
-
-@pytest.mark.parametrize(
-    ("in_place", "converted"),
-    [
-        (list(KINDS), ["csv_gz_by_pandas", "json_array"]),
-        pytest.param([], [k for k in KINDS if k not in TARS], marks=pytest.mark.slow),
-    ],
-    ids=["in place", "converted"],
-)
-def test_every_row_of_any_kind_is_trained_on_and_evaluated_once_by_processes_of_which_one_is_killed(
-    in_place, converted, tmp_path
-):
-    """One epoch of a data set of all kinds, each with rows of its own."""
-    sources = [*((kind, False) for kind in in_place), *((kind, True) for kind in converted)]
-    urls = []
-    for number, (kind, is_converted) in enumerate(sources):
-        ids = range(number * ROWS, (number + 1) * ROWS)
-        url = str(written(kind, tmp_path / f"{number}", ids).url)
-        if is_converted:
-            convert(url, str(tmp_path / f"{number}-out"), row_group_bytes=80)
-            url = str(tmp_path / f"{number}-out")
-        urls.append(url)
-    (tmp_path / "log").mkdir()
-    options = OF_ANY if in_place else {}
-    config = DataConfig(urls, micro_batch_size=B, **options)
-    steps = len(urls) * ROWS // (V * B)
-    options = {"folder": str(tmp_path / "log"), "eval": config}
-    spec = spec_of(steps=steps, workers=3, min_workers=3, virtual=V, config=options)
-    spec = dataclasses.replace(spec, data=config)
-    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, train, faults=(fault,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    every = list(range(len(urls) * ROWS))
-    assert rows_by_step(tmp_path / "log") == (every, every)
-    (tmp_path / "calm").mkdir()
-    calm = dataclasses.replace(spec, config=options | {"folder": str(tmp_path / "calm")})
-    assert outcome.digest == local(calm, train).digest
-    assert rows_by_step(tmp_path / "calm") == (every, every)

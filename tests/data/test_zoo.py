@@ -1,22 +1,15 @@
-"""Files of every producer are read as the producer reads them, or refused by name, as
-docs/data-formats.md has it.
-
-python -m tests.data.test_zoo    # prints the table of the page
-"""
+"""Files of every producer are read as the producer reads them, or refused by name."""
 
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
-from elastic_dp.dataprep import convert
 from tests.data.values import columns_of, in_place, same
 from tests.data.zoo import ZOO, At
 
-PAGE = Path(__file__).parents[2] / "docs" / "data-formats.md"
 READ = [name for name, cell in ZOO.items() if cell.error is None]
 REFUSED = [name for name, cell in ZOO.items() if cell.error is not None]
 
@@ -42,10 +35,6 @@ def test_file_of_a_producer_has_the_rows_that_its_own_reader_has(name, tmp_path)
     source.mkdir()
     url, rows = made(name, source)
     check_rows(in_place(DataConfig(url, micro_batch_size=4, **ZOO[name].options)), rows)
-    if isinstance(url, str) and url.endswith((".parquet", ".arrow")) and not ZOO[name].options:
-        convert(url, str(tmp_path / "to"))
-        parts = sorted((tmp_path / "to").glob("*.parquet"))
-        check_rows(columns_of(pa.concat_tables(pq.read_table(part) for part in parts)), rows)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -59,21 +48,3 @@ def test_file_of_a_producer_is_refused_by_name(name, tmp_path):
     with pytest.raises(cell.error) as refused:
         (in_place if cell.at_read else read_index)(config)
     assert cell.words in str(refused.value), refused.value
-
-
-def table():
-    rows = ["| producer | what it writes | outcome | |", "|---|---|---|---|"]
-    for cell in ZOO.values():
-        refused = "refused when read" if cell.at_read else "refused when opened"
-        outcome = refused if cell.error else "read"
-        note = f"`{cell.error.__name__}`: “… {cell.words} …”" if cell.error else cell.note
-        rows.append(f"| {cell.producer} | {cell.what.replace('|', '¦')} | {outcome} | {note} |")
-    return "\n".join(rows)
-
-
-def test_page_of_data_formats_has_the_rows_that_are_tried_here():
-    assert table() in PAGE.read_text(encoding="utf-8")
-
-
-if __name__ == "__main__":
-    print(table())

@@ -7,11 +7,9 @@ and what to read where that is not the folder. `refuses`: it may return what to 
 from __future__ import annotations
 
 import base64
-import csv
 import datetime
 import decimal
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -55,8 +53,7 @@ class At:
 @dataclass(frozen=True)
 class Cell:
     """`words`: of the error where it is refused. `at_read`: this comes when rows are read, and not
-    yet when the data set is opened. `converts`: `convert` reads it, too, with the same
-    outcome."""
+    yet when the data set is opened."""
 
     producer: str
     what: str
@@ -66,16 +63,13 @@ class Cell:
     at_read: bool = False
     note: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    converts: bool = True
 
 
 ZOO: dict[str, Cell] = {}
 
 
-def reads(
-    producer: str, what: str, note: str = "", *, converts: bool = True, **options: Any
-) -> Any:
-    return _listed(producer, what, note=note, options=options, converts=converts)
+def reads(producer: str, what: str, note: str = "", **options: Any) -> Any:
+    return _listed(producer, what, note=note, options=options)
 
 
 def refuses(
@@ -85,10 +79,9 @@ def refuses(
     error: type[Exception] = DataError,
     *,
     at_read: bool = False,
-    converts: bool = False,
     **options: Any,
 ) -> Any:
-    facts = {"error": error, "words": words, "at_read": at_read, "converts": converts}
+    facts = {"error": error, "words": words, "at_read": at_read}
     return _listed(producer, what, options=options, **facts)
 
 
@@ -194,90 +187,6 @@ def pandas_orc(folder):
     pa.orc.write_table(of_pandas(frame()), folder / "a.orc")
 
 
-@reads("pandas", "`to_csv(index=False)`")
-def pandas_csv(folder):
-    frame().to_csv(folder / "a.csv", index=False)
-    return of_pandas(pd.read_csv(folder / "a.csv"))
-
-
-@reads("pandas", "`to_csv`, whose index has a column without a name")
-def pandas_csv_index(folder):
-    frame().to_csv(folder / "a.csv")
-    return of_pandas(pd.read_csv(folder / "a.csv").rename(columns={"Unnamed: 0": ""}))
-
-
-@reads("pandas", "CSV with quotes, and newlines and commas in them")
-def pandas_csv_quotes(folder):
-    texts = ['5" pipe', "a\nb", "a,b", 'say "x"', "\r\n", "'", "é", ";", "\t", " a ", "-", "z"]
-    frame().assign(s=texts).to_csv(folder / "a.csv", index=False)
-    return of_pandas(pd.read_csv(folder / "a.csv"))
-
-
-@reads("pandas", "CSV with a byte order mark and CRLF (`utf-8-sig`)")
-def pandas_csv_mark(folder):
-    frame().to_csv(folder / "a.csv", index=False, encoding="utf-8-sig", lineterminator="\r\n")
-    return of_pandas(pd.read_csv(folder / "a.csv"))
-
-
-@reads("pandas", "CSV, compressed (`.csv.gz`)")
-def pandas_csv_gz(folder):
-    frame().to_csv(folder / "a.csv.gz", index=False)
-    return of_pandas(pd.read_csv(folder / "a.csv.gz"))
-
-
-@refuses("pandas", "CSV with `;`", "semicolons", converts=True)
-def pandas_csv_semicolons(folder):
-    frame().to_csv(folder / "a.csv", index=False, sep=";")
-
-
-@refuses("pandas", "CSV with tabs", "tab", converts=True)
-def pandas_csv_tabs(folder):
-    frame().to_csv(folder / "a.csv", index=False, sep="\t")
-
-
-@refuses("pandas", "CSV in Latin-1", "UTF-8", converts=True)
-def pandas_csv_latin(folder):
-    frame().to_csv(folder / "a.csv", index=False, encoding="latin-1")
-
-
-@refuses("pandas", "CSV with two columns of one name", "'x'", converts=True)
-def pandas_csv_twice(folder):
-    found = frame()
-    found.columns = ["id", "x", "x", "b"]
-    found.to_csv(folder / "a.csv", index=False)
-
-
-@refuses("pandas", "CSV whose quotes a backslash escapes", "behind a backslash", converts=True)
-def pandas_csv_escapes(folder):
-    """Spark and MySQL write so, too."""
-    options = {"doublequote": False, "escapechar": "\\", "quoting": csv.QUOTE_ALL}
-    frame().assign(s='5" pipe').to_csv(folder / "a.csv", index=False, **options)
-
-
-@refuses("pandas", "several CSV files without header lines", "no column that", converts=True)
-def pandas_csv_without_headers(folder):
-    for number in range(2):
-        part = frame()[["s"]].iloc[number * 5 : number * 5 + 5]
-        part.to_csv(folder / f"{number}.csv", index=False, header=False)
-
-
-@refuses("pandas", "`to_json()`: a table as one object", "looks like a whole table", converts=True)
-def pandas_json_object(folder):
-    frame().to_json(folder / "a.json")
-    return At(folder / "a.json")
-
-
-@reads("pandas", '`to_json(orient="records", lines=True)`')
-def pandas_jsonl(folder):
-    frame().to_json(folder / "a.jsonl", orient="records", lines=True)
-    return of_pandas(pd.read_json(folder / "a.jsonl", lines=True))
-
-
-@refuses("pandas", '`to_json(orient="records")`: one array', "a.jsonl", converts=True)
-def pandas_json_array(folder):
-    frame().to_json(folder / "a.jsonl", orient="records")
-
-
 @reads("pandas", "`timedelta64`, time zones", "int64 in the stored unit; of a time zone in UTC")
 def pandas_times(folder):
     made = frame().assign(
@@ -301,7 +210,6 @@ def pandas_other_categories(folder):
     "pandas",
     "integers in one file, with missing ones in another: floats",
     "schemas differ",
-    converts=True,
 )
 def pandas_floats(folder):
     frame().to_parquet(folder / "a.parquet")
@@ -311,52 +219,6 @@ def pandas_floats(folder):
 @refuses("pandas", "bools with missing values", "column 'b' (bool) holds 1 null")
 def pandas_bools(folder):
     frame().assign(b=[None, *[True] * (ROWS - 1)]).to_parquet(folder / "a.parquet")
-
-
-@reads("pandas", "CSV with missing text: an empty text")
-def pandas_csv_missing_text(folder):
-    frame().assign(s=[None if i % 3 else "a" for i in IDS]).to_csv(folder / "a.csv", index=False)
-    return of_pandas(pd.read_csv(folder / "a.csv", keep_default_na=False))
-
-
-@reads("pandas", "CSV and JSON Lines, compressed (`.gz`, `.bz2`, `.zst`)")
-def pandas_compressed(folder):
-    for ending in ("gz", "bz2", "zst"):
-        frame().to_csv(folder / f"a.csv.{ending}", index=False)
-    return of_pandas(pd.concat([pd.read_csv(folder / f"a.csv.{e}") for e in ("bz2", "gz", "zst")]))
-
-
-@reads("pandas", "JSON Lines of several gzip members, as `cat` joins them")
-def pandas_members(folder):
-    frame().to_json(folder / "a.jsonl.gz", orient="records", lines=True)
-    (folder / "a.jsonl.gz").write_bytes((folder / "a.jsonl.gz").read_bytes() * 2)
-    return of_pandas(pd.read_json(folder / "a.jsonl.gz", lines=True))
-
-
-@refuses("pandas", "CSV, compressed and cut off", "a.csv.gz", converts=True)
-def pandas_gz_cut(folder):
-    frame().to_csv(folder / "a.csv.gz", index=False)
-    (folder / "a.csv.gz").write_bytes((folder / "a.csv.gz").read_bytes()[:-9])
-
-
-@refuses("pandas", "CSV in UTF-16", "iconv -f UTF-16", converts=True)
-def pandas_utf_16(folder):
-    frame().to_csv(folder / "a.csv", index=False, encoding="utf-16")
-
-
-@refuses("pandas", "CSV compressed by snappy", ".snappy", converts=True)
-def pandas_snappy(folder):
-    (folder / "a.csv.snappy").write_bytes(pa.compress(b"id\n1\n", "snappy", asbytes=True))
-
-
-@refuses(
-    "pandas",
-    "CSV with whole numbers beyond int64",
-    "column 'h' is double, which does not hold",
-    converts=True,
-)
-def pandas_hashes(folder):
-    frame().assign(h=np.array(IDS, np.uint64) + np.uint64(2**63 + 1)).to_csv(folder / "a.csv")
 
 
 # ------------------------------------------------------------------------------------ Polars
@@ -428,18 +290,6 @@ def polars_stream(folder):
     return pl.read_ipc_stream(folder / "a.arrow").to_arrow()
 
 
-@reads("Polars", "`write_csv`")
-def polars_csv(folder):
-    polars_frame().write_csv(folder / "a.csv")
-    return pl.read_csv(folder / "a.csv").to_arrow()
-
-
-@reads("Polars", "`write_ndjson`")
-def polars_ndjson(folder):
-    polars_frame().write_ndjson(folder / "a.ndjson")
-    return pl.read_ndjson(folder / "a.ndjson").to_arrow()
-
-
 @reads("Polars", "`Decimal`, `Duration`, `Time`, `Binary`, `UInt64`", "decimals for `collate_fn`")
 def polars_kinds(folder):
     made = pl.DataFrame(
@@ -455,18 +305,7 @@ def polars_kinds(folder):
     return pl.read_parquet(folder / "a.parquet").to_arrow()
 
 
-@refuses(
-    "Polars",
-    "`UInt64` beyond int64 as JSON Lines",
-    "column 'h' is double, which does not hold",
-    converts=True,
-)
-def polars_hashes(folder):
-    made = pl.DataFrame({"h": [2**63 + 1 + i for i in IDS]}, schema={"h": pl.UInt64})
-    made.write_ndjson(folder / "a.ndjson")
-
-
-@refuses("Polars", "`Int128`", "more than 64 bits", converts=True)
+@refuses("Polars", "`Int128`", "more than 64 bits")
 def polars_int128(folder):
     made = pl.DataFrame({"h": [2**70]}, schema={"h": pl.Int128})
     made.write_parquet(folder / "a.parquet")
@@ -483,12 +322,6 @@ def polars_other_categories(folder):
         words = pl.Series("c", [f"{name}{i % 3}" for i in IDS], dtype=pl.Categorical)
         pl.DataFrame([words]).write_ipc(folder / f"{name}.arrow")
     return {"c": [f"{name}{i % 3}" for name in "ab" for i in IDS]}
-
-
-@reads("Polars", "CSV of one column with a null, which is a blank line", "no row, which is said")
-def polars_csv_null(folder):
-    pl.DataFrame({"x": [1, None, 3]}).write_csv(folder / "a.csv")
-    return {"x": [1, 3]}
 
 
 @reads("Polars beside pandas", "one column as `string_view` and as `string`")
@@ -564,18 +397,6 @@ def duckdb_partitions_glob(folder):
     return At(str(folder / "t" / "**" / "*.parquet"), {"id": ids, "k": [i % 2 for i in ids]})
 
 
-@reads("DuckDB", "`COPY … TO` CSV")
-def duckdb_csv(folder):
-    duckdb_copy(folder, "i AS id, 'a \"quote\" and, a comma' AS s", "a.csv", "FORMAT csv")
-    return of_duckdb(f"FROM '{folder}/a.csv'")
-
-
-@reads("DuckDB", "`COPY … TO` JSON: lines (`.ndjson`)")
-def duckdb_ndjson(folder):
-    duckdb_copy(folder, "i AS id, [i, i] AS v", "a.ndjson", "FORMAT json")
-    return of_duckdb(f"FROM read_ndjson('{folder}/a.ndjson')")
-
-
 @reads(
     "DuckDB",
     "`HUGEINT`, `UUID`, `ENUM`, `BLOB`, `TIMETZ`, arrays",
@@ -600,12 +421,6 @@ def duckdb_blooms(folder):
     query = "SELECT i AS id, 'w' || (i % 3) AS s FROM range(5000) t(i)"
     of_duckdb(f"COPY ({query}) TO '{folder}/a.parquet' ({options})")
     return of_duckdb(f"FROM '{folder}/a.parquet'")
-
-
-@reads("DuckDB", "CSV and JSON, compressed (`.csv.zst`)")
-def duckdb_zst(folder):
-    duckdb_copy(folder, "i AS id, 'é' AS s", "a.csv.zst", "FORMAT csv, COMPRESSION zstd")
-    return {"id": IDS, "s": ["é"] * ROWS}
 
 
 # ------------------------------------------------------------------------------------ datasets
@@ -656,12 +471,6 @@ def datasets_messages(folder):
     return {"id": IDS, "text": [f"text {i}" for i in IDS], "messages": messages}
 
 
-@reads("datasets", "`to_json`")
-def datasets_jsonl(folder):
-    dataset().to_json(folder / "a.jsonl")
-    return of_datasets(dataset())
-
-
 @refuses("datasets", "`DatasetDict.save_to_disk`: splits", "**/*.arrow")
 def datasets_splits(folder):
     datasets.DatasetDict({"train": dataset(), "test": dataset()}).save_to_disk(folder / "d")
@@ -679,7 +488,7 @@ def delta_with_deletes(folder: Path) -> DeltaTable:
     return DeltaTable(folder / "t")
 
 
-@refuses("deltalake", "a table's folder", "file_uris()", converts=True)
+@refuses("deltalake", "a table's folder", "file_uris()")
 def delta_folder(folder):
     delta_with_deletes(folder)
     return At(folder / "t")
@@ -689,7 +498,6 @@ def delta_folder(folder):
     "deltalake",
     "the same by `DeltaTable(url).file_uris()`",
     "rows that were deleted are not there",
-    converts=False,
 )
 def delta_files(folder):
     table = delta_with_deletes(folder)
@@ -707,7 +515,7 @@ def iceberg_with_deletes(folder: Path) -> Any:
     return catalog.load_table("space.name")
 
 
-@refuses("pyiceberg", "a table's folder", "plan_files()", converts=True)
+@refuses("pyiceberg", "a table's folder", "plan_files()")
 def iceberg_folder(folder):
     iceberg_with_deletes(folder)
     return At(folder / "space" / "name")
@@ -717,7 +525,6 @@ def iceberg_folder(folder):
     "pyiceberg",
     "the same by `scan().plan_files()`",
     "rows that were deleted are not there",
-    converts=False,
 )
 def iceberg_files(folder):
     scan = iceberg_with_deletes(folder).scan()
@@ -746,12 +553,12 @@ def _value(name: str, content: Any) -> Any:
     return content.decode() if name in ("txt", "json") else content
 
 
-@reads("webdataset", "`TarWriter`: text, classes, JSON, bytes", converts=False)
+@reads("webdataset", "`TarWriter`: text, classes, JSON, bytes")
 def webdataset_tar(folder):
     return samples(folder / "a.tar", bin=b"\0\1")
 
 
-@reads("webdataset", "`ShardWriter`: several tars", converts=False)
+@reads("webdataset", "`ShardWriter`: several tars")
 def webdataset_shards(folder):
     with webdataset.ShardWriter(str(folder / "%03d.tar"), maxcount=5, verbose=0) as tar:
         for i in IDS:
@@ -777,7 +584,6 @@ def webdataset_twice(folder):
     "webdataset",
     "a member without an ending, such as `LICENSE`",
     "passed over, and said",
-    converts=False,
 )
 def webdataset_license(folder):
     rows = samples(folder / "a.tar")
@@ -815,7 +621,7 @@ def tar_link(folder):
     gnu_tar(folder)
 
 
-@reads("GNU tar", "the same with `--hard-dereference`, and extended headers", converts=False)
+@reads("GNU tar", "the same with `--hard-dereference`, and extended headers")
 def tar_without_links(folder):
     gnu_tar(folder, "--hard-dereference", "--format=pax")
     texts = [f"é{i}" for i in IDS]
@@ -826,94 +632,6 @@ def tar_without_links(folder):
 def tar_joined(folder):
     gnu_tar(folder, "--hard-dereference")
     (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes() * 2)
-
-
-# ------------------------------------------------------------------------------------ Streaming
-
-STREAMING = Path(__file__).parent / "written_by_streaming"  # by its own MDSWriter
-
-
-def of_streaming(rows: int) -> dict[str, Any]:
-    ids = list(range(rows))
-    tokens = [list(range(i % 5 + 1)) for i in ids]
-    return {"id": ids, "text": ["x" * (i % 7) for i in ids], "tokens": tokens}
-
-
-@reads("Streaming", "`MDSWriter`: `index.json` and `shard.*.mds`", converts=False)
-def streaming_mds(folder):
-    shutil.copytree(STREAMING / "plain", folder / "d")
-    return At(folder / "d", of_streaming(96))
-
-
-@reads("Streaming", "`MDSWriter(compression=…)`: zstd, gz, bz2, br", converts=False)
-def streaming_compressed(folder):
-    shutil.copytree(STREAMING / "zstd", folder / "d")
-    return At(folder / "d", of_streaming(96))
-
-
-@refuses("Streaming", "the same with snappy", ".snappy")
-def streaming_snappy(folder):
-    shutil.copytree(STREAMING / "snappy", folder / "d")
-    return At(folder / "d")
-
-
-@refuses("Streaming", "a column of pickled values", "'pkl'")
-def streaming_pickled(folder):
-    shutil.copytree(STREAMING / "pickled", folder / "d")
-    return At(folder / "d")
-
-
-@refuses("Streaming", "a folder whose writer has not finished", "without index.json")
-def streaming_unfinished(folder):
-    shutil.copytree(STREAMING / "plain", folder / "d")
-    (folder / "d" / "index.json").unlink()
-    return At(folder / "d")
-
-
-# ------------------------------------------------------------------------------------ litdata
-
-LITDATA = Path(__file__).parent / "written_by_litdata"  # by its own BinaryWriter
-
-
-def of_litdata(folder: Path, name: str) -> At:
-    """What litdata's own reader makes of it, too."""
-    shutil.copytree(LITDATA / name, folder / "d")
-    return At(folder / "d", of_streaming(96))
-
-
-@reads("litdata", "`optimize`: `index.json` and `chunk-*.bin`, dicts with arrays", converts=False)
-def litdata_chunks(folder):
-    return of_litdata(folder, "plain")
-
-
-@reads("litdata", '`optimize(compression="zstd")`, also by chunk or sample', converts=False)
-def litdata_zstd(folder):
-    return of_litdata(folder, "batch")
-
-
-@reads("litdata", "`optimize` of plain values, which are an Arrow file in a chunk", converts=False)
-def litdata_arrow(folder):
-    shutil.copytree(LITDATA / "flat", folder / "d")
-    found = of_streaming(96)
-    return At(folder / "d", {"id": found["id"], "text": found["text"]})
-
-
-@reads("litdata", "`TokensLoader`", "a row for each document; `pack` makes blocks", converts=False)
-def litdata_tokens(folder):
-    shutil.copytree(LITDATA / "tokens", folder / "d")
-    return At(folder / "d", {"input_ids": [list(range(i, i + i % 5 + 1)) for i in range(96)]})
-
-
-@refuses("litdata", "pickled values", "'pickle'")
-def litdata_pickled(folder):
-    shutil.copytree(LITDATA / "pickled", folder / "d")
-    return At(folder / "d")
-
-
-@refuses("litdata", "encrypted chunks", "the chunks are encrypted")
-def litdata_encrypted(folder):
-    shutil.copytree(LITDATA / "encrypted_chunk", folder / "d")
-    return At(folder / "d")
 
 
 # ------------------------------------------------------------------------------------ Spark's
@@ -965,7 +683,7 @@ def spark_temporary(folder):
     return {"id": IDS, "s": [str(i) for i in IDS]}
 
 
-@refuses("Spark", "a part that was cut off while it was written", "part-00001", converts=True)
+@refuses("Spark", "a part that was cut off while it was written", "part-00001")
 def spark_cut(folder):
     spark(folder, [IDS, IDS])
     part = sorted(folder.glob("part-*"))[1]
@@ -1088,7 +806,7 @@ def parquet_texts(folder):
     return write(folder, {"id": IDS, "v": [[f"{n}" for n in range(i % 4)] for i in IDS]})
 
 
-@reads("pyarrow", "fixed-shape tensors", converts=False)
+@reads("pyarrow", "fixed-shape tensors")
 def parquet_tensors(folder):
     values = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
     write(folder, {"id": IDS, "v": pa.FixedShapeTensorArray.from_numpy_ndarray(values)})
@@ -1131,13 +849,13 @@ def parquet_missing_column(folder):
     write(folder, {"id": IDS}, "2.parquet")
 
 
-@refuses("pyarrow", "text beside numbers", "schemas differ", converts=True)
+@refuses("pyarrow", "text beside numbers", "schemas differ")
 def parquet_other_types(folder):
     write(folder, {"id": IDS}, "1.parquet")
     write(folder, {"id": [str(i) for i in IDS]}, "2.parquet")
 
 
-@refuses("pyarrow", "two columns of one name", "several columns named 'x'", converts=True)
+@refuses("pyarrow", "two columns of one name", "several columns named 'x'")
 def parquet_twice(folder):
     write(folder, pa.table([IDS, IDS], names=["x", "x"]))
 
@@ -1167,19 +885,19 @@ def parquet_case(folder):
     return write(folder, pa.table([IDS, IDS[::-1]], names=["Id", "id"]))
 
 
-@refuses("pyarrow", "the same between files", "differ only in case", converts=True)
+@refuses("pyarrow", "the same between files", "differ only in case")
 def parquet_other_case(folder):
     write(folder, {"n": IDS, "Id": ["a"] * ROWS}, "1.parquet")
     write(folder, {"n": IDS, "id": ["b"] * ROWS}, "2.parquet")
 
 
-@refuses("pyarrow", "decimals of two scales", "schemas differ", converts=True)
+@refuses("pyarrow", "decimals of two scales", "schemas differ")
 def parquet_scales(folder):
     write(folder, {"p": [decimal.Decimal("1.25")]}, "1.parquet")
     write(folder, {"p": [decimal.Decimal("1.255")]}, "2.parquet")
 
 
-@refuses("pyarrow", "timestamps of two units or time zones", "schemas differ", converts=True)
+@refuses("pyarrow", "timestamps of two units or time zones", "schemas differ")
 def parquet_units(folder):
     write(folder, {"t": pa.array(IDS, pa.timestamp("us", "UTC"))}, "1.parquet")
     write(folder, {"t": pa.array(IDS, pa.timestamp("us", "Europe/Berlin"))}, "2.parquet")
@@ -1190,7 +908,7 @@ def parquet_null_items(folder):
     write(folder, {"v": [[1, None], [2, 3]]})
 
 
-@reads("pyarrow", "nulls of structs of text", "None", converts=False)
+@reads("pyarrow", "nulls of structs of text", "None")
 def parquet_null_structs(folder):
     write(folder, {"p": [{"s": "x"}, None, {"s": None}]})
     return At(folder, {"p.s": ["x", None, None]})
@@ -1221,12 +939,12 @@ def encrypted(folder: Path, *, plaintext_footer: bool) -> None:
         writer.write_table(table)
 
 
-@refuses("pyarrow", "encrypted Parquet", "encrypted", converts=True)
+@refuses("pyarrow", "encrypted Parquet", "encrypted")
 def parquet_encrypted(folder):
     encrypted(folder, plaintext_footer=False)
 
 
-@refuses("pyarrow", "Parquet with an encrypted column", "column 'x'", converts=True)
+@refuses("pyarrow", "Parquet with an encrypted column", "column 'x'")
 def parquet_encrypted_column(folder):
     encrypted(folder, plaintext_footer=True)
 
@@ -1279,7 +997,7 @@ def arrow_feather(folder):
     return pa.feather.read_table(folder / "a.feather")
 
 
-@refuses("pyarrow", "Feather of version 1", "Feather", converts=True)
+@refuses("pyarrow", "Feather of version 1", "Feather")
 def arrow_old_feather(folder):
     (folder / "a.feather").write_bytes(b"FEA1" + bytes(64) + b"FEA1")
 
@@ -1288,36 +1006,3 @@ def arrow_old_feather(folder):
 def arrow_cut(folder):
     ipc(folder / "a.arrow", pa.table({"id": IDS}), pa.ipc.new_file)
     (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:-30])
-
-
-@reads("pyarrow", "`write_csv`: all text is in quotes")
-def pyarrow_csv(folder):
-    pa.csv.write_csv(pa.table({"id": IDS, "s": [f'"{i}",\n' for i in IDS]}), folder / "a.csv")
-    return pa.csv.read_csv(
-        folder / "a.csv", parse_options=pa.csv.ParseOptions(newlines_in_values=True)
-    )
-
-
-@reads("Python", "`json.dumps`, a line each: CRLF, blank lines, a byte order mark, nested")
-def python_jsonl(folder):
-    rows = [{"id": i, "s": f"é{i}", "v": [i, i], "p": {"a": i}} for i in IDS]
-    lines = "\r\n\r\n".join(json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows))
-    (folder / "a.jsonl").write_text(lines, encoding="utf-8-sig", newline="")
-    return pa.Table.from_pylist(rows)
-
-
-@reads("Python", "JSON Lines with dates", "text, as in the file")
-def python_jsonl_dates(folder):
-    rows = [{"id": i, "day": f"2024-01-{i + 1:02}T00:00:00"} for i in IDS]
-    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return pa.Table.from_pylist(rows)
-
-
-@refuses(
-    "Python",
-    "JSON Lines with text beside numbers in one column",
-    "Column(/x) changed from number to string",
-    converts=True,
-)
-def python_jsonl_mixed(folder):
-    (folder / "a.jsonl").write_text('{"x": 1}\n{"x": "one"}\n')

@@ -66,22 +66,6 @@ def test_each_row_is_taken_once_an_epoch_whatever_the_schedule(
             of_epoch, epoch = [], epoch + 1
 
 
-@settings(max_examples=30, deadline=None)
-@given(schedule=schedules, step=st.integers(1, STEPS), tail=st.sampled_from(["drop", "short"]))
-def test_steps_alike_are_all_of_one_epoch_and_one_size(schedule, step, tail):
-    least = min(schedule.values())
-    base = Order(group_rows=[50], virtual_workers=least, micro_batch_size=1, tail=tail)
-    order = GrowingOrder(base, StepSchedule(schedule))
-
-    def key(at):
-        return order.epoch_of(at), order.schedule.at(at)
-
-    alike = order.steps_alike(step)
-    assert step in alike and {key(at) for at in alike} == {key(step)}
-    assert alike.start == 1 or key(alike.start - 1) != key(step)
-    assert key(alike.stop) != key(step)
-
-
 @settings(max_examples=25, deadline=None)
 @given(schedule=schedules)
 def test_a_step_takes_the_next_micro_batches_of_the_constant_batch(schedule):

@@ -84,68 +84,6 @@ def test_each_row_once_in_each_epoch_of_its_source(
     assert not times, "a row that no source has"
 
 
-def mixture_with_epochs(
-    epochs: list[int | None], rows: list[int], changes=None, **settings
-) -> Mixture:
-    sources = [
-        MixtureSource(name=f"s{i}", weight=i + 1, group_rows=[of_source], epochs=limit)
-        for i, (limit, of_source) in enumerate(zip(epochs, rows, strict=True))
-    ]
-    return Mixture(sources, changes=changes, **settings)
-
-
-@settings(max_examples=6, deadline=None)
-@given(
-    limits=st.lists(st.integers(1, 2), min_size=1, max_size=2),
-    slots=st.sampled_from([10, 64, SLOTS]),
-    virtual_workers=st.integers(2, 5),
-    micro_batch_size=st.integers(2, 4),
-    change=st.integers(1, 30),
-    seed=st.integers(0, 2**70),
-)
-def test_a_source_ends_after_its_epochs_and_the_others_share_its_weight(
-    limits, slots, virtual_workers, micro_batch_size, change, seed
-):
-    rows = [*[101, 67, 40][: len(limits)], 30]
-    options = {
-        "virtual_workers": virtual_workers,
-        "micro_batch_size": micro_batch_size,
-        "seed": seed,
-        "changes": {change: [len(rows) - i for i in range(len(rows))]},
-    }
-    with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
-        mixed = mixture_with_epochs([*limits, None], rows, **options)
-        endless = mixture_with_epochs([None] * len(rows), rows, **options)
-    batch, step = virtual_workers * micro_batch_size, 0
-    ends: dict[int, int] = {}
-    times: Counter[tuple[int, int]] = Counter()
-    while len(ends) < len(limits) or step < max(ends.values()) + 5:
-        step += 1
-        here = consumed(mixed, range(step, step + 1))
-        times.update(here)
-        assert len(here) == batch
-        for n in range(len(limits)):
-            if not mixed._stages[mixed._stage_after(step)].quotas[n]:
-                ends.setdefault(n, step)
-    for v in range(virtual_workers):
-        together = mixed.locate_steps(range(1, step + 1), v)
-        each = zip(*(mixed.locate(s, v) for s in range(1, step + 1)), strict=True)
-        for found, apart in zip(together, each, strict=True):
-            assert found.tolist() == np.concatenate(apart).tolist()
-    for n, limit in enumerate(limits):
-        counts = [times[n, row] for row in range(rows[n])]
-        assert max(counts) <= limit
-        # What is left is less than one step takes of it, and where the virtual workers differ.
-        assert limit * rows[n] - sum(counts) < batch + 4 * virtual_workers
-    first = min(ends.values())
-    assert consumed(mixed, range(1, first + 1)) == consumed(endless, range(1, first + 1))
-
-
-def test_a_source_whose_epochs_have_fewer_rows_than_a_step_takes_is_refused():
-    with pytest.raises(DataError, match="s1 has 5 rows, fewer in 1 epoch than one step takes"):
-        mixture_with_epochs([None, 1], [100, 5], virtual_workers=4, micro_batch_size=8)
-
-
 @pytest.mark.parametrize(
     ("slots", "group_bytes", "virtual_workers"),
     [

@@ -9,6 +9,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import elastic_dp as edp
@@ -17,7 +20,6 @@ from elastic_dp.coordinator.messages import WorkerLocation
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.data.test_group_by_length import ROWS, written
 from tests.data.test_packing import DOCUMENTS, document, packed
 from tests.runs import Points, formed_of, group, local, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
@@ -153,12 +155,14 @@ def test_all_workers_lost_behind_the_change_go_back_before_it_at_it_and_behind_i
     assert outcome.digest == local(dataclasses.replace(spec, config={}), plain).digest
 
 
+ROWS = 475  # a part of an epoch, and a short step
+
+
 def of_rows(folder: Path) -> DataConfig:
-    return written(folder, group_by_length=None, columns=["id"])
-
-
-def by_length(folder: Path) -> DataConfig:
-    return written(folder, group_by_length="length", columns=["id", "length"])
+    folder.mkdir(parents=True)
+    for shard, ids in enumerate(np.array_split(np.arange(ROWS), 3)):
+        pq.write_table(pa.table({"id": ids}), folder / f"{shard}.parquet", row_group_size=40)
+    return DataConfig(str(folder), micro_batch_size=2, seed=3, tail="short", epochs=2)
 
 
 EVERY_ROW, EVERY_TOKEN = {*range(ROWS)}, {0, *(t for i in range(DOCUMENTS) for t in document(i))}
@@ -168,7 +172,6 @@ EVERY_ROW, EVERY_TOKEN = {*range(ROWS)}, {0, *(t for i in range(DOCUMENTS) for t
     ("make", "column", "every"),
     [
         (of_rows, "id", EVERY_ROW),
-        pytest.param(by_length, "id", EVERY_ROW, marks=pytest.mark.slow),
         pytest.param(packed, "input_ids", EVERY_TOKEN, marks=pytest.mark.slow),
     ],
 )

@@ -26,10 +26,7 @@ from elastic_dp.errors import DataError
 
 _NAMES_SHOWN = 20
 
-_Names = tuple[str, ...]
 _Types = tuple[tuple[str, pa.DataType], ...]
-_Kind = tuple[_Types, _Names | None]  # and the columns that are read of such a shard
-Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
 class Columns:
@@ -46,34 +43,31 @@ class Columns:
         # A *kind* of shard: all shards with the same types, of which the same columns are read.
         # Type, first shard that has the column in it
         self._types: dict[str, tuple[pa.DataType, str]] = {}
-        self._shards: dict[_Kind, str] = {}  # first shard of each kind
-        self._numbers: dict[_Kind, int] = {}  # number of each kind
+        self._shards: dict[_Types, str] = {}  # first shard of each kind
+        self._numbers: dict[_Types, int] = {}  # number of each kind
         self._kind = 0  # of the last shard
         self._rows = Counter[int]()  # by kind
         self._nulls: list[frozenset[str]] = []  # by kind: leaves of Arrow's null type
         self._first: tuple[str, list[str]] = "", []  # first shard, and all its columns
-        self._last: tuple[pa.Schema, _Names | None] | None = None
+        self._last: pa.Schema | None = None
 
     def add(
         self,
         shard: str,
         schema: pa.Schema,
-        merge: Merge,
         rows: int = 0,
-        among: _Names | None = None,
     ) -> int:
-        """Adds a shard, and returns the number of its kind. `among`: those of the wanted columns
-        that are read of it; None: all. Raises DataError if a column cannot be merged with that of
-        another shard."""
-        if self._last is None or self._last[1] != among or not schema.equals(self._last[0]):
+        """Adds a shard, and returns the number of its kind. Raises DataError if a column cannot be
+        merged with that of another shard."""
+        if self._last is None or not schema.equals(self._last):
             refuse_names_that_are_no_text(shard, schema)
             if self._last is None:
                 self._first = shard, schema.names
-            self._last = schema, among
-            fields = self._pick(shard, plain_schema(schema), among)
-            here = tuple((field.name, field.type) for field in fields), among
+            self._last = schema
+            fields = self._pick(shard, plain_schema(schema))
+            here = tuple((field.name, field.type) for field in fields)
             if here not in self._shards:
-                self._merge(shard, here, merge)
+                self._merge(shard, here)
             self._kind = self._numbers[here]
         self.add_rows(rows)
         return self._kind
@@ -82,10 +76,10 @@ class Columns:
         """Adds rows to the last shard."""
         self._rows[self._kind] += rows
 
-    def _merge(self, shard: str, here: _Kind, merge: Merge) -> None:
-        for name, kind in here[0]:
+    def _merge(self, shard: str, here: _Types) -> None:
+        for name, kind in here:
             known, owner = self._types.get(name, (kind, shard))
-            merged = merge(known, kind) if name in self._types else kind
+            merged = lossless(known, kind) if name in self._types else kind
             if merged is None:
                 raise DataError(
                     f"the shards' schemas differ: column {name!r} is {type_name(known)} in "
@@ -97,7 +91,7 @@ class Columns:
             self._types[name] = merged, owner if merged.equals(known) else shard
         self._numbers[here] = len(self._shards)
         self._shards[here] = shard
-        names = (f.name for f in leaves(pa.schema(here[0])) if pa.types.is_null(f.type))
+        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
         self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
@@ -130,9 +124,6 @@ class Columns:
         used = leaves(self.schema(), self._used) if self._delivered is None else []
         self._left_out = frozenset(leaf.name for leaf in used if is_left_out(leaf))
 
-    def _leaves_among(self, among: _Names | None) -> list[pa.Field]:
-        return self.wanted_leaves() if among is None else leaves(self.schema(), among)
-
     def refuse_missing(self) -> None:
         """Raises DataError if no shard has one of the columns that the job names."""
         there = {name for name, _ in _columns_and_structs(self.schema())}
@@ -154,7 +145,7 @@ class Columns:
             several.setdefault(name.casefold(), []).append(name)
         for names in several.values():
             two = names[:2]
-            if len(names) > 1 and not any(set(two) <= set(dict(t)) for t, _ in self._shards):
+            if len(names) > 1 and not any(set(two) <= set(dict(types)) for types in self._shards):
                 owners = " and ".join(f"{name!r} (in {self._types[name][1]})" for name in two)
                 raise DataError(
                     f"the shards' schemas differ: columns {owners} differ only in case, and "
@@ -166,8 +157,8 @@ class Columns:
         """For each kind of shard: the factor by which the merged types increase its memory, and the
         bytes added per row."""
         found = []
-        for here, among in self._shards:
-            wanted = self._leaves_among(among)
+        wanted = self.wanted_leaves()
+        for here in self._shards:
             types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
             there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
             null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
@@ -185,8 +176,8 @@ class Columns:
         the rows of all shards of that kind."""
         if len(self._shards) == 1:
             return
-        for number, ((here, among), shard) in enumerate(self._shards.items()):
-            wanted = self._leaves_among(among)
+        wanted = self.wanted_leaves()
+        for number, (here, shard) in enumerate(self._shards.items()):
             there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
             rows = self._rows[number]
             yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
@@ -205,21 +196,14 @@ class Columns:
                     "structs; rename all but one, or choose others by DataConfig.columns"
                 )
 
-    def _pick(self, shard: str, schema: pa.Schema, among: _Names | None) -> list[pa.Field]:
-        wanted = self._wanted if among is None else among
+    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
+        wanted = self._wanted
         tops = top_level(schema, wanted)
         for name in tops:
             if schema.names.count(name) > 1:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
         self._refuse_ambiguous(schema, shard, wanted)
         return [schema.field(name) for name in tops]
-
-
-def names_missing(wanted: Iterable[str], schema: pa.Schema) -> list[str]:
-    """Return those of `wanted` that `schema` lacks. A column of nulls may have any field."""
-    there = {name for name, _ in _columns_and_structs(schema)}
-    nulls = tuple(f"{field.name}." for field in schema if pa.types.is_null(field.type))
-    return [name for name in wanted if name not in there and not name.startswith(nulls)]
 
 
 def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
@@ -251,16 +235,6 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
         return list(schema.names)
     tops = dict(reversed(list(_columns_and_structs(schema))))
     return list(dict.fromkeys(tops[name] for name in wanted if name in tops))
-
-
-def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`FileFormat.merge` for formats whose types are inferred from values: the type that holds
-    both; None if there is none."""
-    try:
-        fields = [pa.schema([("x", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(fields, promote_options="permissive").field("x").type
-    except pa.ArrowException:
-        return lossless(one, other)
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -22,7 +22,6 @@ from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import Key, RowGroupReader, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.data.pipeline.source_parts import SourceParts
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import UserCodeError
 from elastic_dp.module_pickling import pickle_with_modules
@@ -159,9 +158,7 @@ class MicroBatchStream(ABC):
     def forget(self, keys: Iterable[Key]) -> None:
         self.reader.forget(keys)
 
-    def _finish(
-        self, arrays: dict[str, Any] | SourceParts | None, wanted: MicroBatch, producer: int
-    ) -> Any:
+    def _finish(self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int) -> Any:
         if arrays is None:
             return None
         if not self._in_processes:

@@ -11,7 +11,6 @@ import numpy as np
 from elastic_dp.config import DataConfig, IterableData, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
-from elastic_dp.data.datasets.length_grouped import check_lengths
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
 from elastic_dp.data.datasets.packed_micro_batches import packed_row_bytes
@@ -21,7 +20,7 @@ from elastic_dp.data.datasets.sharded import (
     rows_in_file_order,
 )
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.pipeline.media_decoding import check_decoded
+from elastic_dp.data.pipeline.image_decoding import check_decoded
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
@@ -141,13 +140,10 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
         MixtureSource(
             name=redact_url(url),
             weight=weight,
-            epochs=options.epochs,
             group_rows=index.rows[source.first_group : source.end_group],
             group_bytes=index.nbytes[source.first_group : source.end_group],
         )
-        for url, weight, source, options in zip(
-            urls, index.weights, index.sources, config.options_of_sources, strict=True
-        )
+        for url, weight, source in zip(urls, index.weights, index.sources, strict=True)
     ]
     return Mixture(
         sources,
@@ -189,7 +185,6 @@ def _row_groups(
 ) -> tuple[ShardRowGroups, dict[str, Any]]:
     """The row groups, and the options that both kinds of data set take for them."""
     check_decoded(config.decode, leaves(index.delivered))
-    check_lengths(config.group_by_length, leaves(index.delivered))
     cache = None
     if config.cache_dir is not None and config.cache_bytes is not None:
         say = on_wait or _log.warning

@@ -30,7 +30,7 @@ from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
-from elastic_dp.data.pipeline.batch_assembler import Ints, copy_run, distinct
+from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.row_group_reader import Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
@@ -367,7 +367,7 @@ def _copy(values: Any, moves: Sequence[_Move], out: Any) -> None:
     """`values` and `out`: flat."""
     if moves[0][1] - moves[0][0] >= _LONG:
         for source, source_stop, place, stop in moves:
-            copy_run(values[source:source_stop], out[place:stop])
+            out[place:stop] = values[source:source_stop]
         return
     values, out = memoryview(values.data), memoryview(out.data)
     for source, source_stop, place, stop in moves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +23,6 @@ _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
-
-
-class _Assembler(Protocol):
-    """What `_fill` needs of a `BatchAssembler`."""
-
-    @property
-    def row_groups(self) -> list[int]: ...
-
-    def copy(self, row_group: int, columns: Columns, own: Callable[[int], int | None]) -> None: ...
-
-    def leave_out(self, row_group: int) -> None: ...
 
 
 class RowStream(MicroBatchStream):
@@ -92,7 +81,7 @@ class RowStream(MicroBatchStream):
                 made.append(self._finish(assembler.cut(start, stop), m, producer))
         return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
-    def _fill(self, assembler: _Assembler, key: Key) -> dict[int, BadShard]:
+    def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:
         """Copies rows from row groups as these arrive. Returns the row groups that cannot be
         decoded, unless the job skips them."""
         todo, failed = self._readable(assembler.row_groups), dict[int, BadShard]()
@@ -117,7 +106,7 @@ class RowStream(MicroBatchStream):
 
     def _copy(
         self,
-        assembler: _Assembler,
+        assembler: BatchAssembler,
         here: Mapping[int, Columns | BadShard],
         own: Callable[[int], int | None],
     ) -> dict[int, BadShard]:

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets import length_grouped
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
-from elastic_dp.data.datasets.mixed_sources import MixedStream
 from elastic_dp.data.datasets.packed_micro_batches import PackedStream
 from elastic_dp.data.datasets.row_micro_batches import RowStream
 from elastic_dp.data.discovery.shard_index import Index
@@ -26,7 +24,7 @@ from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
 from elastic_dp.data.pipeline.batch_assembler import Ints
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.sampling import AnyOrder, GrowingOrder, Mixture, Order, PackedOrder
+from elastic_dp.sampling import AnyOrder, GrowingOrder, Order, PackedOrder
 from elastic_dp.sampling.any_order import row_groups_at_once
 from elastic_dp.storage import DiskCache, Store
 
@@ -69,14 +67,12 @@ class StreamingDataset(_DelegatesToStream):
         self.index, self._order = index, order
         self._limit = BadRowLimit(config, row_groups, index)
         self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
-        identity = f"{digest} {order.identity}{length_grouped.identity(config)}"
+        identity = f"{digest} {order.identity}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._stream = _stream_of(
             config,
             row_groups,
             order,
-            index,
-            by_length=config.group_by_length is not None,
             open_row_groups=row_groups_at_once(order),
             workers=config.workers,
             keep=config.shuffle == "full",
@@ -148,7 +144,6 @@ class StreamingEvaluation(_DelegatesToStream):
             config,
             row_groups,
             order,
-            index,
             open_row_groups=1,
             workers=0,
             keep=True,
@@ -196,19 +191,10 @@ def _stream_of(
     config: DataConfig,
     row_groups: RowGroups,
     order: AnyOrder,
-    index: Index | None,
-    *,
-    by_length: bool = False,
     **options: Any,
 ) -> MicroBatchStream:
     if isinstance(order.base if isinstance(order, GrowingOrder) else order, PackedOrder):
         assert isinstance(order, PackedOrder | GrowingOrder)
         return PackedStream(config, row_groups, order, **options)
     assert not isinstance(order, PackedOrder)
-    if by_length:
-        assert not isinstance(order, Mixture), "weights are refused"
-        return length_grouped.LengthGroupedStream(config, row_groups, order, **options)
-    if any(one.columns or one.transform for one in config.options_of_sources):
-        assert index is not None, "sources are those of an index"
-        return MixedStream(config, row_groups, order, index, **options)
     return RowStream(config, row_groups, order, **options)

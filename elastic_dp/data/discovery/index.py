@@ -7,7 +7,6 @@ import json
 import logging
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -16,46 +15,24 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
-from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.row_filter import columns_of
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.filtered_index import filtered
-from elastic_dp.data.discovery.listed_files import ListedFile, list_warnings
-from elastic_dp.data.discovery.listing import (
-    duplicate_files_warning,
-    is_list,
-    list_shards,
-    prefix_of,
-)
-from elastic_dp.data.discovery.opened_source import (
-    FOOTERS_IN_FLIGHT,
-    OpenedSource,
-    folder_columns,
-    refuse_missing,
-)
+from elastic_dp.data.discovery.partitions import folder_columns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
-from elastic_dp.data.discovery.shard_scans import announce, scan_all
-from elastic_dp.data.discovery.skipped_files import skipped_message
-from elastic_dp.data.discovery.source_columns import SourceColumns
+from elastic_dp.data.discovery.sources import OpenedSource, announce, open_sources, scan_all, some
 from elastic_dp.data.discovery.token_counts import is_packable, with_tokens
-from elastic_dp.data.formats.csv import Csv
-from elastic_dp.data.formats.csv_headers import HeaderLines
-from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.file_format import Ints, Scan
-from elastic_dp.data.formats.format_registry import open_format
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import redact_url
 
 # Limit of all footers that the index keeps, those of the first shards. A worker that begins such a
 # shard needs no request for its footer.
 FOOTER_BYTES_KEPT = 8 << 20
 _COUNTED: Mapping[str, int] = MappingProxyType({})  # shared by all scans that are kept
-_NONE: Mapping[str, str] = MappingProxyType({})
 _INT16_SOURCES = 1 << 15
-
-_NAMED = 3
 
 __all__ = ["Builder", "Index", "IndexedSource", "read_index"]
 
@@ -73,45 +50,26 @@ def read_index(
     reached for `timeout_s`.
     """
     weights = None if config.weights_by_step is None else config.weights_by_step[0]
-    urls, sources = config.urls, _open_all(config, timeout_s)
+    urls, sources = config.urls, open_sources(config, timeout_s)
     for source in sources:
         announce(source, say or _log.info)
-    if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
-        _log.warning("%s", twice)
-    if is_list(config):
-        of_list = [s for s in sources if s.listed.is_file]
-        for warning in list_warnings(ListedFile(s.store, s.listed.entries[0]) for s in of_list):
-            _log.warning("%s", warning)
-    by_source, wanted = config.columns_by_source, config.columns
-    if by_source is not None:
-        wanted = list(dict.fromkeys(name for of_source in by_source for name in of_source or ()))
     used = [] if config.filter is None else columns_of(config.filter)
-    in_folders = folder_columns(sources, None if wanted is None else [*wanted, *used])
+    wanted, source_column = config.columns, config.source_column
+    read = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
+    in_folders = folder_columns(((s.root, s.entries) for s in sources), read)
     types = dict(in_folders.types)
-    if (source_column := config.source_column) is not None:
+    if source_column is not None:
         types[source_column] = pa.int64()
         wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
-    refuse_missing(sources, config, types)
-    of_sources = SourceColumns(config, used)
     columns, nulls, build, begun = Columns(wanted, used), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
-    rounded: dict[str, str] = {}
-    leading_zeros: dict[str, str] = {}
-    headers = [HeaderLines() for _ in by_source or ("all sources",)]
-    for number, shard, scan in scan_all(sources, config, used):
-        listed = sources[number].listed
+    for number, shard, scan in scan_all(sources, read):
         while begun <= number:
-            url = urls[begun]
-            weight = None if weights is None else weights.get(url, 0.0)
-            build.begin(
-                sources[begun].listed.format,
-                weight,
-                sources[begun].listed.is_file,
-                None if by_source is None else tuple(by_source[begun] or ()),
-            )
+            weight = None if weights is None else weights.get(urls[begun], 0.0)
+            build.begin(sources[begun].format.name, weight, sources[begun].is_file)
             begun += 1
-        name, entry = listed.name(shard), listed.entries[shard]
+        name, entry = sources[number].names[shard], sources[number].entries[shard]
         shown = sources[number].prefix + name
         for what, (count, first) in scan.remarks.items():
             before, example = remarks.get(what, (0, f"{first} of {shown}"))
@@ -120,11 +78,8 @@ def read_index(
         if not rows:  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
-        if listed.format == Csv.name:
-            headers[number if by_source else 0].add(shown, scan.schema.names)
         folder = entry.path.rpartition("/")[0]
-        among = of_sources.among(number)
-        partition = in_folders.of_shard(shown, folder, scan.schema.names, among)
+        partition = in_folders.of_shard(shown, folder, scan.schema.names)
         if source_column is not None:
             if source_column in {*scan.schema.names, *in_folders.types}:
                 raise DataError(
@@ -135,31 +90,20 @@ def read_index(
         if partition:
             scan = _with_partition(scan, partition, types)
             nulls.add(shown, {n: rows for n, v in partition.items() if v is None}, {})
-        of_sources.add(number, scan.schema)
-        kind = columns.add(shown, scan.schema, sources[number].format.merge, rows, among)
-        rounded = {**scan.rounded, **rounded}
-        leading_zeros = {**scan.leading_zeros, **leading_zeros}
-        counted, lists = of_sources.read(number, scan)
-        nulls.add(shown, columns.valued(counted), lists)
+        kind = columns.add(shown, scan.schema, rows)
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind, partition)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
     in_folders.check()
-    of_sources.check()
-    for lines in headers:
-        lines.check()
     if config.pack is not None:
         columns.leave_out(lambda leaf: not is_packable(leaf.type))
     delivered, found = {leaf.name for leaf in columns.leaves()}, columns.wanted_leaves()
     for_filter = {leaf.name for leaf in found} - delivered
-    refuse_rounded(rounded, found)
-    for warning in leading_zero_warnings(leading_zeros, found):
-        _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
     fills = check_nulls(nulls, config.fill_nulls, found, for_filter=for_filter)
     index = build.finish(columns, fills)
-    index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
     every = index.rows
     if config.filter is not None:
         index = filtered(index, config, sources)
@@ -184,12 +128,11 @@ class Builder:
         chosen: str,
         weight: float | None,
         is_file: bool,
-        columns: tuple[str, ...] | None = None,
     ) -> None:
         """Begins a source. The shards that are added next belong to it."""
         self._end()
         first = self._num_groups
-        self._sources.append(IndexedSource(chosen, weight, is_file, first, first, columns))
+        self._sources.append(IndexedSource(chosen, weight, is_file, first, first))
 
     def add(
         self,
@@ -206,16 +149,7 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer, values))
-        self._scans.append(
-            replace(
-                scan,
-                footer=b"",
-                nulls=_COUNTED,
-                null_lists=_COUNTED,
-                rounded=_NONE,
-                leading_zeros=_NONE,
-            )
-        )
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= CHUNK:
@@ -288,29 +222,6 @@ _SHARDS = pa.schema(
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])
 
 
-def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
-    """All sources are listed at once: a list of URLs may be one of a thousand files."""
-
-    urls, options = config.urls, CsvOptions.of(config.csv_options)
-
-    def open_one(url: str) -> OpenedSource:
-        store = Store(url, config.storage_options, timeout_s=timeout_s)
-        listed = list_shards(config, url, store)
-        for remark in listed.remarks:
-            _log.warning("%s", remark)
-        if listed.skipped and not listed.remarks:
-            _log.info("not read at %s: %s", store.url, skipped_message(listed.skipped))
-        prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
-        return OpenedSource(store, listed, open_format(listed.format, options), prefix)
-
-    threads = min(FOOTERS_IN_FLIGHT, len(urls))
-    with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
-        opened = list(pool.map(open_one, urls))
-    if options.identity and not any(source.format.name == Csv.name for source in opened):
-        raise DataError("DataConfig.csv_options is set, and no file is CSV; leave it out")
-    return opened
-
-
 def _with_partition(
     scan: Scan, partition: Mapping[str, Any], types: Mapping[str, pa.DataType]
 ) -> Scan:
@@ -327,18 +238,15 @@ def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list
     the data set, has rows."""
     every = range(len(sources))
     for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
-        if all(len(empty[n]) == len(sources[n].listed.entries) for n in part):
+        if all(len(empty[n]) == len(sources[n].entries) for n in part):
             names = [name for n in part for name in empty[n]]
             url = redact_url(config.urls[part[0]])
-            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {_some(names)}")
+            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {some(names)}")
     if names := [name for of_source in empty for name in of_source]:
-        some = f"{len(names):,} shards hold no row and add nothing"
-        what = "1 shard holds no row and adds nothing" if len(names) == 1 else some
-        _log.warning("DataConfig.url: %s: %s", what, _some(names))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+        what = "1 shard holds no row and adds nothing"
+        if len(names) > 1:
+            what = f"{len(names):,} shards hold no row and add nothing"
+        _log.warning("DataConfig.url: %s: %s", what, some(names))
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

@@ -16,13 +16,6 @@ def difference(old: Index, new: Index) -> str | None:
         return None
     if [s.weight for s in old.sources] != [s.weight for s in new.sources]:
         return f"the weights of the sources were {old.weights}, and are {new.weights}"
-    for number, pair in enumerate(zip(old.sources, new.sources, strict=True)):
-        then, here = (_columns_of(source.columns) for source in pair)
-        if then != here:
-            return f"the columns of source {number} were {then}, and are {here}"
-    if old.csv != new.csv:
-        was, now = old.csv or "not set", new.csv or "not set"
-        return f"csv_options were {was}, and are {now}"
     if (old.tokens is None) != (new.tokens is None):
         was, now = ("not set" if one.tokens is None else "set" for one in (old, new))
         return f"pack was {was}, and is {now}"
@@ -37,10 +30,6 @@ def difference(old: Index, new: Index) -> str | None:
             was, now = old.shards[column][shard].as_py(), new.shards[column][shard].as_py()
             return f"shard {old.name(shard)} was rewritten: it had {was} {word}, and has {now}"
     return _groups_difference(old, new)
-
-
-def _columns_of(columns: tuple[str, ...] | None) -> str:
-    return "those of the data set" if columns is None else repr([*columns])
 
 
 def _columns_difference(old: dict[str, str], new: dict[str, str]) -> str:

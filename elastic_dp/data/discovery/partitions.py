@@ -9,13 +9,14 @@ decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
 from elastic_dp.errors import DataError
+from elastic_dp.storage import Entry
 
 _PART = re.compile(r"([^/=]+)=([^/]*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -51,6 +52,19 @@ class Partitions:
         return _type_of({parts[key] for parts in self._folders.values() if key in parts})
 
 
+def folder_columns(
+    sources: Iterable[tuple[str, Sequence[Entry]]], wanted: Sequence[str] | None
+) -> FolderColumns:
+    """The columns that only the names of folders hold. `sources`: (root, shards)."""
+    folders = {
+        (root, entry.path[len(root) :].rpartition("/")[0])
+        for root, entries in sources
+        for entry in entries
+        if "=" in entry.path
+    }
+    return FolderColumns(sorted(folders), wanted)
+
+
 class FolderColumns:
     """The partition columns that training reads, while the shards of a data set are added.
 
@@ -71,15 +85,11 @@ class FolderColumns:
         shown: str,
         folder: str,
         there: Sequence[str],
-        among: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """The value of each column in a shard whose files have the columns `there`. `among`: the
-        columns that are read of the shard; None: all."""
+        """The value of each column in a shard whose files have the columns `there`."""
         found: dict[str, Any] = {}
         parts = parts_of(folder) if self.types else {}
         for name, kind in self.types.items():
-            if among is not None and name not in among:
-                continue
             if name in there or name not in parts:
                 self._elsewhere.setdefault(name, shown)
                 continue

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.config.removed_names import REMOVED_DATA_NAMES
 from elastic_dp.data.columns.schema import top_level
 from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
@@ -32,14 +33,13 @@ CHUNK = 1 << 14  # shards whose names are converted to Python strings at the sam
 class IndexedSource:
     """A URL of the data set. Its row groups are `first_group` ≤ i < `end_group`. `weight`: its
     share in a mixture; None if the sources are one data set. `is_file`: the URL names a single
-    shard. `columns`: those that are read of this source; None: those of the data set."""
+    shard."""
 
     format: str
     weight: float | None
     is_file: bool
     first_group: int
     end_group: int
-    columns: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,6 @@ class Index:
     - `schema`: of the top-level columns that contain these, and of those that the filter uses.
     - `selection`: a digest of the rows that the filter keeps; "" without one. `groups` counts only
       these rows.
-    - `csv`: the identity of `DataConfig.csv_options`.
     """
 
     sources: tuple[IndexedSource, ...]
@@ -64,7 +63,6 @@ class Index:
     schema: pa.Schema
     columns: tuple[tuple[str, str], ...]
     selection: str = ""
-    csv: str = ""
 
     @cached_property
     def rows(self) -> Ints:
@@ -139,10 +137,7 @@ class Index:
     @cached_property
     def digest(self) -> str:
         """Equal for data sets with the same rows in the same shards, read as the same columns."""
-        formats = [
-            (s.format, s.weight) if s.columns is None else (s.format, s.weight, s.columns)
-            for s in self.sources
-        ]
+        formats = [(s.format, s.weight) for s in self.sources]
         content = hashlib.sha256(json.dumps(["index 1", formats, self.columns]).encode())
         for column in ("source", "size", "check"):
             content.update(self.shards[column].to_numpy())
@@ -153,7 +148,7 @@ class Index:
         ):
             for values in chunks_of(self.shards["partition"]):
                 content.update(json.dumps(values.to_pylist()).encode())
-        content.update((self.selection + self.csv).encode())
+        content.update(self.selection.encode())
         for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
             content.update(np.ascontiguousarray(numbers).data)
         if self.tokens is not None:
@@ -167,7 +162,6 @@ class Index:
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
             "selection": self.selection,
-            "csv": self.csv,
             "version": 3,  # 1 kept no footers, and 2 no partitions
         }
         sink = io.BytesIO()
@@ -199,9 +193,10 @@ class Index:
             columns = tuple((name, kind) for name, kind in facts["columns"])
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
-            later = facts.get("selection", ""), facts.get("csv", "")
             bounds_of = bounds["bounds"].to_numpy()
-            return cls(sources, shards, groups, bounds_of, plain, columns, *later)
+            return cls(
+                sources, shards, groups, bounds_of, plain, columns, facts.get("selection", "")
+            )
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data set's index cannot be read: {error}") from error
 
@@ -213,7 +208,9 @@ class Index:
 
 
 def _source(columns: list[str] | None = None, **facts: Any) -> IndexedSource:
-    return IndexedSource(**facts, columns=None if columns is None else tuple(columns))
+    if columns is not None:
+        raise DataError(REMOVED_DATA_NAMES["source_options"])
+    return IndexedSource(**facts)
 
 
 def shard_at(index: Index, number: int, path: str, store: Store, shown: str) -> ShardAt:

@@ -3,10 +3,8 @@
 Both formats are a sequence of messages. A file has a footer that says where they are; a stream is
 walked from message to message. The messages before the first record batch (schema, dictionaries)
 are the head, and `read` decodes a stream that consists of the head and one record batch. A local
-file is memory mapped, and uncompressed numbers are views of the mapping, but consecutive rows are
-read from the file, not copied (mapped_file.py). A file that is replaced or written to is noticed.
-One that is truncated ends the process if that is while a record batch is decoded, or while single
-rows are copied.
+file is memory mapped, and uncompressed numbers are views of the mapping. A file that is replaced or
+written to is noticed. One that is truncated while it is read ends the process.
 
 The footer of a file has the schema, and says where the dictionaries are. Arrow's own libraries also
 write both before the first record batch. Polars writes no schema message there, and puts its
@@ -26,8 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.columns.column_types import lossless, plain_schema
-from elastic_dp.data.columns.mapped_file import MappedFile, stamp_of
+from elastic_dp.data.columns.column_types import plain_schema
 from elastic_dp.data.columns.null_views import clear_null_views, has_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
@@ -51,12 +48,18 @@ from elastic_dp.data.formats.arrow_messages import (
     too_large,
     walked_messages,
 )
-from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt, ShardKey
-from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
+from elastic_dp.data.formats.file_format import (
+    RowGroupLocation,
+    Scan,
+    ShardAt,
+    ShardKey,
+    stamp_of,
+)
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
+HEAD_BYTES_KEPT = 16 << 20
 _HEADS_KNOWN = 64  # most shards have the same one
 _KNOWN_BYTES = 1 << 16  # of a head that stays decoded; dictionaries may take much more
 _OLD_FEATHER = b"FEA1"
@@ -69,13 +72,13 @@ class Arrow:
     endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
     growth = 1.0
-    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
-        self._headers = RowGroupHeaders()
+        self._heads: dict[ShardKey, bytes] = {}  # what precedes the record batches
+        self._head_bytes = 0
         self._head_of = lru_cache(_HEADS_KNOWN)(_Head.of)
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[ShardKey, MappedFile] = OrderedDict()  # oldest use first
+        self._mapped: OrderedDict[ShardKey, _MappedFile] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
@@ -127,13 +130,10 @@ class Arrow:
         nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
         return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
 
-    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
-        return None
-
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
-        content = self._headers.read(shard, shard.head, head_of_footer if shard.tail else None)
+        content = self._head(shard)
         head = self._head_of(content) if len(content) <= _KNOWN_BYTES else _Head.of(content)
         path = shard.local
         if path is None:
@@ -147,15 +147,29 @@ class Arrow:
         return table
 
     def close(self) -> None:
-        self._headers.clear()
         with self._lock:
+            self._heads.clear()
             self._mapped.clear()
 
-    def _map(self, shard: ShardAt, path: str) -> MappedFile:
+    def _head(self, shard: ShardAt) -> bytes:
+        """Threads that miss one head at the same time may each read it."""
+        with self._lock:
+            if (found := self._heads.get(shard.key)) is not None:
+                return found
+        head = head_of_footer(shard) if shard.tail else bytes(shard.read(0, shard.head))
+        with self._lock:
+            if self._head_bytes + len(head) > HEAD_BYTES_KEPT:
+                self._heads.clear()
+                self._head_bytes = 0
+            self._heads[shard.key] = head
+            self._head_bytes += len(head)
+        return head
+
+    def _map(self, shard: ShardAt, path: str) -> _MappedFile:
         with self._lock:
             mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp_of(path):
-            mapped = MappedFile(path)
+            mapped = _MappedFile(path)
             shard.read(0, 1)  # raises if the file has another version than in the index
         with self._lock:
             self._mapped[shard.key] = mapped
@@ -163,6 +177,15 @@ class Arrow:
             if len(self._mapped) > FILES_MAPPED:
                 self._mapped.popitem(last=False)
         return mapped
+
+
+class _MappedFile:
+    """A file, mapped. It keeps no descriptor: there may be thousands of mappings."""
+
+    def __init__(self, path: str) -> None:
+        self.stamp = stamp_of(path)
+        with pa.memory_map(path) as file:
+            self.content: pa.Buffer = file.read_buffer()
 
 
 @dataclass(frozen=True)

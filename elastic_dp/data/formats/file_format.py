@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -73,7 +74,6 @@ class Scan:
     - `nulls`: the number of nulls of each leaf column ("a.b" in a struct), as far as the shard
       says. `null_lists`: the number of null lists, for lists of variable length.
     - `remarks`: what the user should know: by kind, how often it occurs, and the first place.
-    - `rounded`, `leading_zeros`: see exact_numbers.py.
     """
 
     schema: pa.Schema
@@ -87,8 +87,6 @@ class Scan:
     nulls: Mapping[str, int] = field(default_factory=dict)
     null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    rounded: Mapping[str, str] = field(default_factory=dict)
-    leading_zeros: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,12 @@ class RowGroupLocation:
     group: int
     start: int
     end: int
+
+
+def stamp_of(path: str) -> tuple[int, ...]:
+    """Another file at this path, or one that was written to, has another one."""
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_table(
@@ -128,14 +132,6 @@ class FileFormat(Protocol):
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         """`columns`: those that the job reads; None: all. The result's `nbytes`, `starts` and
         `ends` count only these."""
-
-    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
-        """The columns of the first rows, for formats whose `scan` reads the content. None:
-        unknown."""
-
-    def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type in which a column is read that has these two plain types (column_types.py) in
-        two shards. None: the two are different data."""
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]

@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from elastic_dp.data.columns.column_types import lossless, plain_schema
-from elastic_dp.data.columns.mapped_file import stamp_of
+from elastic_dp.data.columns.column_types import plain_schema
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.row_filter import equalities
 from elastic_dp.data.columns.schema import is_text, leaves
@@ -33,7 +32,13 @@ from elastic_dp.data.formats.encryption import (
     refuse_unreadable,
     unreadable_chunks,
 )
-from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.file_format import (
+    RowGroupLocation,
+    Scan,
+    ShardAt,
+    ShardKey,
+    stamp_of,
+)
 from elastic_dp.data.formats.footer_layouts import FooterLayout, FooterLayouts
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
 from elastic_dp.data.formats.parquet_memory import decoded_bytes, widths_of
@@ -56,7 +61,6 @@ class Parquet:
     # returns them: up to 2.2 times as measured with pyarrow 26, for lengths just above a power of
     # two.
     growth = 2.25
-    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,9 +112,6 @@ class Parquet:
         if before is None or not before[0].equals(schema):
             before = self._counted = schema, countable(footer, schema, columns)
         return before[1]
-
-    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
-        return None
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]

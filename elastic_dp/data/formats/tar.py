@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
-from elastic_dp.data.formats.text import decompress, is_compressed, with_codecs
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
+UNPACKED_BYTES = 2 << 30  # limit of a compressed shard, decompressed: it is one row group
+_CODECS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tar.bz2": "bz2"} | {
+    ".tar.lz4": "lz4"
+}
+_UNPACKED_AT_ONCE = 4 << 20
 _BLOCK = 512
 _BUFFER_BYTES = 64 << 10  # a seek within them is no call of Python
 _READ_BYTES = 1 << 20  # per read during a scan; longer members are skipped by a seek
@@ -62,10 +65,9 @@ _SHOWN = 40  # bytes of a value, in an error message
 
 class Tar:
     name = "tar"
-    endings: tuple[str, ...] = (*with_codecs(".tar"), ".tgz")
+    endings: tuple[str, ...] = (*_CODECS, ".tar")
     scans_content = True
     growth = 1.0
-    merge = staticmethod(lossless)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         names = Counter({_KEY: 0})  # number of samples that have the column
@@ -74,7 +76,7 @@ class Tar:
         check, last_key = 0, None
         keys = set[int]()  # hashes of the keys of all samples
         remarks: dict[str, tuple[int, str]] = {}
-        packed = is_compressed(shard)
+        packed = _codec(shard) is not None
         content = _unpack(shard, bytes(shard.read(0, shard.size))) if packed else b""
         size = len(content) if packed else shard.size
         file = io.BytesIO(content) if packed else _Scanned(shard)
@@ -112,21 +114,11 @@ class Tar:
         nulls = {name: names[_KEY] - count for name, count in names.items()}
         return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
 
-    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
-        if is_compressed(shard):
-            return None
-        names = {_KEY}
-        for member, _, ending in _members(_Scanned(shard)):
-            names.add(ending)
-            if member.offset >= GROUP_BYTES:
-                break
-        return pa.schema([(name, pa.null()) for name in sorted(names)])
-
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
         content = memoryview(shard.read(location.start, location.end))
-        if is_compressed(shard):
+        if _codec(shard) is not None:
             content = memoryview(_unpack(shard, bytes(content)))
         samples: list[dict[str, Any]] = []
         for member, key, ending in _members(io.BytesIO(content)):
@@ -148,8 +140,23 @@ class Tar:
         pass
 
 
+def _codec(shard: ShardAt) -> str | None:
+    lower = shard.name.lower()
+    return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)
+
+
 def _unpack(shard: ShardAt, content: bytes) -> bytes:
-    return decompress(shard, content, "")
+    pieces, nbytes = [], 0
+    with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
+        while piece := stream.read(_UNPACKED_AT_ONCE):
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes > UNPACKED_BYTES:
+                raise DataError(
+                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, and training "
+                    "reads it as one row group; write it in parts"
+                )
+    return b"".join(pieces)
 
 
 class _Scanned(io.RawIOBase):

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
-from elastic_dp.data.columns.mapped_file import mapped_file
 from elastic_dp.data.pipeline.array_memory import (
     ALIGNED_TO,
     BlockPool,
@@ -37,7 +36,6 @@ Ints = npt.NDArray[np.int64]
 Pieces = list[tuple[Ints, Ints]]  # of a row group: rows in it, and their indices in the output
 _USED = 2  # a row group is kept if that saves the copy of at least 1 / _USED of its rows
 _OBJECT_BYTES, _ARRAY_BYTES = 64, 256  # overhead of a Python object, of an array
-READ_BYTES = 64 << 10  # so many bytes of a mapped file, and more, are read rather than copied
 _PIECES = 8  # from this mean length of consecutive rows of a row group on, rows are not sorted
 
 
@@ -161,14 +159,6 @@ class BatchAssembler:
             for name, out in self._out.items()
         }
 
-    def output(self, name: str) -> Array | list[Any]:
-        """A column of all micro-batches."""
-        return self._out[name]
-
-    def pick(self, places: Ints) -> dict[str, Any]:
-        """These rows of each column, as `cut` returns them."""
-        return {name: _pick(out, places) for name, out in self._out.items()}
-
     def _room(self, name: str, column: Column) -> Array | list[Any]:
         """The output of a column: an array, until a row does not fit into it, then a list."""
         out = self._out.get(name)
@@ -206,7 +196,7 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
     if _is_run(places):
         there = out[places[0] : places[0] + len(places)]
         if _is_run(rows):
-            copy_run(column[rows[0] : rows[0] + len(rows)], there)
+            there[...] = column[rows[0] : rows[0] + len(rows)]
             return
         np.take(column, rows, axis=0, out=there, mode="clip")  # "raise" would copy through a buffer
         return
@@ -217,17 +207,6 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
     row_type = np.dtype((np.void, width))  # rows as single items take half the time
     source = column.reshape(len(column), -1).view(row_type)[:, 0]
     out.reshape(len(out), -1).view(row_type)[:, 0][places] = source[rows]
-
-
-def copy_run(rows: Array, out: Array) -> None:
-    """out[...] = rows. `out` is contiguous.
-
-    Raises ObjectRewritten if the rows are of a mapped file that was changed."""
-    if rows.nbytes >= READ_BYTES and rows.flags.c_contiguous and rows.dtype == out.dtype:
-        file = mapped_file(rows)
-        if file is not None and file.read(rows, out):
-            return
-    out[...] = rows
 
 
 def _can_be_kept(columns: Mapping[str, Column]) -> bool:

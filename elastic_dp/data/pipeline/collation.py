@@ -11,20 +11,16 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from elastic_dp.config import DataConfig
-from elastic_dp.config.source_options import name_of
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy
-from elastic_dp.data.pipeline.media_decoding import decoded, is_audio
-from elastic_dp.data.pipeline.source_parts import SourceParts, check_part, joined
+from elastic_dp.data.pipeline.image_decoding import images
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
-from elastic_dp.storage import redact_url
 
 _OBJECT_BYTES = 64  # overhead of a Python object
 
@@ -41,44 +37,20 @@ class Collator:
         self._decode = dict(config.decode or {})
         self.decodes = bool(self._decode)
         self.all_early = own_generators and config.collate_fn is None
-        self._urls = [redact_url(url) for url in config.urls]
-        self._of_source = [options.transform for options in config.options_of_sources]
-        for url, transform in zip(config.urls, self._of_source, strict=True):
-            if transform is not None and not takes_rng(transform):
-                raise SpecError(
-                    f"{name_of(url)}['transform'] takes (batch), must take (batch, rng) with a "
-                    "NumPy generator, since it runs ahead of the step"
-                )
-        by_source = config.columns_by_source is not None or any(self._of_source)
-        functions = (config.transform, config.collate_fn, *self._of_source)
-        self.has_user_code = any(function is not None for function in functions)
+        self.has_user_code = config.transform is not None or config.collate_fn is not None
         # One micro-batch at a time.
-        self.makes_alone = self.runs_early or self.decodes or by_source
+        self.makes_alone = self.runs_early or self.decodes
 
     def early(self, arrays: Any, step: int, virtual_worker: int) -> Any:
-        if isinstance(arrays, list):
-            arrays = self._joined(arrays, step, virtual_worker)
-        elif self.decodes:
-            arrays = call_user("DataConfig.decode", decoded, arrays, self._decode)
+        if self.decodes:
+            arrays = call_user("DataConfig.decode", self._decoded, arrays)
         if self.runs_early:
             rng = generator_for(self._seed, step, virtual_worker)
             arrays = call_user("DataConfig.transform", self._transform, arrays, rng)
         return self._to_tensors(arrays) if self.all_early else arrays
 
-    def _joined(self, parts: SourceParts, step: int, virtual_worker: int) -> dict[str, Any]:
-        """The rows of all sources, each decoded and transformed by its own functions."""
-        made = []
-        for part in parts:
-            arrays, decode = part.arrays, self._decode
-            if here := {name: kind for name, kind in decode.items() if name in arrays}:
-                arrays = call_user("DataConfig.decode", decoded, arrays, here)
-            if (transform := self._of_source[part.source]) is not None:
-                rng = generator_for(self._seed, step, virtual_worker, part.source)
-                name = f"{name_of(self._urls[part.source])}['transform']"
-                arrays = call_user(name, transform, arrays, rng)
-                check_part(self._urls[part.source], arrays, len(part.places))
-            made.append(replace(part, arrays=arrays))
-        return joined(made, self._urls)
+    def _decoded(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        return {**arrays, **{name: images(name, arrays[name]) for name in self._decode}}
 
     def late(self, arrays: Any) -> Any:
         if self.all_early:
@@ -106,7 +78,7 @@ class Collator:
                 if tensor.data_ptr() % ALIGNED_TO == 0:
                     return tensor
             return torch.from_numpy(aligned_copy(value))
-        _check_list(name, value, is_audio(self._decode.get(name)))
+        _check_list(name, value)
         return value
 
 
@@ -195,7 +167,7 @@ def nbytes_of(batch: Any) -> int:
     return _OBJECT_BYTES
 
 
-def _check_list(name: str, value: Any, is_audio: bool) -> None:
+def _check_list(name: str, value: Any) -> None:
     """Raises DataError for a list of arrays, which has no tensor."""
     first = value
     while isinstance(first, list) and first:
@@ -205,12 +177,6 @@ def _check_list(name: str, value: Any, is_audio: bool) -> None:
             f"column {name!r} holds images of different sizes ({first.shape[0]} x "
             f"{first.shape[1]}, …) in one micro-batch; crop or resize them in "
             "DataConfig.transform, or write them in one size"
-        )
-    if isinstance(value, list) and isinstance(first, np.ndarray) and is_audio:
-        raise DataError(
-            f"column {name!r} holds clips of different lengths or numbers of channels "
-            f"({', '.join(str([*clip.shape]) for clip in value[:2])}, …) in one micro-batch; "
-            "pad or cut them in DataConfig.transform or DataConfig.collate_fn"
         )
     if isinstance(value, list) and isinstance(first, np.ndarray):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Decodes images: the bytes of a file become an array of pixels.
+"""Decodes the columns of images that `DataConfig.decode` names: bytes of a file become pixels.
 
 Pillow decodes; it is imported when it is needed.
 """
@@ -6,11 +6,12 @@ Pillow decodes; it is imported when it is needed.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from elastic_dp.data.pipeline.array_memory import aligned
 from elastic_dp.errors import DataError
@@ -19,9 +20,22 @@ Pixels = npt.NDArray[np.uint8]
 _DEEP = ("I", "F")  # 16 and 32 bits, integers and floats: Pillow would make all above 255 white
 
 
-def check_images() -> None:
-    """Raises DataError if Pillow cannot be imported."""
-    _pillow()
+def check_decoded(decode: Mapping[str, str] | None, leaves: Iterable[pa.Field]) -> None:
+    """Raises DataError if a column that is to be decoded is not there, or not of bytes, or Pillow
+    cannot be imported."""
+    types = {leaf.name: leaf.type for leaf in leaves}
+    for name in decode or ():
+        if name not in types:
+            raise DataError(
+                f"DataConfig.decode: the job reads no column {name!r}, only "
+                f"{', '.join(map(repr, types))}"
+            )
+        found = types[name]
+        if not (pa.types.is_binary(found) or pa.types.is_large_binary(found)):
+            raise DataError(
+                f"DataConfig.decode: column {name!r} is {found}, and must hold the bytes of images"
+            )
+        _pillow()
 
 
 def images(name: str, contents: list[bytes | None]) -> Pixels | list[Pixels]:

@@ -13,13 +13,13 @@ from typing import Protocol
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
-from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.row_filter import RowFilter
-from elastic_dp.data.columns.schema import leaves, top_level
+from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
 from elastic_dp.data.formats.file_format import (
     FileFormat,
@@ -28,7 +28,6 @@ from elastic_dp.data.formats.file_format import (
     ShardAt,
     read_table,
 )
-from elastic_dp.data.formats.format_registry import FORMATS, open_format
 from elastic_dp.storage import Store
 
 # After a row group of this size is decoded, Arrow's free memory is returned at once. Its allocator
@@ -72,14 +71,16 @@ class ShardRowGroups:
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
-        csv = CsvOptions.of(config.csv_options)
-        self._formats = {n: open_format(n, csv) for n in {s.format for s in index.sources}}
+        self._formats = {n: FORMATS[n]() for n in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._filter: RowFilter | None = None
+        used: list[str] = []
         if config.filter is not None:
             self._filter = RowFilter(config.filter, index.schema)
-        delivered, self._leaves, self._schemas = self._read_of_sources(config)
-        self._fields = [[(name, types[name]) for name in names] for names in delivered]
+            used = self._filter.leaves
+        delivered = [name for name, _ in index.columns]
+        self._leaves = list(dict.fromkeys([*delivered, *used]))
+        self._fields = [(name, types[name]) for name in delivered]
         self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
@@ -90,8 +91,7 @@ class ShardRowGroups:
             table = self._read_table(number, shard, location)
             refuse_other_count(table.num_rows, int(self.rows[row_group]))
             where = f"row group {location.group} of {shard.name}"
-            fields = self._fields[self._source(number)]
-            columns = decode_table(table, fields, where, self._fills)
+            columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1
@@ -107,31 +107,8 @@ class ShardRowGroups:
             opened.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        source, chosen = self._source(number), self._format(number)
-        table = read_table(chosen, shard, location, self._schemas[source], self._leaves[source])
+        table = read_table(self._format(number), shard, location, self._index.schema, self._leaves)
         return table if self._filter is None else table.take(self._filter.rows(table))
-
-    def _read_of_sources(
-        self, config: DataConfig
-    ) -> tuple[list[list[str]], list[list[str]], list[pa.Schema]]:
-        """The leaves that batches have of each source, those that are read of it, and the
-        top-level columns that contain them."""
-        index, every = self._index, [name for name, _ in self._index.columns]
-        used = [] if self._filter is None else self._filter.leaves
-        delivered, names, schemas = list[list[str]](), list[list[str]](), list[pa.Schema]()
-        added = () if config.source_column is None else (config.source_column,)
-        for source in index.sources:
-            if source.columns is None:
-                delivered.append(every)
-                schemas.append(index.schema)
-            else:
-                among = (*source.columns, *added)
-                own = {leaf.name for leaf in leaves(index.schema, among)}
-                delivered.append([name for name in every if name in own])
-                tops = top_level(index.schema, [*among, *used])
-                schemas.append(pa.schema([index.schema.field(name) for name in tops]))
-            names.append(list(dict.fromkeys([*delivered[-1], *used])))
-        return delivered, names, schemas
 
     def _format(self, number: int) -> FileFormat:
         return self._formats[self._index.sources[self._source(number)].format]

@@ -1,36 +1,28 @@
 """What must hold of any bytes: rows as the producer's own reader has them, or an error of this
 package.
 
-`judge(kind, damaged, folder)` reads them in place, through `convert` and by `inspect`, and raises
-`Finding` for an exception of anyone else's, and for rows that differ from the ones that the
-reference reader has.
+`judge(kind, damaged, folder)` reads them in place, and raises `Finding` for an exception of anyone
+else's, and for rows that differ from the ones that the reference reader has.
 """
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import random
-import shutil
 import tarfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
 from elastic_dp.data.formats import tar as tar_format
-from elastic_dp.data.formats import text as text_format
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
-from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Store
 from tests.data.fuzz.compressed import decompressed
@@ -38,8 +30,6 @@ from tests.data.fuzz.mutations import Damaged, format_of
 from tests.data.values import Columns, columns_of, plain, same
 
 MEMORY_BYTES = 256 << 20
-CsvOptions = Mapping[str, Any] | None
-Way = Callable[[Path, CsvOptions], Columns]
 
 
 class Finding(Exception):
@@ -47,54 +37,30 @@ class Finding(Exception):
 
 
 def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[str], None]) -> str:
-    """ "rows", or the name of the error, for each way of reading; "rows?" where no reference reads
-    the file. `say` is told which way is tried next."""
+    """ "rows", or the name of the error; "rows?" where no reference reads the file. `say` is told
+    what is tried next."""
     chosen = format_of(kind)
     path = folder / f"a{damaged.ending or f'.{chosen}'}{damaged.codec}"
     path.write_bytes(damaged.content)
     _cut_small(random.Random(seed))
-    found: list[str] = []
-    made: dict[str, Columns] = {}
-    ways: dict[str, Way] = {"read": _in_place, "convert": _converted, "inspect": _inspected}
-    if chosen not in ("parquet", "arrow"):
-        del ways["convert"]  # which reads text by other rules than training
-    must = _ways_that_must_read(chosen, damaged)
-    for name, way in ways.items():
-        say(name)
-        outcome = _tried(name, way, path, damaged)
-        found.append(outcome if isinstance(outcome, str) else "rows")
-        if isinstance(outcome, dict):
-            if outcome:
-                say(f"{name}: reference")
-                found[-1] += "" if _compare(name, chosen, damaged, path, outcome) else "?"
-                made[name] = outcome
-        elif name in must:
-            raise Finding(f"{name}: a whole file is refused: {outcome}")
-    if len(made) == 2:
-        _compare_columns("read, beside convert", made["read"], made["convert"])
-    if "read" in made and chosen in ("parquet", "arrow") and found[-1] == "rows":
-        rows, counted = len(next(iter(made["read"].values()))), inspect(str(path)).rows
-        if counted not in (None, rows):
-            raise Finding(f"inspect: {counted} rows, and {rows} are read")
-    return " ".join(found)
-
-
-def _ways_that_must_read(chosen: str, damaged: Damaged) -> tuple[str, ...]:
-    if not damaged.whole:
-        return ()
-    return ("read",) if chosen == "tar" else ()
+    say("read")
+    outcome = _tried(path)
+    if isinstance(outcome, str):
+        if damaged.whole and chosen == "tar":
+            raise Finding(f"read: a whole file is refused: {outcome}")
+        return outcome
+    say("read: reference")
+    return "rows" if not outcome or _compare("read", chosen, damaged, path, outcome) else "rows?"
 
 
 def _cut_small(rng: random.Random) -> None:
-    """Row groups of text are cut often, so that cuts are tried too."""
-    size = rng.choice((64, 200, 4 << 20))
-    text_format.GROUP_BYTES = size
-    tar_format.GROUP_BYTES = size * 16
+    """Row groups are cut often, so that cuts are tried too."""
+    tar_format.GROUP_BYTES = rng.choice((64, 200, 4 << 20)) * 16
 
 
-def _tried(name: str, way: Way, path: Path, damaged: Damaged) -> Columns | str:
+def _tried(path: Path) -> Columns | str:
     try:
-        return way(path, damaged.csv_options)
+        return _in_place(path)
     except ElasticError as error:
         return type(error).__name__
     except Exception as error:
@@ -103,11 +69,11 @@ def _tried(name: str, way: Way, path: Path, damaged: Damaged) -> Columns | str:
             f"{type(error).__name__}: {str(error)[:200]} "
             f"({Path(where.filename).name}:{where.lineno})"
         )
-        raise Finding(f"{name}: an untyped error: {said}") from error
+        raise Finding(f"read: an untyped error: {said}") from error
 
 
-def _in_place(path: Path, csv_options: CsvOptions) -> Columns:
-    config = DataConfig(str(path), micro_batch_size=4, csv_options=csv_options)
+def _in_place(path: Path) -> Columns:
+    config = DataConfig(str(path), micro_batch_size=4)
     index = read_index(config)
     groups = ShardRowGroups(config, index, [Store(str(path))])
     found: Columns = {name: [] for name, _ in index.columns}
@@ -120,19 +86,6 @@ def _in_place(path: Path, csv_options: CsvOptions) -> Columns:
     finally:
         groups.close()
     return found
-
-
-def _converted(path: Path, csv_options: CsvOptions) -> Columns:
-    to = path.parent / "converted"
-    shutil.rmtree(to, ignore_errors=True)
-    convert(str(path), str(to))
-    tables = [pq.ParquetFile(part).read(use_threads=False) for part in sorted(to.glob("*.parquet"))]
-    return columns_of(pa.concat_tables(tables))
-
-
-def _inspected(path: Path, csv_options: CsvOptions) -> Columns:
-    inspect(str(path))
-    return {}
 
 
 # ------------------------------------------------------------------------------------ the other
@@ -203,121 +156,6 @@ def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     return columns_of(reader.read_all())
 
 
-def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """All in one piece."""
-    content = damaged.content
-    if damaged.csv_options is not None:
-        content = _csv_text(damaged).encode()
-    words = _null_words(damaged)
-    types = {name: pa.array(values).type for name, values in ours.items()}
-    table = pa.csv.read_csv(
-        pa.BufferReader(content),
-        pa.csv.ReadOptions(use_threads=False, block_size=len(content) + 1),
-        pa.csv.ParseOptions(delimiter=_delimiter(damaged), newlines_in_values=True),
-        pa.csv.ConvertOptions(
-            column_types=types, null_values=words, strings_can_be_null=words is not None
-        ),
-    )
-    return columns_of(table)
-
-
-def _reference_csv_module(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """Python's, which takes a quote that is never closed."""
-    types = {name: pa.array(values).type for name, values in ours.items()}
-    header, *rows = _csv_rows(_csv_text(damaged), damaged)
-    texts = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
-    words = _null_words(damaged)
-    return {
-        name: [_of_text(v, types[name], words) for v in values] for name, values in texts.items()
-    }
-
-
-def _csv_rows(text: str, damaged: Damaged) -> list[list[str]]:
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(damaged))
-    return [row for row in rows if row]
-
-
-def _csv_text(damaged: Damaged) -> str:
-    text = damaged.content.decode((damaged.csv_options or {}).get("encoding", "utf-8"))
-    return text.removeprefix("\ufeff")
-
-
-def _delimiter(damaged: Damaged) -> str:
-    default = "\t" if damaged.ending == ".tsv" else ","
-    return str((damaged.csv_options or {}).get("delimiter", default))
-
-
-def _null_words(damaged: Damaged) -> list[str] | None:
-    return (damaged.csv_options or {}).get("null_values")
-
-
-def _of_text(value: str, kind: pa.DataType, words: list[str] | None) -> Any:
-    if words is not None and value in words:
-        return None
-    nulls = pa.csv.ConvertOptions().null_values
-    if words is None and not pa.types.is_string(kind) and value in nulls:
-        return None
-    if pa.types.is_integer(kind):
-        return int(value)
-    if pa.types.is_floating(kind):
-        return float(value)
-    if pa.types.is_boolean(kind):
-        return value.lower() == "true"
-    return value
-
-
-def _reference_jsonl(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """A byte order mark before a row is no part of it; pyarrow takes one away from the start of
-    each piece of a file."""
-    lines = (line.removeprefix("\ufeff") for line in damaged.content.decode().split("\n"))
-    return _json_columns([json.loads(line) for line in lines if line.strip()], ours)
-
-
-def _reference_json(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """One array, or JSON Lines."""
-    text = damaged.content.decode("utf-8-sig")
-    if not text.lstrip().startswith("["):
-        return _reference_jsonl(path, damaged, ours)
-    return _json_columns(json.loads(text), ours)
-
-
-def _json_columns(rows: list[Any], ours: Columns) -> Columns:
-    assert all(isinstance(row, dict) for row in rows)
-    lost = {
-        key
-        for row in rows
-        for key, value in row.items()
-        if not any(name == key or name.startswith(f"{key}.") for name in ours) and _has_value(value)
-    }
-    names = [*ours, *lost]
-    return {name: [_inside(row, name) for row in rows] for name in names}
-
-
-def _reference_jsonl_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """All in one piece; how many rows there are, since it takes texts for dates."""
-    content = damaged.content
-    options = pa.json.ReadOptions(use_threads=False, block_size=len(content) + 1)
-    rows = pa.json.read_json(pa.BufferReader(content), options).num_rows
-    return {name: values if len(values) == rows else [None] * rows for name, values in ours.items()}
-
-
-def _has_value(value: Any) -> bool:
-    """An object without keys has no column, and says nothing."""
-    if isinstance(value, dict):
-        return any(map(_has_value, value.values()))
-    return value is not None
-
-
-def _inside(value: Any, name: str) -> Any:
-    """`name`: a key, which may have dots itself, or "key.name" of what an object holds."""
-    if not isinstance(value, dict):
-        return None
-    if name in value:
-        return value[name]
-    key, _, inner = name.partition(".")
-    return _inside(value.get(key), inner) if inner else None
-
-
 def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     samples: list[dict[str, Any]] = []
     with tarfile.open(fileobj=io.BytesIO(damaged.content), mode="r:") as members:
@@ -354,8 +192,5 @@ def _member(content: Any, ours: Any) -> Any:
 _REFERENCES: dict[str, tuple[Callable[[Path, Damaged, Columns], Columns], ...]] = {
     "parquet": (_reference_parquet,),
     "arrow": (_reference_arrow,),
-    "csv": (_reference_csv, _reference_csv_module),
-    "jsonl": (_reference_jsonl, _reference_jsonl_arrow),
-    "json": (_reference_json, _reference_jsonl_arrow),
     "tar": (_reference_tar,),
 }

@@ -7,16 +7,13 @@ right again, so that a decoder gets past its first check.
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import random
 import struct
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import polars
@@ -26,18 +23,7 @@ import pyarrow.parquet as pq
 from tests.data.fuzz import thrift
 from tests.data.fuzz.compressed import CODECS, compressed
 
-KINDS = (
-    "parquet",
-    "arrow",
-    "csv",
-    "tar",
-    "jsonl",
-    "csv-options",
-    "csv-compressed",
-    "jsonl-compressed",
-    "json-array",
-    "tar-compressed",
-)
+KINDS = ("parquet", "arrow", "tar", "tar-compressed")
 ROWS = 40
 _EDGES = (
     0,
@@ -62,14 +48,12 @@ _EDGES += ((1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63))
 @dataclass(frozen=True)
 class Damaged:
     """`whole`: nothing was damaged; the file is as a producer would write it. `ending`: of the
-    file's name, if it is not that of the format. `codec`: the ending that follows, such as ".gz".
-    `csv_options`: how it is read."""
+    file's name, if it is not that of the format. `codec`: the ending that follows it."""
 
     content: bytes
     whole: bool = False
     ending: str = ""
     codec: str = ""
-    csv_options: Mapping[str, Any] | None = None
 
 
 def mutated(kind: str, seed: int) -> Damaged:
@@ -353,140 +337,6 @@ def _signed(number: int, bits: int) -> int:
 
 # ------------------------------------------------------------------------------------ text
 
-_FIELDS = (
-    "a",
-    "",
-    " ",
-    "1",
-    "-2",
-    "1.5",
-    "1e400",
-    "nan",
-    "true",
-    "2024-01-02",
-    "2024-01-02 03:04:05",
-    "é",
-    "日本",
-    "x" * 300,
-)
-_ODD_FIELDS = (
-    '"',
-    '5" pipe',
-    "a,b",
-    "a\nb",
-    "a\r\nb",
-    'say ""x""',
-    "\t",
-    ";",
-    "'",
-    "a\rb",
-    '","',
-    "\n\n",
-)
-_CSV_MARKS = (
-    b'"',
-    b'""',
-    b",",
-    b"\n",
-    b"\r\n",
-    b"\r",
-    b"\0",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b";",
-    b"\t",
-    b"\\",
-    b"'",
-    b"\n\n",
-    b" ",
-    b'"\n',
-)
-
-
-def _csv(rng: random.Random) -> Damaged:
-    """A third is whole: as csv.writer writes it."""
-    columns = rng.choice((1, 2, 2, 3))
-    kinds = [rng.randrange(3) for _ in range(columns)]
-    rows = [[_csv_field(rng, kind) for kind in kinds] for _ in range(rng.randrange(1, 40))]
-    sink = io.StringIO()
-    writer = csv.writer(
-        sink,
-        quoting=rng.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL)),
-        lineterminator=rng.choice(("\n", "\r\n")),
-    )
-    writer.writerow([f"c{i}" for i in range(columns)])
-    writer.writerows(rows)
-    content = sink.getvalue().encode()
-    if rng.randrange(8) == 0:
-        content = b"\xef\xbb\xbf" + content
-    if rng.randrange(3) == 0:
-        return Damaged(content, whole=True)
-    for _ in range(rng.choice((1, 1, 2, 3, 6))):
-        content = _insert_mark(rng, content, _CSV_MARKS)
-    return Damaged(content)
-
-
-def _csv_field(rng: random.Random, kind: int) -> str:
-    if kind == 0:
-        return str(rng.randrange(-9, 1000))
-    return rng.choice(_FIELDS if kind == 1 else _FIELDS + 3 * _ODD_FIELDS)
-
-
-_DELIMITERS = (";", "\t", "|", ",", ":", "~", "^")
-_ENCODINGS = ("utf-8", "utf-8-sig", "latin-1", "cp1252", "koi8-r", "mac-roman", "ascii")
-_ENCODINGS += ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-7", "cp037")
-_ENCODINGS += ("shift-jis", "cp932", "gb18030", "big5", "euc-jp", "iso2022-jp", "hz")
-_NULL_WORDS = ("", "n/a", "NA", "NULL", "-", "1", "-2", "a", "nan", "true", "é", " ", '"')
-# Some encodings write these with bytes that are "\\", "|" or another mark in ASCII.
-_LONG_CHARACTERS = ("ソ", "表|", "ポ;", "ー", "能\n", "Ä~", "ж", "€", "〱", "噂")
-
-
-def _csv_with_options(rng: random.Random) -> Damaged:
-    return _compressed(rng, _csv_options) if rng.randrange(8) == 0 else _csv_options(rng)
-
-
-def _csv_options(rng: random.Random) -> Damaged:
-    """Another delimiter, encoding and words for null. A third is whole."""
-    options: dict[str, Any] = {}
-    ending, delimiter = ".csv", ","
-    match rng.randrange(6):
-        case 0:
-            ending, delimiter = ".tsv", "\t"
-        case 1:
-            pass
-        case _:
-            options["delimiter"] = delimiter = rng.choice(_DELIMITERS)
-    encoding = rng.choice(_ENCODINGS)
-    if encoding != "utf-8" or rng.randrange(2):
-        options["encoding"] = encoding
-    if rng.randrange(3):
-        options["null_values"] = rng.sample(_NULL_WORDS, rng.randrange(4))
-    words = [*options.get("null_values", ()), *_LONG_CHARACTERS]
-    kinds = [rng.randrange(4) for _ in range(rng.choice((1, 2, 2, 3)))]
-    rows = [
-        [rng.choice(words) if rng.randrange(5) == 0 else _csv_field(rng, kind) for kind in kinds]
-        for _ in range(rng.randrange(1, 40))
-    ]
-    sink = io.StringIO()
-    writer = csv.writer(
-        sink,
-        delimiter=delimiter,
-        quoting=rng.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL)),
-        lineterminator=rng.choice(("\n", "\r\n")),
-    )
-    writer.writerow([f"c{i}" for i in range(len(kinds))])
-    writer.writerows(rows)
-    text, whole = sink.getvalue(), rng.randrange(3) == 0
-    if not whole:
-        content = text.encode()
-        for _ in range(rng.choice((0, 1, 1, 2, 3, 6))):
-            content = _insert_mark(rng, content, (*_CSV_MARKS, delimiter.encode()))
-        text = content.decode("utf-8", "replace")
-    content = text.encode(encoding, "replace")
-    if not whole and rng.randrange(3) == 0:
-        content = _changed_bytes(rng, content)
-    return Damaged(content, whole, ending, csv_options=options)
-
 
 def _compressed(rng: random.Random, inner: Callable[[random.Random], Damaged]) -> Damaged:
     """Where what is compressed is damaged, the content is mostly whole, so that a decoder of it
@@ -500,192 +350,8 @@ def _compressed(rng: random.Random, inner: Callable[[random.Random], Damaged]) -
     return replace(made, content=content, whole=made.whole and not damage, codec=codec)
 
 
-def _csv_compressed(rng: random.Random) -> Damaged:
-    return _compressed(rng, _csv)
-
-
-def _jsonl_compressed(rng: random.Random) -> Damaged:
-    return replace(_compressed(rng, _jsonl), ending=rng.choice((".jsonl", ".ndjson")))
-
-
 def _tar_compressed(rng: random.Random) -> Damaged:
     return _compressed(rng, _tar)
-
-
-def _insert_mark(rng: random.Random, content: bytes, marks: tuple[bytes, ...]) -> bytes:
-    at = rng.randrange(len(content) + 1)
-    match rng.randrange(6):
-        case 0 | 1 | 2:
-            return content[:at] + rng.choice(marks) + content[at:]
-        case 3:  # drop a mark
-            mark = rng.choice(marks)
-            at = content.find(mark, at)
-            return content if at < 0 else content[:at] + content[at + len(mark) :]
-        case 4:
-            return _changed_bytes(rng, content)
-        case _:  # the same lines again, elsewhere
-            end = min(len(content), at + rng.randrange(1, 200))
-            to = rng.randrange(len(content) + 1)
-            return content[:to] + content[at:end] + content[to:]
-
-
-_VALUES = (
-    0,
-    1,
-    -1,
-    1.5,
-    1e308,
-    1 << 62,
-    1 << 64,
-    "",
-    "a",
-    "é\n",
-    "\ud83d\ude00",
-    "2024-01-02T03:04:05",
-    None,
-    True,
-    [],
-    [1, 2],
-    ["a"],
-    {},
-    {"a": 1},
-    [[1]],
-    [{"a": 1}],
-    json.loads("[" * 60 + "]" * 60),
-)
-_PLAIN = (1, 1.5, -0.0, "", "a]", "é\n", ',{"', True, [1, 2], {"a": 1, "b": "}"})
-_JSON_MARKS = (
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b'"',
-    b":",
-    b",",
-    b"\n",
-    b"\\",
-    b"\\u",
-    b"\\ud800",
-    b"null",
-    b"NaN",
-    b"1e999",
-    b"-",
-    b"\0",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b"\r\n",
-    b'"id":1,',
-    b"{}",
-    b"{}\n",
-    b"[" * 200,
-    b"[" * 40_000,
-    b'{"a":' * 150,
-    b"99999999999999999999",
-    b"//",
-)
-
-_ARRAY_MARKS = (*_JSON_MARKS, b",", b"]", b"],[", b"[", b"{},", b',{"n": 3}', b"\n", b"\r", b"\f")
-
-
-def _json_file(rng: random.Random) -> Damaged:
-    """A file named `.json`: an array of objects, one in eight JSON Lines; one in four is
-    compressed."""
-    inner = _json_array if rng.randrange(8) else _jsonl
-    made = _compressed(rng, inner) if rng.randrange(4) == 0 else inner(rng)
-    return replace(made, ending=".json")
-
-
-def _json_array(rng: random.Random) -> Damaged:
-    text = json.dumps(
-        _json_rows(rng),
-        ensure_ascii=rng.randrange(2) == 0,
-        indent=rng.choice((None, None, 0, 2, "\t")),
-        separators=rng.choice((None, (",", ":"), (" ,\r\n", " : "))),
-    )
-    content = text.encode("utf-8", "surrogatepass") + rng.choice((b"", b"\n", b" \r\n\n"))
-    if rng.randrange(8) == 0:
-        content = b"\xef\xbb\xbf" + content
-    if rng.randrange(4) == 0:
-        return Damaged(content, whole=True)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        change = rng.choice((_change_array, _change_lines, _insert_mark))
-        content = change(rng, content, _ARRAY_MARKS)
-    return Damaged(content)
-
-
-def _change_array(rng: random.Random, content: bytes, marks: tuple[bytes, ...]) -> bytes:
-    """Between two rows, where the array may well go on: rows doubled or lost, and marks."""
-    places = [at for at in range(len(content)) if content[at : at + 1] in (b"{", b"}")]
-    if len(places) < 2:
-        return _insert_mark(rng, content, marks)
-    one, other = sorted(rng.sample(places, 2))
-    match rng.randrange(4):
-        case 0:
-            return content[:one] + content[other:]
-        case 1:
-            return content[:other] + content[one:]
-        case 2:
-            return content[: one + 1] + rng.choice(marks) + content[one + 1 :]
-        case _:
-            return content[:one] + rng.choice(marks) + content[one:]
-
-
-def _json_rows(rng: random.Random) -> list[dict[str, Any]]:
-    names = rng.sample(("id", "s", "x", "deep", "list"), rng.randrange(1, 5))
-    same = {name: rng.choice(_VALUES if rng.randrange(4) == 0 else _PLAIN) for name in names}
-    rows = []
-    for number in range(rng.randrange(1, 40)):
-        row = {
-            name: (rng.choice(_VALUES) if rng.randrange(60) == 0 else same[name]) for name in names
-        }
-        rows.append({"n": number} | row)
-    return rows
-
-
-def _jsonl(rng: random.Random) -> Damaged:
-    names = rng.sample(("id", "s", "x", "deep", "list"), rng.randrange(1, 5))
-    same = {name: rng.choice(_VALUES) for name in names}
-    rows = []
-    for number in range(rng.randrange(1, 40)):
-        row = {
-            name: (rng.choice(_VALUES) if rng.randrange(40) == 0 else same[name]) for name in names
-        }
-        if rng.randrange(40) == 0:
-            row.pop(names[0])
-        rows.append({"n": number} | row)
-    lines = [json.dumps(row, ensure_ascii=rng.randrange(2) == 0) for row in rows]
-    content = (rng.choice(("\n", "\r\n", "\n\n")).join(lines) + rng.choice(("", "\n"))).encode(
-        "utf-8", "surrogatepass"
-    )
-    if rng.randrange(4) == 0:
-        return Damaged(content, whole=True)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        change = _change_lines if rng.randrange(2) else _insert_mark
-        content = change(rng, content, _JSON_MARKS)
-    return Damaged(content)
-
-
-def _change_lines(rng: random.Random, content: bytes, marks: tuple[bytes, ...]) -> bytes:
-    """What is left may well be rows: lines doubled, moved, joined or broken, and marks between or
-    inside texts."""
-    lines = content.split(b"\n")
-    at = rng.randrange(len(lines))
-    match rng.randrange(6):
-        case 0:
-            lines.insert(rng.randrange(len(lines) + 1), lines[at])
-        case 1:
-            lines.insert(
-                at, rng.choice((b"", b" \t", b"\r", b"\xef\xbb\xbf", b"\0", b"\x0b", b"{}"))
-            )
-        case 2:
-            lines[at : at + 2] = [rng.choice((b"", b" ", b"\r", b",")).join(lines[at : at + 2])]
-        case 3:
-            lines[at] = lines[at].replace(b", ", rng.choice((b",\n", b"\r", b",", b" , ")), 1)
-        case 4:
-            lines[at] = rng.choice(marks) + lines[at]
-        case 5:
-            lines[at] = lines[at].replace(b': "', b': "' + rng.choice(marks), 1)
-    return b"\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------ tar
@@ -828,15 +494,9 @@ def _tar_value(rng: random.Random, name: str, wide: int, old: bytes) -> bytes:
     return _changed_bytes(rng, old)[:wide].ljust(wide, b"\0")
 
 
-_MUTATORS: dict[str, Callable[[random.Random], Damaged]] = {
+_MUTATORS = {
     "parquet": _parquet,
     "arrow": _arrow,
-    "csv": _csv,
     "tar": _tar,
-    "jsonl": _jsonl,
-    "csv-options": _csv_with_options,
-    "csv-compressed": _csv_compressed,
-    "jsonl-compressed": _jsonl_compressed,
-    "json-array": _json_file,
     "tar-compressed": _tar_compressed,
 }
