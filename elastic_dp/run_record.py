@@ -188,6 +188,14 @@ class RunRecord:
                             f"was started with: {changed}. "
                             "Use a new name= for a new run, or bring the old data set back"
                         )
+                    raise RunMismatch(
+                        f"the rows are those of the run at {redact_url(url)}, but in another "
+                        "order: an option of the data that decides it has changed (shuffle, tail, "
+                        "seed, pack), or the run was started by an earlier version of elastic_dp, "
+                        "which counted the streams of large row groups otherwise. Set the old "
+                        "value, go on with the old version, or use a new name= for a new run, "
+                        "which may begin with the weights that `elastic-dp export` writes"
+                    )
                 drawn = f" {_DRAWN}" if name == "data" and rows else ""
                 raise RunMismatch(
                     f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "

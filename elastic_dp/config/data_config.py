@@ -21,6 +21,7 @@ from elastic_dp.urls import redact_url
 
 _PACK_COLUMNS = ("position_ids", "document_ids")
 _MOST_TOKENS = 2**31 - 1
+_BLOCK_SOURCE = ("identity", "rows", "stored_bytes", "schema", "read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class DataConfig(_Order):
 
     - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
       set, and so is a brace list ("part-{000..010}.tar"). A dict gives each source its weight in
-      every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps.
+      every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps. Or a
+      `elastic_dp.data.BlockSource`: rows of any other format or service.
     - `source_column`: the name of an int64 column that says from which source a row is, counted
       from 0 in the order of `url`.
     - `micro_batch_size`: rows of one virtual worker in one step.
@@ -93,7 +95,7 @@ class DataConfig(_Order):
     - `storage_options`: options for the store of `url`.
     """
 
-    url: str | Sequence[str] | Weights | Mapping[int, Weights]
+    url: str | Sequence[str] | Weights | Mapping[int, Weights] | Any
     source_column: str | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
@@ -118,11 +120,14 @@ class DataConfig(_Order):
         for name in ("url", "cache_dir"):
             if hasattr(given := getattr(self, name), "__fspath__"):  # a pathlib.Path
                 object.__setattr__(self, name, given.__fspath__())
-        several = isinstance(self.url, Sequence | Mapping)
+        if self.block_source is not None:
+            self._check_block_source()
+        several = isinstance(self.url, Sequence | Mapping) or self.block_source is not None
         if not several or not self.urls or not all(isinstance(u, str) and u for u in self.urls):
             raise SpecError(
                 f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a "
-                "list of them, or a dict of them with weights"
+                "list of them, a dict of them with weights, or a block source, with identity, "
+                "rows, stored_bytes, schema and read"
             )
         if self.weights_by_step is not None and self.epochs is not None:
             raise SpecError(
@@ -168,6 +173,17 @@ class DataConfig(_Order):
             raise SpecError(
                 f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}'
             )
+
+    def _check_block_source(self) -> None:
+        identity: Any = self.block_source.identity
+        if not isinstance(identity, str) or not identity:
+            raise SpecError(f"DataConfig.url: the identity of the source is {identity!r}, not text")
+        for name in ("cache_dir", "storage_options"):
+            if getattr(self, name) is not None:
+                raise SpecError(
+                    f"DataConfig.{name} is set, and url is a block source, which reads by itself; "
+                    "give it to the source"
+                )
 
     def _check_cache(self) -> None:
         given: Any = self.cache_dir
@@ -227,8 +243,15 @@ class DataConfig(_Order):
         return redact_url(f"DataConfig({', '.join(said)})")
 
     @property
+    def block_source(self) -> Any:
+        """The `elastic_dp.data.BlockSource` that `url` is; None if it is a URL, or several."""
+        return self.url if all(hasattr(self.url, name) for name in _BLOCK_SOURCE) else None
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """The URLs of all sources, with brace lists expanded."""
+        if self.block_source is not None:
+            return (self.block_source.identity,)
         if isinstance(self.url, Mapping):
             return tuple(sources_of(weights_by_step(self.url)))
         given = (self.url,) if isinstance(self.url, str) else tuple(self.url)

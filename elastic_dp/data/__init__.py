@@ -9,6 +9,7 @@ first use.
 
 from typing import TYPE_CHECKING, Any
 
+from elastic_dp.data.block_source import BlockSource
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from elastic_dp.data.datasets.opening import open_data, open_evaluation
 
 __all__ = [
+    "BlockSource",
     "Dataset",
     "EvaluationData",
     "Index",

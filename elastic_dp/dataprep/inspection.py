@@ -153,7 +153,7 @@ class _Job:
         if index.num_rows >= self.global_batch:
             self.order = Order(
                 group_rows=index.rows,
-                group_bytes=index.nbytes,
+                group_bytes=index.stored_bytes,
                 virtual_workers=virtual_workers,
                 micro_batch_size=config.micro_batch_size,
             )

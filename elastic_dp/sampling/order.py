@@ -46,7 +46,9 @@ from elastic_dp.sampling.epoch_order import EpochOrder, Ints, bounds_of
 from elastic_dp.sampling.keyed_permutation import derive, permute
 
 STREAMS = 8  # per virtual worker, at most
-OPEN_BYTES = 512 << 20  # row groups that all streams have open together; changes the order
+# Stored bytes of the row groups that all streams have open together, some two times as many in
+# memory; changes the order
+OPEN_BYTES = 256 << 20
 _ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
 _ROWS_AHEAD = 512  # that are located together, since NumPy takes hardly longer for them than for 8
@@ -71,9 +73,10 @@ class _Located(NamedTuple):
 class Order:
     """The order of rows of one data set. Steps count from 1 and epochs from 0.
 
-    `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the size
-    of each in memory; None stands for small ones. `streams` is S. It holds 8 bytes per row group,
-    16 more for each of up to two lines, and 8 KiB for each virtual worker whose rows were located.
+    `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the number
+    of stored bytes of each; None stands for small ones. `streams` is S. It holds 8 bytes per row
+    group, 16 more for each of up to two lines, and 8 KiB for each virtual worker whose rows were
+    located.
     Raises DataError if an epoch has no complete step.
     """
 

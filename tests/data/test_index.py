@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data import open_data
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.index import Builder, Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
@@ -131,7 +132,7 @@ def test_digest_is_of_the_content_not_of_the_place(folder, tmp_path_factory):
 def of_sources(count: int) -> Index:
     """One shard in each, as a list of files is."""
     columns, build, one = Columns(None), Builder(), np.array([1], np.int64)
-    scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, 0)
+    scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, one, 0)
     kind = columns.add("0.parquet", scan.schema)
     for number in range(count):
         build.begin("parquet", None, True)
@@ -277,6 +278,7 @@ def test_many_shards_fit():
     script = """
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.file_format import Scan
+from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Builder, Index
 from elastic_dp.data.columns.schema import Columns
 def made(shards):
@@ -286,7 +288,7 @@ def made(shards):
     for n in range(shards):
         ints = np.array([1000, 1000], dtype=np.int64)
         columns.add("a", schema)
-        scan = Scan(schema, ints, ints, ints, ints, n, 900, bytes(900))
+        scan = Scan(schema, ints, ints, ints, ints, ints, n, 900, bytes(900))
         build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", scan)
     index = build.finish(columns)
     content = index.to_bytes()
@@ -399,3 +401,19 @@ def test_small_columns_count_all_of_their_buffers(tmp_path):
     assert columns["x"].nbytes == numbers.nbytes + 2 * offsets.nbytes
     texts, ends = 1 << 17, 1 << 19  # as large as that, and a little larger than half of it
     assert nbytes == (8 << 20) + 2 * offsets.nbytes + texts + ends
+
+
+def test_order_of_rows_does_not_depend_on_estimates_of_decoded_bytes(tmp_path, monkeypatch):
+    """An upgrade of a decoder, which changes them, leaves a run its rows."""
+    pq.write_table(table(0, 4000), tmp_path / "a.parquet", row_group_size=40, compression="zstd")
+    wanted = config(tmp_path, memory_bytes=1 << 40)
+    fingerprints = set()
+    for nbytes in (16 << 20, 112 << 20):
+        monkeypatch.setattr(
+            "elastic_dp.data.formats.parquet.decoded_bytes", lambda group, widths, n=nbytes: n
+        )
+        data = open_data(wanted, virtual_workers=2)
+        assert data.index.nbytes[0] == nbytes
+        fingerprints.add(data.fingerprint)
+        data.close()
+    assert len(fingerprints) == 1

@@ -152,11 +152,11 @@ def test_a_virtual_worker_reads_each_of_its_row_groups_once():
     [
         (None, 64),
         (1, 64),
-        (8 << 20, 64),
-        (11 << 20, 40),
-        (64 << 20, 8),
-        (65 << 20, 7),
-        (2 << 30, 1),
+        (4 << 20, 64),
+        (11 << 19, 40),
+        (32 << 20, 8),
+        (65 << 19, 7),
+        (1 << 30, 1),
     ],
 )
 def test_streams_follow_from_the_size_of_row_groups(group_bytes, streams):

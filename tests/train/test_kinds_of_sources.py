@@ -90,6 +90,24 @@ def images(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"url": str(folder), "decode": {"image": "rgb"}}, check
 
 
+@dataclasses.dataclass
+class IdBlocks:
+    """A block source of ids, five in a block."""
+
+    identity = "ids"
+    rows = (5,) * (SHARDS * ROWS // 5) + (SHARDS * ROWS % 5,)
+    stored_bytes = tuple(8 * rows for rows in rows)
+    schema = pa.schema({"id": pa.int64()})
+
+    def read(self, block: int, columns: Any) -> pa.Table:
+        ids = range(5 * block, 5 * block + self.rows[block])
+        return pa.table({"id": pa.array(ids, pa.int64())}).select(columns)
+
+
+def block_source(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
+    return {"url": IdBlocks()}, lambda batch: None
+
+
 def packing(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Documents of 1 to 7 tokens; each token is a number of its own."""
     lengths = [1 + 3 * i % 7 for i in range(SHARDS * ROWS)]
@@ -198,7 +216,7 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 LONG = (
-    *(hive, row_filter, images),
+    *(hive, row_filter, images, tar_gz),
     *(packing, packing_with_filter, weights_by_step),
 )
 
@@ -206,7 +224,7 @@ LONG = (
 @pytest.mark.parametrize(
     "kind",
     [
-        tar_gz,
+        block_source,
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in LONG),
     ],
 )

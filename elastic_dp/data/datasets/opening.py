@@ -126,7 +126,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
     if index.weights is None:
         return Order(
             group_rows=index.rows,
-            group_bytes=index.nbytes,
+            group_bytes=index.stored_bytes,
             virtual_workers=virtual_workers,
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
@@ -141,7 +141,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
             name=redact_url(url),
             weight=weight,
             group_rows=index.rows[source.first_group : source.end_group],
-            group_bytes=index.nbytes[source.first_group : source.end_group],
+            group_bytes=index.stored_bytes[source.first_group : source.end_group],
         )
         for url, weight, source in zip(urls, index.weights, index.sources, strict=True)
     ]
@@ -162,7 +162,7 @@ def _packed_order(
     order = PackedOrder(
         group_tokens=index.tokens,
         length=config.pack,
-        group_bytes=index.nbytes,
+        group_bytes=index.stored_bytes,
         virtual_workers=virtual_workers,
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
@@ -192,6 +192,7 @@ def _row_groups(
     stores = [
         Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait, cache=cache)
         for url in config.urls
+        if config.block_source is None
     ]
     options = {
         "index": index,
@@ -206,7 +207,7 @@ def _row_groups(
 def _threads(stores: list[Store]) -> int:
     """The number of reading threads. Requests to a store mostly wait. Reading files is decoding,
     for which more threads than cores slow each other down."""
-    if all(store.local_path(store.path) is not None for store in stores):
+    if stores and all(store.local_path(store.path) is not None for store in stores):
         return decoding_threads()
     return READ_THREADS
 

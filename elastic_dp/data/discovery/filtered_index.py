@@ -12,10 +12,7 @@ import pyarrow as pa
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.nulls import refuse_nulls_for_filter
 from elastic_dp.data.columns.row_filter import RowFilter, Selection
-from elastic_dp.data.discovery.listing import (
-    path_of,
-)
-from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
 from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
 from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, read_table
@@ -49,8 +46,7 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
 
     def kept(number: int) -> list[Ints]:
         source = sources[index.shards["source"][number].as_py()]
-        path = path_of(source.store.path, index.name(number), source.is_file)
-        shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
+        shard = source.shard(index, number)
         first, end = index.group_bounds[number : number + 2].tolist()
         here = frozenset(range(end - first))
         found = [np.empty(0, np.int64)] * (end - first)

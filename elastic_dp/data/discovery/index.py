@@ -219,7 +219,7 @@ _SHARDS = pa.schema(
         "partition": pa.large_string(),
     }
 )
-_GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])
+_GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes", "stored")])
 
 
 def _with_partition(

@@ -24,7 +24,6 @@ from elastic_dp.config.removed_names import REMOVED_DATA_NAMES
 from elastic_dp.data.columns.schema import top_level
 from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Store
 
 CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
@@ -48,7 +47,7 @@ class Index:
 
     - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
       file_format.py), partition (JSON, see `partition`).
-    - `groups` [row groups]: columns rows, starts, ends, nbytes (int64); tokens, for packing.
+    - `groups` [row groups]: columns rows, starts, ends, nbytes, stored (int64); tokens, to pack.
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
     - `columns`: (name, type and the value that replaces nulls) of the columns that a batch has.
     - `schema`: of the top-level columns that contain these, and of those that the filter uses.
@@ -73,6 +72,13 @@ class Index:
     def nbytes(self) -> Ints:
         """Estimated bytes in memory, decoded and while being decoded, int64 [row groups]."""
         return self._group_array("nbytes")
+
+    @cached_property
+    def stored_bytes(self) -> Ints:
+        """Size of the columns that are read, as the shards have it, int64 [row groups]."""
+        if "stored" not in self.groups.schema.names:  # versions 1 to 3
+            return self.ends - self.starts
+        return self._group_array("stored")
 
     @cached_property
     def tokens(self) -> Ints | None:
@@ -162,7 +168,7 @@ class Index:
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
             "selection": self.selection,
-            "version": 3,  # 1 kept no footers, and 2 no partitions
+            "version": 4,  # 1 kept no footers, 2 no partitions, and 3 no stored bytes
         }
         sink = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -213,7 +219,7 @@ def _source(columns: list[str] | None = None, **facts: Any) -> IndexedSource:
     return IndexedSource(**facts)
 
 
-def shard_at(index: Index, number: int, path: str, store: Store, shown: str) -> ShardAt:
+def shard_at(index: Index, number: int, path: str, store: Any, shown: str) -> ShardAt:
     """What the index knows of a shard. `path`: in the store. `shown`: its name for messages."""
     facts = ("size", "version", "check", "tail")
     size, version, check, tail = (index.shards[name][number].as_py() for name in facts)

@@ -8,10 +8,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_dp.config import DataConfig
 from elastic_dp.config.removed_names import REMOVED_FORMATS
-from elastic_dp.data.discovery.listing import Listing, list_files, prefix_of, why_nothing
+from elastic_dp.data.block_source import Blocks
+from elastic_dp.data.discovery.listing import (
+    Listing,
+    list_files,
+    path_of,
+    prefix_of,
+    why_nothing,
+)
+from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.discovery.skipped_files import HIDDEN, skipped_message
 from elastic_dp.data.formats import (
     FORMATS,
@@ -35,7 +44,7 @@ _log = logging.getLogger(__name__)
 class OpenedSource:
     """A source whose shards are listed. `prefix`: before the names of its shards in messages."""
 
-    store: Store
+    store: Any  # a Store; None for a block source
     format: FileFormat
     root: str
     is_file: bool
@@ -43,11 +52,20 @@ class OpenedSource:
     entries: list[Entry]
     prefix: str
 
+    def shard(self, index: Index, number: int) -> ShardAt:
+        """A shard of this source in the index."""
+        name = index.name(number)
+        path = "" if self.store is None else path_of(self.store.path, name, self.is_file)
+        return shard_at(index, number, path, self.store, self.prefix + name)
+
 
 def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     """All sources are listed at once: a list of URLs may be one of a thousand files. Raises
     DataError for a source without shards."""
     urls = config.urls
+    if (source := config.block_source) is not None:
+        entry = Entry(source.identity, max(1, sum(source.stored_bytes)), "")
+        return [OpenedSource(None, Blocks(source), "", True, [source.identity], [entry], prefix="")]
     is_list = not isinstance(config.url, str) or len(urls) > 1
 
     def open_one(url: str) -> OpenedSource:

@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import is_list, plain, type_name
 from elastic_dp.data.columns.row_filter import RowFilter
-from elastic_dp.data.discovery.listing import path_of
-from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
 from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
 from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, read_table
@@ -44,8 +43,7 @@ def with_tokens(
 
     def count(number: int) -> Ints:
         source = sources[index.shards["source"][number].as_py()]
-        path = path_of(source.store.path, index.name(number), source.is_file)
-        shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
+        shard = source.shard(index, number)
         first, end = index.group_bounds[number : number + 2].tolist()
         kept = index.rows[first:end]
         whole = kept == every_row[first:end]

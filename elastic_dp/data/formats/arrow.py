@@ -89,7 +89,7 @@ class Arrow:
         batches = [message for message in messages if message.kind == BATCH]
         if not batches:
             none = np.zeros(0, dtype=np.int64)
-            return Scan(pa.schema([]), none, none, none, none, check=0)
+            return Scan(pa.schema([]), none, none, none, none, none, check=0)
         dictionaries = [m.start for m in messages if m.kind == DICTIONARY]
         are_late = any(start > batches[0].start for start in dictionaries)
         if is_file and (are_late or first[8:] != CONTINUES):
@@ -128,7 +128,18 @@ class Arrow:
         for message in batches:
             check = zlib.crc32(message.metadata, check)
         nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
-        return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
+        return Scan(
+            schema=schema,
+            rows=rows,
+            starts=starts,
+            ends=ends,
+            nbytes=nbytes,
+            stored=ends - starts,
+            check=check,
+            tail=tail,
+            nulls=nulls,
+            null_lists=null_lists,
+        )
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]

@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.storage import Store
-
 Ints = npt.NDArray[np.int64]
 
 
@@ -33,7 +31,7 @@ class ShardAt:
     `tail`, `head` and `footer`: what the index kept of the shard's `Scan`.
     """
 
-    store: Store
+    store: Any  # a Store; None for a block source
     path: str
     size: int
     version: str
@@ -66,8 +64,10 @@ class Scan:
     """What a shard contains.
 
     - `schema`: all columns, also those that the job does not read.
-    - `rows`, `starts`, `ends`, `nbytes`: int64 [row groups]. `starts` and `ends` are the byte range
-      that `read` requests. `nbytes` estimates the memory of a row group, encoded and decoded.
+    - `rows`, `starts`, `ends`, `nbytes`, `stored`: int64 [row groups]. `starts` and `ends` are the
+      byte range that `read` requests. `nbytes` estimates the memory of a row group, encoded and
+      decoded. `stored` is the size of its columns as the shard has it, before compression where it
+      says that: the order of rows depends on it, so no estimate of a decoder is part of it.
     - `check`: a checksum; other content has another one.
     - `tail`: the length in bytes of the shard's end that says where everything is; 0 if the format
       has none. `footer`: these bytes, where reading them again would take a request.
@@ -81,6 +81,7 @@ class Scan:
     starts: Ints
     ends: Ints
     nbytes: Ints
+    stored: Ints
     check: int
     tail: int = 0
     footer: bytes = b""

@@ -81,12 +81,14 @@ class Parquet:
         ends = [max((end for _, end in r), default=0) for r in ranges]
         widths = widths_of(footer, wanted)
         nbytes = [decoded_bytes(group, widths) for group in groups]
+        stored = [sum(g.column(c).total_uncompressed_size for c in wanted) for g in groups]
         return Scan(
             schema=schema,
             rows=np.array([group.num_rows for group in groups], dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             ends=np.array(ends, dtype=np.int64),
             nbytes=np.array(nbytes, dtype=np.int64),
+            stored=np.array(stored, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
             nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),

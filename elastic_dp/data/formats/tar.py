@@ -111,8 +111,19 @@ class Tar:
         if packed:
             starts[:], ends[:] = 0, shard.size
             nbytes += shard.size
+        stored = ends - starts
         nulls = {name: names[_KEY] - count for name, count in names.items()}
-        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
+        return Scan(
+            schema=schema,
+            rows=rows,
+            starts=starts,
+            ends=ends,
+            nbytes=nbytes,
+            stored=stored,
+            check=check,
+            nulls=nulls,
+            remarks=remarks,
+        )
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]

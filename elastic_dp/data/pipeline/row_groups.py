@@ -13,6 +13,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.block_source import Blocks
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.row_filter import RowFilter
@@ -58,20 +59,26 @@ class ShardRowGroups:
     """The row groups of an index. Thread safe."""
 
     def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
-        """`config`: the one that the index was made of. `stores`: one for each of `config.urls`."""
-        assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
+        """`config`: the one that the index was made of. `stores`: one for each of `config.urls`;
+        none for a block source."""
+        source = config.block_source
+        assert len(config.urls) == len(index.sources), "an index of another config"
+        assert source is not None or len(stores) == len(config.urls), "a store for each URL"
+        self._formats: dict[str, FileFormat] = {Blocks.name: Blocks(source)}
+        if source is None:
+            self._formats = {n: FORMATS[n]() for n in {s.format for s in index.sources}}
         self.rows, self.nbytes = index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
-        for source in index.sources:
-            of_source = slice(source.first_group, source.end_group)
-            self.reading_bytes[of_source] = FORMATS[source.format].growth * index.nbytes[of_source]
+        for one in index.sources:
+            of_source = slice(one.first_group, one.end_group)
+            growth = self._formats[one.format].growth
+            self.reading_bytes[of_source] = growth * index.nbytes[of_source]
         self._index, self._stores = index, stores
         self._sources: Ints = index.shards["source"].to_numpy()  # by shard
         self._shard = lru_cache(SHARDS_KNOWN)(self._find_shard)
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
-        self._formats = {n: FORMATS[n]() for n in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._filter: RowFilter | None = None
         used: list[str] = []
@@ -115,6 +122,8 @@ class ShardRowGroups:
 
     def _find_shard(self, number: int) -> ShardAt:
         index, source = self._index, self._source(number)
+        if not self._stores:  # a block source
+            return shard_at(index, number, "", None, index.name(number))
         store, is_file = self._stores[source], index.sources[source].is_file
         path = path_of(store.path, index.name(number), is_file)
         return shard_at(index, number, path, store, self._shard_name(number))
