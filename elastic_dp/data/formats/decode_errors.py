@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pyarrow as pa
+
 from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten
@@ -30,8 +32,23 @@ def decoding(shard: ShardAt, location: RowGroupLocation) -> Iterator[None]:
         raise StorageError(f"cannot read {shard.name}: {error}") from error
     except MemoryError as error:
         raise _too_large(shard, location, error) from error
+    except pa.ArrowNotImplementedError as error:
+        if "Nested data conversions" not in str(error):
+            raise _bad(shard, location, error) from error
+        raise DataError(  # the file is whole, and its rows must not be skipped
+            f"{long_nested_text('a column', location.group, shard.name)}. Arrow says: {error}"
+        ) from error
     except Exception as error:  # a decoder may raise anything for damaged content
         raise _bad(shard, location, error) from error
+
+
+def long_nested_text(column: str, row_group: int, shard: str) -> str:
+    return (
+        f"{column} of row group {row_group} of {shard} holds lists with more than 2 GiB of text, "
+        "which Arrow cannot read; write the data set with smaller row groups "
+        "(`elastic-dp data convert --row-group-bytes`), or leave the column out by "
+        "DataConfig.columns"
+    )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from elastic_dp.data.columns.column_types import plain_schema
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.row_filter import equalities
 from elastic_dp.data.columns.schema import is_text, leaves
+from elastic_dp.data.formats.decode_errors import long_nested_text
 from elastic_dp.data.formats.encryption import (
     refuse_encrypted_footer,
     refuse_unreadable,
@@ -42,6 +43,7 @@ from elastic_dp.data.formats.file_format import (
 from elastic_dp.data.formats.footer_layouts import FooterLayout, FooterLayouts
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
 from elastic_dp.data.formats.parquet_memory import decoded_bytes, widths_of
+from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first from a shard's end; most footers are shorter
@@ -50,6 +52,7 @@ TOGETHER_BYTES = 8 << 20  # a row group up to this size is read together with a 
 FOOTER_BYTES_KEPT = 64 << 20  # of cached footers, encoded
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
+_NESTED_BYTES = 1 << 31  # of texts in lists that Arrow reads of one row group
 _ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
 
 
@@ -79,6 +82,8 @@ class Parquet:
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
+        for number in wanted:
+            _refuse_long_nested_text(shard.name, footer, number, groups)
         widths = widths_of(footer, wanted)
         nbytes = [decoded_bytes(group, widths) for group in groups]
         stored = [sum(g.column(c).total_uncompressed_size for c in wanted) for g in groups]
@@ -131,6 +136,7 @@ class Parquet:
 
         fetch(leaves)
         table = checked(_read_group(file, location.group, leaves, fetch))
+        refuse_wrapped(file, pa.PythonFile(held, mode="r"), kept.metadata, location.group, leaves)
         held.clear()
         self._put_back(shard.key, kept, (file, held))
         return table
@@ -190,7 +196,9 @@ class Parquet:
         kept = self._footer(shard, location, held, stamp)
         file, held = self._idle(kept) or (_open(path, kept), held)
         try:
-            return checked(_read_group(file, location.group, leaves))
+            table = checked(_read_group(file, location.group, leaves))
+            refuse_wrapped(file, path, kept.metadata, location.group, leaves)
+            return table
         finally:
             if stamp_of(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -427,6 +435,40 @@ def checked(table: pa.Table) -> pa.Table:
         if _has_text(column.type):
             column.validate(full=True)
     return table
+
+
+def refuse_wrapped(
+    file: pq.ParquetFile, source: Any, footer: pq.FileMetaData, group: int, leaves: list[str]
+) -> None:
+    """Raises DataError if a time of the old type INT96 does not fit into nanoseconds since 1970, in
+    which Arrow reads it: it would wrap to another century."""
+    numbers = chunk_numbers(footer, leaves)
+    columns = [footer.schema.column(number) for number in numbers]
+    for path in (column.path for column in columns if column.physical_type == "INT96"):
+        kind = file.read_row_group(group, columns=[path], use_threads=False).schema
+        coarse = pq.ParquetFile(
+            source, metadata=footer, pre_buffer=False, coerce_int96_timestamp_unit="ms"
+        )
+        try:
+            coarse.read_row_group(group, columns=[path], use_threads=False).cast(kind)
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"column {path!r} (INT96) holds times outside of the years 1678 to 2261, which "
+                "nanoseconds do not hold; write it as INT64 timestamps in microseconds "
+                "(Spark: spark.sql.parquet.outputTimestampType=TIMESTAMP_MICROS), or leave it out "
+                "by DataConfig.columns"
+            ) from error
+
+
+def _refuse_long_nested_text(
+    name: str, footer: pq.FileMetaData, number: int, groups: list[Any]
+) -> None:
+    column = footer.schema.column(number)
+    if column.physical_type != "BYTE_ARRAY" or not column.max_repetition_level:
+        return
+    for group, each in enumerate(groups):
+        if each.column(number).total_uncompressed_size >= _NESTED_BYTES:
+            raise DataError(long_nested_text(f"column {column.path!r}", group, name))
 
 
 def _has_text(kind: pa.DataType) -> bool:
