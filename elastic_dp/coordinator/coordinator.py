@@ -384,7 +384,10 @@ class Coordinator:
     def _failed(self, worker: WorkerState | None, event: m.WorkerFailed, now: float) -> None:
         if worker is None or worker.stage in DEPARTED_STAGES:
             return
-        if event.facts is None and self._failures.allows_user_error(worker):
+        before_joining = worker.stage in (Stage.STARTING, Stage.BUILDING)
+        if before_joining and self._lineage.established and self._generation.members:
+            self._eligibility.replace_failed(worker, event, now)
+        elif event.facts is None and self._failures.allows_user_error(worker):
             self._registry.failed(worker, event, now)
         else:
             run_termination.fail_by_worker(self._registry, event, now)

@@ -176,3 +176,30 @@ def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None
     scenario.hear("w1", "w3", step=7)
     scenario.tell(m.WorkerLost("w3", "killed", micro_batch=(8, 5)))
     assert "of step 8" in scenario.ever(m.FailRun)[0].error
+
+
+def test_worker_whose_code_fails_before_it_joins_is_replaced_and_harms_no_healthy_run() -> None:
+    """A mount may be missing on its node. One that has failed again and again is not replaced."""
+    scenario = Scenario(size=2, min_workers=1)
+    scenario.running("w1", step=3)
+    for number in range(2, 7):
+        worker = f"w{number}"
+        scenario.tell(m.WorkerStarted(worker))
+        scenario.tell(m.WorkerFailed(worker, "OSError: no such file", "traceback of " + worker))
+        assert [c.worker for c in scenario.of(m.EvictWorker)] == [worker]
+        assert any("traceback of " + worker in c.text for c in scenario.of(m.Explain))
+        scenario.hear("w1", step=3 + number)
+        scenario.tell(m.WorkerLost(worker, "killed"))
+        if f"w{number + 1}" not in [c.worker for c in scenario.ever(m.StartWorker)]:
+            break
+    assert number == 5, "three are replaced"
+    assert scenario.coordinator.phase == "running" and not scenario.ever(m.FailRun)
+    scenario.tell(m.SizeRequested(2))
+    assert scenario.of(m.StartWorker)
+
+
+def test_worker_whose_code_fails_before_anybody_trains_fails_the_run() -> None:
+    scenario = Scenario(size=2)
+    scenario.tell(m.WorkerStarted("w1"))
+    scenario.tell(m.WorkerFailed("w1", "OSError: no such file", "traceback"))
+    assert [c.error for c in scenario.of(m.FailRun)] == ["OSError: no such file"]

@@ -16,6 +16,7 @@ from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
+from elastic_dp.wording import counted
 
 
 class WorkerEligibility:
@@ -90,12 +91,28 @@ class WorkerEligibility:
         what = lineage.difference(worker, self.run.config.exact)
         if not what:
             return True
-        self.rejections += 1
-        if self.rejections > self.run.config.max_rejections:
-            self._registry.leave_place_unfilled()
+        self._reject()
         self.run.explain(f"{worker.id} does not fit this run: {what}")
         self._registry.release(worker, f"does not fit this run: {what}", now)
         return False
+
+    def replace_failed(self, worker: WorkerState, event: m.WorkerFailed, now: float) -> None:
+        """Replace a worker whose code failed before it joined: the members train, so its node may
+        be at fault.
+        """
+        self._reject()
+        self.run.explain(f"{worker.id} fails before it joins: {event.error}\n{event.traceback}")
+        self._registry.evict(worker, f"its code fails before it joins: {event.error}", now)
+
+    def _reject(self) -> None:
+        """Count a worker that cannot join. Too many are not replaced."""
+        self.rejections += 1
+        if self.rejections > self.run.config.max_rejections:
+            self._registry.leave_place_unfilled()
+            self.run.explain(
+                f"{counted(self.rejections, 'worker')} could not join; this one is not replaced "
+                "until the run is scaled"
+            )
 
     def find_initial_source(self, now: float) -> WorkerState | None:
         """Return the worker whose initial weights count, or None while there is none that can be

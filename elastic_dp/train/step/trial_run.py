@@ -60,12 +60,10 @@ class TrialRun:
         """Runs one micro-batch and undoes it.
 
         The group then need not wait while this worker compiles the model, chooses kernels, and
-        touches memory for the first time. What user code raises here it raises again in a step,
-        unless this model is refused before that. A worker whose device fails, or has too little
-        memory, does not join.
+        touches memory for the first time. A worker whose code raises here, whose device fails, or
+        that has too little memory, does not join.
         """
-        with self._tolerates():
-            self._run_once(self._batch())
+        self._run_once(self._batch())
         self._undo(tried=True)
         self._report("start")
 
