@@ -449,7 +449,7 @@ BUDGETS = {
     "distributed": (5_000, 3_100),
     "integrations": (1_760, 950),
     "materialization": (426, 330),
-    "report": (1_410, 800),
+    "report": (1_390, 800),
     "sampling": (1_260, 1_000),
     "storage": (2_260, 1_250),
     "telemetry": (1_090, 750),

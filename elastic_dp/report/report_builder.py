@@ -44,11 +44,6 @@ _COMMITTED = re.compile(r"checkpoint of step (\d+) is (?:committed|sealed)")
 _ENDS = re.compile(r"generation \d+ ends: (.*)", re.DOTALL)
 
 
-def is_committed_checkpoint(text: str) -> bool:
-    """Return whether a decision says that a checkpoint is committed."""
-    return _COMMITTED.fullmatch(text) is not None
-
-
 class StoredEnd(NamedTuple):
     """How the last start that finished ended, as the result in the folder says."""
 
@@ -122,7 +117,6 @@ class ReportBuilder:
             wanted=0 if over else group.wanted,
             lost=self._log.lost,
             rollbacks=self._log.rollbacks,
-            pause_s=group.pause_s,
             last_line=self._now,
             goodput=self._goodput.goodput(None if over else until),
             rows_per_s=self._rates.rows_per_s,
@@ -334,7 +328,6 @@ class _Group:
         self.members: set[str] = set()
         self.wanted = 0
         self.band: list[GroupSize] = []
-        self.pause_s = 0.0
         self.why = ""  # the generation ended, as the controller said
         self._paused_since: float | None = None
 
@@ -355,8 +348,6 @@ class _Group:
     def form(self, now: float, generation: int, members: list[str]) -> tuple[float, str] | None:
         """The next generation forms. Return since when the group had paused, and why."""
         pause = None if self._paused_since is None else (self._paused_since, self.why)
-        if self._paused_since is not None:
-            self.pause_s += max(0.0, now - self._paused_since)
         self.generation, self.members = generation, set(members)
         self._paused_since, self.why = None, ""
         self._changed(now)

@@ -152,7 +152,6 @@ class Report:
     wanted: int
     lost: int  # workers that did not leave as asked
     rollbacks: int
-    pause_s: float  # of the group, until the next generation was formed
     last_line: float
     goodput: Goodput
     rows_per_s: float | None = None  # in the last minute of reports

@@ -40,19 +40,14 @@ class RunFolder:
         """Whether the folder is on a disk of this machine, so that looking at it costs nothing."""
         return self._store.local_path(self._store.path) is not None
 
-    def read(self) -> bool:
-        """Read what is new. Return whether there was a line."""
-        with self._lock:
-            try:
-                return self._read()
-            except (ObjectMissing, ObjectRewritten):
-                self._forget()
-                return self._read()
-
     def report(self, now: float) -> Report:
         """Read what is new and return the report at `now` (of `time.time`)."""
-        self.read()
         with self._lock:
+            try:
+                self._read()
+            except (ObjectMissing, ObjectRewritten):
+                self._forget()
+                self._read()
             self._look()
             return self._builder.build(now, stored=self._stored, result=self._result)
 
@@ -62,11 +57,10 @@ class RunFolder:
         self._builder = ReportBuilder(self._name)
         self._tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
 
-    def _read(self) -> bool:
-        files, line = [tail.lines() for tail in self._tails], None
+    def _read(self) -> None:
+        files = [tail.lines() for tail in self._tails]
         for line in heapq.merge(*files, key=lambda line: line["time"]):
             self._builder.line(line)
-        return line is not None
 
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _LOOK_S:

@@ -67,10 +67,6 @@ class WorkerHistories:
             if history.condition not in _GONE:
                 history.condition, history.until = WorkerCondition.ENDED, now
 
-    def is_training(self, worker: str) -> bool:
-        history = self._present.get(worker)
-        return history is not None and history.condition is WorkerCondition.TRAINING
-
     def is_gone(self, worker: str) -> bool:
         history = self._present.get(worker)
         return history is not None and history.condition in _GONE

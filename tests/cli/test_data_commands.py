@@ -290,7 +290,12 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
         holder = Holder(store, Lease("another", "token 2"), lambda: 0.0, lambda: 0.0)
         holder.acquire()  # it may train somewhere, so the cluster is asked
         assert "another holds its lease" in json.loads(run(*there).stdout)["reason"]
-        assert asked == [None]
+        limits = {"max_steps": 9, "epochs": None, "max_time_s": None, "stopped": False}
+        start = {"format": 1, "code": "", "python": "3.11", "limits": limits, "ray": "far:6379"}
+        (ended_run / "mine" / "start.json").write_text(json.dumps(start))
+        # Who writes there must not learn the token that is sent to clusters.
+        assert "at far:6379: --address asks" in json.loads(run(*there).stdout)["reason"]
+        assert asked == [None, None]
         holder.release()
     finally:
         (ended_run / "mine" / "away").rename(ended_run / "mine" / "result.json")
@@ -303,6 +308,9 @@ def test_status_without_a_cluster_says_how_an_ended_run_is_found(monkeypatch):
     def refuse(**settings):
         raise ConnectionError("Could not find any running Ray instance.")
 
+    from elastic_dp.cluster.ray import cluster_connection
+
+    monkeypatch.setattr(cluster_connection, "clusters_of_this_user", list)
     monkeypatch.setattr("ray.init", refuse)
     for verb in ("status", "logs"):
         assert "elastic-dp status RUN --storage-path URL" in run(verb, "mine", code=2).stderr

@@ -63,22 +63,20 @@ def find_live(name: str, url: str | None = None, address: str | None = None) -> 
     connected to its cluster.
 
     A process that is connected asks its own cluster. Otherwise the cluster that the run's last
-    start has noted in its folder is asked first; then the one at `address` or RAY_ADDRESS or,
-    without either, all of this user on this machine. Raises ClusterError if none has the run, or
-    several.
+    start has noted in its folder is asked first, if it is one of this user on this machine; then
+    the one at `address` or RAY_ADDRESS or, without either, all of this user on this machine. Raises
+    ClusterError if none has the run, or several.
     """
     if ray.is_initialized():
         return attach_live(name, url) or _missing(name, ["this cluster"])
+    # A token is sent to whom this process connects, so only to this user's clusters unasked.
     noted = None if url is None else address_of(url)
-    if noted is not None and cluster_connection.connects(noted):
+    ours = cluster_connection.clusters_of_this_user()
+    if noted in ours and cluster_connection.connects(noted):
         if (run := attach_live(name, url)) is not None:
             return run
         ray.shutdown()
-    asked = (
-        []
-        if address or os.environ.get("RAY_ADDRESS")
-        else cluster_connection.clusters_of_this_user()
-    )
+    asked = [] if address or os.environ.get("RAY_ADDRESS") else ours
     if len(asked) > 1:
         having = [each for each in asked if _has(each, name, url)]
         if len(having) > 1:

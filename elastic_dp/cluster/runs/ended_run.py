@@ -63,11 +63,10 @@ class EndedRun:
         committed = Catalog(self._store).names()
         said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
         address = address_of(self.url)
-        cluster = "a cluster" if address is None else f"the Ray cluster at {address}"
-        held = (
-            f"{self.holder} holds its lease, and may train on {cluster}, which does not answer "
-            "here; "
-        )
+        where = "a cluster that does not answer here"
+        if address is not None:
+            where = f"the Ray cluster at {address}: --address asks that one"
+        held = f"{self.holder} holds its lease, and may train on {where}; "
         return status_without_controller(
             "unfinished",
             (held if self.may_be_live else "it has no result; ")
