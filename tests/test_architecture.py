@@ -440,7 +440,7 @@ def test_a_worker_does_not_import_pandas():
 BUDGETS = {
     "checkpoint": (3_360, 2_800),
     "cli": (1_670, 1_000),
-    "cluster": (7_750, 4_800),
+    "cluster": (7_420, 4_800),
     "config": (1_420, 950),
     "coordinator": (5_000, 4_200),
     "data": (9_200, 5_600),
