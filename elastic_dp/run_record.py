@@ -325,6 +325,11 @@ def run_url(
     return StorageURL(f"{os.fspath(storage_path).rstrip('/')}/{name}", storage_options)
 
 
+def stored_index(url: str) -> Index | None:
+    """Return the index of the run's data set, as its first start has written it."""
+    return _read_index(Store(url))
+
+
 def run_names(store: Store, known: Container[str] = ()) -> list[str]:
     """Returns the names of the runs at a storage path. Asks for no object of a run but its
     `run.json`, and not for that of a `known` run."""
@@ -367,9 +372,7 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
 
 
 def _read_index(store: Store) -> Index | None:
-    """Return the stored index; None if it is missing or unreadable. It only serves to report
-    changes.
-    """
+    """Return the stored index; None if it is missing or unreadable."""
     from elastic_dp.data import Index
 
     try:

@@ -50,6 +50,7 @@ from elastic_dp.run_record import (
     RunLimits,
     RunRecord,
     run_url,
+    stored_index,
     stored_result,
     virtual_workers_of,
     write_result,
@@ -288,6 +289,7 @@ class ElasticTrainer:
             self.spec.data,
             virtual_workers=self.spec.micro_batches_by_step,
             timeout_s=self.spec.failure.storage_timeout_s,
+            known=stored_index(self.url),
             **options,
         )
 

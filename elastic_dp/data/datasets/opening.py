@@ -47,12 +47,14 @@ def open_data(
     pin: bool = False,
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
+    known: Index | None = None,
 ) -> Dataset:
     """Opens training data.
 
     - `virtual_workers`: their number, or numbers by the step after which they hold.
     - `index`: None: read it, which raises StorageError if the store cannot be reached for
       `timeout_s` seconds.
+    - `known`: without `index`, one of an earlier start, which is used if nothing has changed.
     - `pin`: tensors are in pinned memory.
     - `on_wait(message)`: called when the store cannot be reached for longer than `timeout_s` later,
       and when it can be again. Without it, the first is a StorageError.
@@ -63,7 +65,7 @@ def open_data(
     if isinstance(config, MapStyleData):
         return MapStyleDataset(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
-    index = index or read_index(config, timeout_s=timeout_s)
+    index = index or read_index(config, timeout_s=timeout_s, known=known)
     base = _order(config, index, schedule.least)
     order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)

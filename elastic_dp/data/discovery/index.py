@@ -3,8 +3,10 @@ scans them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import pickle
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,17 +42,25 @@ _log = logging.getLogger(__name__)
 
 
 def read_index(
-    config: DataConfig, *, timeout_s: float = 60.0, say: Callable[[str], None] | None = None
+    config: DataConfig,
+    *,
+    timeout_s: float = 60.0,
+    say: Callable[[str], None] | None = None,
+    known: Index | None = None,
 ) -> Index:
     """Lists the shards, and reads their footers; formats without footers are scanned.
 
-    `say(message)` is called before a scan starts. Shards without rows are left out with a warning.
-    Raises DataError if there is nothing to train on, or if a shard cannot be read (`on_bad_shard`
-    is for row groups that fail later). Raises StorageError if the store refuses, or cannot be
-    reached for `timeout_s`.
+    `known`: an index of an earlier start, which is returned if the options, and the names, sizes
+    and versions of all shards are the same. `say(message)` is called before a scan starts. Shards
+    without rows are left out with a warning. Raises DataError if there is nothing to train on, or
+    if a shard cannot be read (`on_bad_shard` is for row groups that fail later). Raises
+    StorageError if the store refuses, or cannot be reached for `timeout_s`.
     """
     weights = None if config.weights_by_step is None else config.weights_by_step[0]
     urls, sources = config.urls, open_sources(config, timeout_s)
+    asked = _asked(config)
+    if known is not None and known.asked == asked and _has_same_files(known, sources):
+        return known
     for source in sources:
         announce(source, say or _log.info)
     used = [] if config.filter is None else columns_of(config.filter)
@@ -103,7 +113,7 @@ def read_index(
     for_filter = {leaf.name for leaf in found} - delivered
     nulls.add_missing(columns.absent())
     fills = check_nulls(nulls, config.fill_nulls, found, for_filter=for_filter)
-    index = build.finish(columns, fills)
+    index = replace(build.finish(columns, fills), asked=asked)
     every = index.rows
     if config.filter is not None:
         index = filtered(index, config, sources)
@@ -220,6 +230,37 @@ _SHARDS = pa.schema(
     }
 )
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes", "stored")])
+
+
+def _asked(config: DataConfig) -> str:
+    """A digest of the options on which an index depends."""
+    expression = pickle.dumps(config.filter)  # its text leaves out some of a long list of values
+    options = (
+        *(config.columns, expression, config.pack, config.pack_columns),
+        *(config.source_column, sorted((config.fill_nulls or {}).items()), config.weights_by_step),
+        *(config.on_bad_shard, len(config.urls)),
+    )
+    return hashlib.sha256(repr(options).encode()).hexdigest()
+
+
+def _has_same_files(known: Index, sources: list[OpenedSource]) -> bool:
+    """Whether all shards have a version, and are those of the index."""
+    count = sum(len(source.entries) for source in sources)
+    if count != known.num_shards or len(sources) != len(known.sources):
+        return False
+    facts = zip(
+        *(known.shards[name] for name in ("source", "name", "size", "version")), strict=True
+    )
+    there = (
+        (number, name, entry.size, entry.version)
+        for number, source in enumerate(sources)
+        for name, entry in zip(source.names, source.entries, strict=True)
+    )
+    formats = [source.format.name for source in sources]
+    return formats == [source.format for source in known.sources] and all(
+        one[3] and one == tuple(value.as_py() for value in other)
+        for one, other in zip(there, facts, strict=True)
+    )
 
 
 def _with_partition(

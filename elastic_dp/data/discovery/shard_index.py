@@ -53,6 +53,7 @@ class Index:
     - `schema`: of the top-level columns that contain these, and of those that the filter uses.
     - `selection`: a digest of the rows that the filter keeps; "" without one. `groups` counts only
       these rows.
+    - `asked`: a digest of the options that it was made with; see `read_index`.
     """
 
     sources: tuple[IndexedSource, ...]
@@ -62,6 +63,7 @@ class Index:
     schema: pa.Schema
     columns: tuple[tuple[str, str], ...]
     selection: str = ""
+    asked: str = ""
 
     @cached_property
     def rows(self) -> Ints:
@@ -168,6 +170,7 @@ class Index:
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
             "selection": self.selection,
+            "asked": self.asked,
             "version": 4,  # 1 kept no footers, 2 no partitions, and 3 no stored bytes
         }
         sink = io.BytesIO()
@@ -200,9 +203,8 @@ class Index:
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
             bounds_of = bounds["bounds"].to_numpy()
-            return cls(
-                sources, shards, groups, bounds_of, plain, columns, facts.get("selection", "")
-            )
+            later = facts.get("selection", ""), facts.get("asked", "")
+            return cls(sources, shards, groups, bounds_of, plain, columns, *later)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data set's index cannot be read: {error}") from error
 
