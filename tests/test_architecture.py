@@ -122,7 +122,7 @@ PURE = {part: PURE_MODULES for part in ("errors", "urls", "wording", "config", "
 # The order of millions of rows is arithmetic on arrays, so sampling needs numpy, and only for that:
 # its random numbers come from keys, see `test_sampling_draws_random_numbers_from_keys_alone`.
 PURE["sampling"] = PURE_MODULES | {"numpy"}
-NEVER_IN_STORAGE = {"torch", "ray", "numpy", "pyarrow"}  # it moves bytes
+NEVER_IN_STORAGE = {"torch", "ray", "numpy"}  # it moves bytes
 BANNED_NAMES = {"utils", "common", "core", "helpers", "base", "manager", "misc", "types"}
 
 
