@@ -43,7 +43,8 @@ _KEPT = 8  # old objects stay, so that a number in use by a slow claimant is rar
 class Record:
     """The content of a lease object.
 
-    `holder` names a process: host/machine/process id/start. `token` identifies one claimant and is never used again.
+    `holder` names a process: host/machine/process id/start. `token` identifies one claimant and is
+    never used again.
     `at` is the holder's wall clock in seconds.
     """
 

@@ -105,6 +105,12 @@ def _check_model(model: nn.Module) -> None:
                 "BatchNorm: its statistics are per virtual worker, so they do not depend on the "
                 "number of workers"
             )
+        if _observes(module):
+            raise ModelError(
+                f"model.{name} is an observer of quantization-aware training that is switched on: "
+                "it changes with the rows of each micro-batch. Run some batches through the model "
+                "before the loop, and call model.apply(torch.ao.quantization.disable_observer)"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -141,6 +147,13 @@ def _check_model(model: nn.Module) -> None:
                 f"model.{name} is on the meta device and holds no values; give it memory before "
                 "the optimizer is made: model.to_empty(device=ctx.device), then its initial values"
             )
+
+
+def _observes(module: nn.Module) -> bool:
+    """Returns whether a module is a FakeQuantize whose observer is switched on."""
+    is_fake = type(module).__module__.startswith("torch.ao.quantization")
+    switch = getattr(module, "observer_enabled", None)
+    return is_fake and isinstance(switch, torch.Tensor) and bool(switch.flatten()[0])
 
 
 def check_optimizer(name: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

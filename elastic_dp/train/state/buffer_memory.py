@@ -180,8 +180,12 @@ def assigned_value(own: BufferMemory) -> torch.Tensor:
     slot, tensor = own.slots[0], own.homes[0]
     present = slot.tensor
     if present is None or present.shape != tensor.shape or present.dtype != tensor.dtype:
+        now = "nothing" if present is None else f"{tuple(present.shape)}, {present.dtype}"
         raise ModelError(
-            f"buffer {slot.name!r} changed its shape or dtype in a step, or was removed"
+            f"buffer {slot.name!r} ({tuple(tensor.shape)}, {tensor.dtype}) was replaced in a step "
+            f"by one of another shape or dtype ({now}). Give it its last shape and dtype before "
+            "the loop: run a batch with the longest rows, under torch.autocast if the loop uses "
+            "precision=, or assign it with .to(dtype)"
         )
     value = present.detach()
     for dim, (size, whole) in enumerate(zip(own.content.shape, tensor.shape, strict=True)):

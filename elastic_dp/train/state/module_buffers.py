@@ -21,7 +21,7 @@ Buffers that share memory are undone and combined as one; see buffer_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 
@@ -39,6 +39,7 @@ from elastic_dp.train.state.buffer_memory import (
     same_bits,
 )
 from elastic_dp.train.state.extra_state import extra_states
+from elastic_dp.train.state.module_attributes import ModuleAttributes
 from elastic_dp.train.state.unread_buffers import BODY, UnreadBuffers, changed_by_body
 
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
@@ -59,6 +60,7 @@ class ModuleBuffers:
         self._committed_bits = [bits_of(committed) for committed in self._committed]
         self._compared = [memory.content.numel() <= _COMPARED_NUMEL for memory in self._own]
         self._versions = [memory.version for memory in self._own]
+        self._attributes = ModuleAttributes(model)
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
         # virtual worker -> what it changed, by number; extra state is numbered after the buffers
@@ -76,6 +78,7 @@ class ModuleBuffers:
     def begin(self) -> None:
         """Begins a step. On a device, takes the buffers as the loop body left them, to be read with
         those of the leaves: the body must not change them."""
+        self._attributes.begin()
         if self._later:
             self._unread = {BODY: self._take_later()}
 
@@ -119,10 +122,12 @@ class ModuleBuffers:
         """Saves what this leaf wrote, and undoes it."""
         if self._later:
             left = self._take_later()
+            self._attributes.undo(self._modules_of(left.written))
             if contributes:
                 self._unread[virtual_worker] = left
             return
         changed = self._undo()
+        self._attributes.undo(self._modules_of(changed))
         if contributes:
             self._leaves[virtual_worker] = changed
 
@@ -146,14 +151,21 @@ class ModuleBuffers:
         are written.
         """
         if tried:
+            self._attributes.tried()
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
         if self._later:
             self._take_later()
         else:
             self._undo()
+        self._attributes.undo()
         self._unread.clear()
         self._leaves.clear()
+
+    @property
+    def try_again(self) -> bool:
+        """Whether the trial micro-batch must run once more; see module_attributes.py."""
+        return self._attributes.is_undecided
 
     def changed(self) -> bytes:
         """Returns a byte per buffer and extra state: 1 if a leaf of this worker wrote to it."""
@@ -253,6 +265,11 @@ class ModuleBuffers:
         return None
 
     # ------------------------------------------------------------------------------ private
+
+    def _modules_of(self, numbers: Iterable[int]) -> set[int]:
+        """Returns the identities of the modules that have these buffers."""
+        own = (self._own[i] for i in numbers if i < len(self._own))
+        return {id(slot.module) for memory in own for slot in memory.slots}
 
     @torch.no_grad()
     def _put(self, buffers: Sequence[torch.Tensor], extra: Sequence[bytes]) -> None:

@@ -63,8 +63,11 @@ class TrialRun:
         touches memory for the first time. A worker whose code raises here, whose device fails, or
         that has too little memory, does not join.
         """
-        self._run_once(self._batch())
-        self._undo(tried=True)
+        for _ in range(2):
+            self._run_once(self._batch())
+            self._undo(tried=True)
+            if not self._buffers.try_again:
+                break
         self._report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
