@@ -75,7 +75,7 @@ def run(folder: str, name: str) -> None:
             name=f"memory-{number}",
             storage_path=f"{folder}/storage",
             config={"folder": str(bodies), "clip_norm": CASES[name]},
-            data=edp.MapStyleData(Text(), micro_batch_size=2),
+            data=edp.MapStyleData(Text(100_000), micro_batch_size=2),
             scaling=edp.ScalingConfig(
                 max_workers=WORKERS, virtual_workers=4 * WORKERS, threads_per_worker=1
             ),

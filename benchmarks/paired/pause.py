@@ -51,7 +51,9 @@ def run(folder: str, name: str) -> None:
         name="pause",
         storage_path=f"{folder}/storage",
         config={"folder": folder, "model": model, "body_s": body_s},
-        data=edp.MapStyleData(Text() if model == "GPT" else recovery.Points(), micro_batch_size=8),
+        data=edp.MapStyleData(
+            Text(100_000) if model == "GPT" else recovery.Points(), micro_batch_size=8
+        ),
         scaling=edp.ScalingConfig(
             max_workers=WORKERS, virtual_workers=WORKERS, threads_per_worker=1
         ),

@@ -61,7 +61,7 @@ def train(ctx: Any) -> None:
 def run(folder: str, name: str) -> None:
     case = CASES[name]
     gpt, local = case.model == "GPT", case.workers == 0
-    rows = Text() if gpt else recovery.Points()
+    rows = Text(100_000) if gpt else recovery.Points()
     trainer = edp.ElasticTrainer(
         train,
         name="step",
