@@ -146,8 +146,6 @@ class RunRecord:
     staleness: int | dict[str, int] = 0  # see `config.schedules.stored`
     inner_steps: int | dict[str, int] | None = None
     processes_per_worker: int = 1
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
     # Digests of a few rows of a map-style dataset, by their number; see `probed_rows`.
     rows: dict[str, str] = field(default_factory=dict, compare=False)
 

@@ -95,7 +95,7 @@ class JobSpec:
         """The numbers of micro-batches, by the step after which they hold, in order: each process
         has its own, unless they share rows, and each inner step."""
         virtual, inner = self.scaling.virtual_workers_by_step, self.inner_steps_by_step
-        processes = self.scaling.data_parallel_processes
+        processes = self.scaling.processes_per_worker
         steps = sorted(virtual.keys() | inner.keys())
         return {step: processes * _holding(virtual, step) * _holding(inner, step) for step in steps}
 

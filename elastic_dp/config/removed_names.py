@@ -7,6 +7,10 @@ from elastic_dp.errors import SpecError
 
 C = TypeVar("C", bound=type)
 _WIRE = 'use wire="bf16" or wire="int8", whose runs are exact'
+_SHARD = (
+    "does not exist any more: leave it out, and shard the model over the processes of a worker "
+    "with fully_shard(model, mesh=ctx.mesh)"
+)
 REMOVED_NAMES = {
     "warm_processes": (
         "ScalingConfig.warm_processes does not exist any more: standby=1 keeps a worker ready that "
@@ -14,6 +18,8 @@ REMOVED_NAMES = {
     ),
     "comm_hook": f"comm_hook= does not exist any more: {_WIRE}",
     "PowerSGDConfig": f"PowerSGDConfig does not exist any more, nor does comm_hook=: {_WIRE}",
+    "tensor_parallel_size": f"ScalingConfig.tensor_parallel_size {_SHARD}",
+    "context_parallel_size": f"ScalingConfig.context_parallel_size {_SHARD}",
 }
 
 
@@ -30,6 +36,8 @@ def refuses_removed_names(config: C) -> C:
 
     config.__init__ = check  # type: ignore[misc]
     return config
+
+
 # Options of `DataConfig`, `IterableData` and `MapStyleData`, and kinds of `decode`
 REMOVED_DATA_NAMES = {
     "group_by_length": "group_by_length= does not exist any more: pack=N gives rows of one length "

@@ -18,8 +18,6 @@ from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.config.schedules import by_step, check_virtual_workers
 from elastic_dp.errors import SpecError
 
-TENSOR_PARALLEL = "tp"  # a dimension of a mesh, as torch's examples call it
-
 
 def label_values(wanted: str) -> list[str]:
     """Return the values in a text of `ScalingConfig.label_selector`: a, !a, in(a,b) or !in(a,b)."""
@@ -46,12 +44,6 @@ class ScalingConfig:
       model is sharded (see `TrainContext.mesh`). Each process has rows of its own, so a global
       batch is V × `processes_per_worker` micro-batches. On GPUs each process has one, so "GPU" is
       the same number. Fixed at the run's first start.
-    - `tensor_parallel_size`: the number of neighbouring processes of a worker that have the same
-      rows, for torch's `parallelize_module`. It must divide `processes_per_worker`, and divides the
-      number of micro-batches of a global batch. Fixed at the run's first start.
-    - `context_parallel_size`: the number of processes of a worker that have the same rows, and
-      compute the loss of a part of the positions each. Times `tensor_parallel_size`, it must be
-      `processes_per_worker`. Fixed at the run's first start.
     - `threads_per_worker`: the number of torch's threads in each process, part of the job because
       it changes bits. Default: the worker's CPUs, divided by `processes_per_worker`.
     - `stabilization_s`: how long a worker that is ready to join waits for others that will soon be
@@ -82,8 +74,6 @@ class ScalingConfig:
     standby: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
@@ -106,8 +96,6 @@ class ScalingConfig:
         whole_number("ScalingConfig.standby", self.standby, 0)
         whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
         whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
-        self._check_tensor_parallel()
-        self._check_context_parallel()
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
@@ -163,35 +151,6 @@ class ScalingConfig:
                 "to train on CPUs"
             )
 
-    def _check_tensor_parallel(self) -> None:
-        size, processes = self.tensor_parallel_size, self.processes_per_worker
-        whole_number("ScalingConfig.tensor_parallel_size", size, 1)
-        if size == 1:
-            return
-        if processes % size:
-            raise SpecError(
-                f"ScalingConfig.tensor_parallel_size is {size} and processes_per_worker is "
-                f"{processes}: each so many processes have the same rows, so make "
-                f"processes_per_worker a multiple of {size}"
-            )
-        if self.resources_per_worker.get("GPU"):
-            raise SpecError(
-                f"ScalingConfig.tensor_parallel_size is {size}, which does not work on GPUs yet: "
-                'leave "GPU" out of resources_per_worker'
-            )
-
-    def _check_context_parallel(self) -> None:
-        size, others = self.context_parallel_size, self.tensor_parallel_size
-        whole_number("ScalingConfig.context_parallel_size", size, 1)
-        if size > 1 and size * others != self.processes_per_worker:
-            times = f" times tensor_parallel_size ({others})" if others > 1 else ""
-            raise SpecError(
-                f"ScalingConfig.context_parallel_size is {size} and processes_per_worker is "
-                f"{self.processes_per_worker}: the processes of a worker share the positions of "
-                f"one micro-batch, so make processes_per_worker {size * others} "
-                f"(context_parallel_size{times})"
-            )
-
     def _check_label_selector(self) -> None:
         selector = self.label_selector
         if not isinstance(selector, Mapping) or not all(
@@ -238,22 +197,6 @@ class ScalingConfig:
     def grows(self) -> bool:
         """Whether the number of virtual workers changes with the step."""
         return len(self.virtual_workers_by_step) > 1
-
-    @property
-    def data_parallel_processes(self) -> int:
-        """How many processes, or groups of processes, of a worker have rows of their own."""
-        shared = self.tensor_parallel_size * self.context_parallel_size
-        return self.processes_per_worker // shared
-
-    @property
-    def mesh_dimensions(self) -> dict[str, int]:
-        """The sizes of the dimensions of `TrainContext.mesh`, by name."""
-        sizes = {
-            "dp": self.data_parallel_processes,
-            "cp": self.context_parallel_size,
-            TENSOR_PARALLEL: self.tensor_parallel_size,
-        }
-        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def num_threads(self) -> int:

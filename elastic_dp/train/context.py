@@ -143,11 +143,7 @@ class TrainContext:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes of this worker, as a mesh for torch's `fully_shard` or
-        `parallelize_module`.
-
-        Its dimensions are, in this order, "dp" for processes with rows of their own, "cp" if
-        `ScalingConfig.context_parallel_size` is above 1, and "tp" if `tensor_parallel_size` is.
+        """The processes of this worker, as a mesh of one dimension for torch's `fully_shard`.
 
         Raises SpecError if `ScalingConfig.processes_per_worker` is 1.
         """
@@ -227,6 +223,7 @@ class TrainContext:
         *,
         scheduler: Any = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
         noise_scale_every: int | None = None,
@@ -242,10 +239,11 @@ class TrainContext:
         at the end of an epoch. `weight` (default: the rows) is a number of 0 to 1e30, of
         which only ratios matter; `metrics` maps names to numbers, means over the micro-batch.
         `scheduler.step()` is called after each optimizer step; gradients are gone when the body
-        begins (see `Step.grad_norm`). `clip_norm`: the largest 2-norm of the gradient. `precision`:
-        None, "bf16" or "fp16" autocast. `state`: what the loop's body changes, as objects with
-        `state_dict` and `load_state_dict`; joiners take it over. `noise_scale_every`: the noise of
-        the gradient is measured in steps that it divides (see `Step.noise`).
+        begins (see `Step.grad_norm`). `clip_norm`: the largest 2-norm of the gradient.
+        `clip_value`: the largest absolute value of its elements. `precision`: None, "bf16" or
+        "fp16" autocast. `state`: what the loop's body changes, as objects with `state_dict` and
+        `load_state_dict`; joiners take it over. `noise_scale_every`: the noise of the gradient is
+        measured in steps that it divides (see `Step.noise`).
 
         With `ElasticTrainer(inner_steps=…)`, `optimizer` is the outer one, and
         `inner_optimizer(model, step)` returns a new optimizer for the inner steps of one virtual
@@ -265,6 +263,7 @@ class TrainContext:
                     loss_fn=loss_fn,
                     scheduler=scheduler,
                     clip_norm=clip_norm,
+                    clip_value=clip_value,
                     precision=precision,
                     state=self._with_carried({} if state is None else state),
                     noise_scale_every=noise_scale_every,
@@ -286,6 +285,8 @@ class TrainContext:
         except Exception as error:  # the user's own code may swallow it
             session.loop.failed(error)
             raise
+        finally:
+            session.loop_left()
 
     def evaluate(
         self, fn: LossFn, data: DataConfig | MapStyleData, *, model: torch.nn.Module | None = None

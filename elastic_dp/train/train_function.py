@@ -24,6 +24,7 @@ from elastic_dp.train.worker_session import WorkerSession
 
 TrainFunction = Callable[[TrainContext], None]
 _REPORT_AGAIN_S = 5.0
+_OF_TENSORS = frozenset({"backward", "item", "detach", "cpu", "mean", "numpy"})
 _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 
@@ -100,7 +101,16 @@ def call_train_function(train: TrainFunction, session: WorkerSession) -> None:
     """Calls the train function and checks that it ran its loop to the end. Raises LoopError."""
     open_generators(session.device)
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
-    train(TrainContext(session))
+    try:
+        train(TrainContext(session))
+    except AttributeError as error:
+        if error.name in _OF_TENSORS and isinstance(error.obj, float) and session.loop.in_body:
+            raise LoopError(
+                f"the body of the loop over ctx.steps calls .{error.name}() of a number: "
+                f"step.loss, step.grad_norm and metrics are floats. Leave out "
+                f".{error.name}(); backward() and optimizer.step() are parts of the step"
+            ) from error
+        raise
     if session.loop.failure is not None:
         raise session.loop.failure
     if not session.loop.opened:

@@ -46,6 +46,7 @@ class StepsArguments:
     loss_fn: LossFn
     scheduler: Any = None
     clip_norm: float | None = None
+    clip_value: float | None = None
     precision: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     noise_scale_every: int | None = None
@@ -60,6 +61,7 @@ class StepsArguments:
             self.loss_fn,
             self.scheduler,
             self.clip_norm,
+            self.clip_value,
             self.precision,
             self.state,
         )
@@ -70,6 +72,11 @@ def sharded_optimizer_of(given: StepsArguments) -> ShardedOptimizer:
     """Returns what holds the optimizer's state. Raises SpecError and ModelError."""
     parameters = dict(given.model.named_parameters())
     check_shardable(given.optimizer, parameters, given.precision)
+    if given.clip_value is not None:
+        raise SpecError(
+            'clip_value does not work with sharding="optimizer": use clip_norm, or leave out '
+            "sharding="
+        )
     if given.noise_scale_every is not None:
         raise SpecError(
             "noise_scale_every needs the whole gradient, of which each worker has a part with "
@@ -172,6 +179,7 @@ class TrainingParts:
             spec.wire,
             gang,
             inner,
+            clip_value=given.clip_value,
         )
         trial = TrialRun(
             state,

@@ -224,6 +224,7 @@ class WorkerSession:
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
+        self._parts.loop_guard.loss_tried()
         self.inexact_because[:] = self.control.ready(self.inexact_because)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
@@ -275,6 +276,11 @@ class WorkerSession:
                 self.progress.stop_agreed(outcome.reason)
             else:
                 assert isinstance(outcome, RetryStep)
+
+    def loop_left(self) -> None:
+        """Removes what the loop has put into the user's objects."""
+        if self.loop.opened:
+            self._parts.loop_guard.close()
 
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""
@@ -469,7 +475,7 @@ class WorkerSession:
         self.loop.body_begins()
         # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self._parts.loop_guard.body_begins()
+        self._parts.loop_guard.body_begins(record.number)
         self.report("body")
         self.pass_point("body")
         return record

@@ -78,6 +78,8 @@ def test_break_out_of_the_loop_without_stop_is_refused():
 def test_loop_option_of_another_kind_is_refused():
     fails(SpecError, ["clip_norm is '1'", "number"], clip_norm="1")
     fails(SpecError, ["clip_norm is nan"], clip_norm=float("nan"))
+    fails(SpecError, ["clip_value is 0"], clip_value=0)
+    fails(SpecError, ["leave out one of the two"], clip_norm=1.0, clip_value=1.0)
     fails(SpecError, ["precision is 'bfloat16'", "'bf16'"], precision="bfloat16")
     fails(ModelError, ["NoneType as optimizer"], optimizer=lambda m: None)
     fails(ModelError, ["Linear as optimizer"], optimizer=lambda m: m[0])
@@ -93,9 +95,10 @@ WRITES = {
     "data": (lambda m, o: [p.data.mul_(0.5) for p in m.parameters()], "wrote to "),
     "one data": (lambda m, o: m[3].bias.data.mul_(0.5), "wrote to '3.bias'"),
     "new data": (lambda m, o: setattr(m[0].bias, "data", m[0].bias * 0.5), "wrote to '0.bias'"),
-    "parameter": (lambda m, o: setattr(m[0], "bias", nn.Parameter(m[0].bias * 0.5)), "'0.bias'"),
-    "module": (lambda m, o: setattr(m, "3", nn.Linear(8, 4)), "'3'"),
+    "parameter": (lambda m, o: setattr(m[0], "bias", nn.Parameter(m[0].bias * 0.5)), "0.bias was"),
+    "module": (lambda m, o: setattr(m, "3", nn.Linear(8, 4)), "model.3 was replaced"),
     "state": (lambda m, o: o.state[m[0].weight]["exp_avg"].zero_(), "state of '0.weight'"),
+    "removed": (lambda m, o: delattr(m, "4"), "of which it removed model.4"),
     "reset": (lambda m, o: o.state.clear(), "the optimizer's state of "),
     "step": (lambda m, o: o.step(), r"optimizer.step\(\)"),
 }
@@ -103,8 +106,8 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_body_that_replaces_or_resets_state_is_refused(write):
-    """Also those that raise no tensor's version. Whoever takes a step over would have them
-    twice."""
+    """In the first body also those that raise no tensor's version. Whoever takes a step over would
+    have them twice."""
 
     def train(ctx):
         model = nn.Sequential(
@@ -196,7 +199,6 @@ class Remembers(nn.Module):
 GROWS = {  # what the error names: what a body does, and the model
     "late": (lambda m, s, c: m.register_buffer("late", torch.ones(3)), classifier),
     "5": (lambda m, s, c: m.add_module("5", nn.Linear(4, 4)), classifier),
-    "4": (lambda m, s, c: m.__delattr__("4"), classifier),
     "0.extra": (lambda m, s, c: m[0].register_parameter("extra", m[0].bias), classifier),
     "mean": (None, lambda: Remembers(known=True)),
     "mean ": (None, lambda: Remembers(known=False)),

@@ -111,17 +111,68 @@ def zero_grad_in_the_body(ctx: Any) -> None:
     run(ctx, cross_entropy, model, optimizer, body=lambda step: optimizer.zero_grad())
 
 
-@exact(
-    "`p.grad` read in the loss, `clip_grad_norm_` called there",
-    "it is None there: use `clip_norm=`",
-)
+@exact("`p.grad` read in the loss", "it is None there")
 def reads_gradients(ctx: Any) -> None:
     def loss_fn(m: Any, b: Any) -> Any:
-        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
         norms = [p.grad.norm() for p in m.parameters() if p.grad is not None]
         return cross_entropy(m, b) + sum(norms)
 
     run(ctx, loss_fn)
+
+
+@refused(
+    "`clip_grad_norm_` in the loss", LossError, "calls clip_grad_norm_, which finds no gradients"
+)
+def clips_in_the_loss(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+@refused(
+    "`clip_grad_norm_` or `clip_grad_value_` in the body, `p.grad` read there",
+    LoopError,
+    "clip_norm=1.0) or clip_value=; to log their norm, step.grad_norm",
+)
+def clips_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    run(ctx, model=model, body=lambda s: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1))
+
+
+@exact("`clip_norm=`, `clip_value=` of `ctx.steps`")
+def clip_value(ctx: Any) -> None:
+    run(ctx, clip_value=0.01)
+
+
+@refused(
+    "`step.loss.backward()` in the body", LoopError, "calls .backward() of a number: step.loss"
+)
+def backward_in_the_body(ctx: Any) -> None:
+    run(ctx, body=lambda step: step.loss.backward())
+
+
+@refused("`optimizer.step()` in the body", LoopError, "the body of the loop over ctx.steps called")
+def steps_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    run(ctx, model=model, optimizer=optimizer, body=lambda step: optimizer.step())
+
+
+@refused("`GradScaler.scale(loss)` in the loss", LossError, "uses scaler, a GradScaler")
+def scales_the_loss(ctx: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    run(ctx, lambda m, b: scaler.scale(cross_entropy(m, b)))
+
+
+@refused("`GradScaler` in the body", LoopError, 'Write ctx.steps(…, precision="fp16")')
+def scaler_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        scaler.update()
 
 
 @exact("`p.grad` left over from before the loop")
@@ -644,7 +695,7 @@ def writes_in_the_loss(ctx: Any) -> None:
 @refused(
     "parameters written in the loss of a later step (by another optimizer, as GANs do)",
     LossError,
-    "the loss function changed model.critic.weight",
+    "the loss function called other.step(), of a second optimizer",
 )
 def trains_a_critic_in_the_loss(ctx: Any) -> None:
     model = nn.ModuleDict({"net": classifier(), "critic": nn.Linear(4, 1)})
@@ -659,6 +710,48 @@ def trains_a_critic_in_the_loss(ctx: Any) -> None:
         return F.cross_entropy(out, b["y"]) + m["critic"](out).mean()
 
     run(ctx, loss_fn, model, adamw(model["net"]))
+
+
+@refused(
+    "a network that is not part of the model, trained in the loss (DCGAN)",
+    LossError,
+    "the loss function called other.step(), of a second optimizer",
+)
+def trains_a_discriminator(ctx: Any) -> None:
+    critic = nn.Linear(4, 1)
+    other = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        out = m(b["x"])
+        other.zero_grad()
+        critic(out.detach()).mean().backward()
+        other.step()
+        return F.cross_entropy(out, b["y"]) + critic(out).mean()
+
+    run(ctx, loss_fn)
+
+
+@exact("an optimizer of tensors that the loss itself makes (an attack on its rows)")
+def optimizes_its_rows(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        delta = torch.zeros_like(b["x"], requires_grad=True)
+        attack = torch.optim.SGD([delta], lr=0.1)
+        (grad,) = torch.autograd.grad(-cross_entropy(m, {**b, "x": b["x"] + delta}), [delta])
+        delta.grad = grad
+        attack.step()
+        return cross_entropy(m, {**b, "x": b["x"] + delta.detach()})
+
+    run(ctx, loss_fn)
+
+
+@refused("a layer that the body replaces", LoopError, "model.4 was replaced by another module")
+def replaces_a_layer(ctx: Any) -> None:
+    model = classifier()
+
+    def body(step: Any) -> None:
+        model[4] = nn.Linear(32, 4)
+
+    run(ctx, model=model, body=body)
 
 
 @refused("`nn.Embedding(…, max_norm=…)`", ModelError, "model.table has max_norm=1")
@@ -785,6 +878,19 @@ def scheduler_not_passed(ctx: Any) -> None:
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     run(ctx, model=model, optimizer=optimizer, body=lambda step: scheduler.step())
+
+
+@refused(
+    "`scheduler.step()` in the body, and the scheduler passed as `scheduler=`",
+    LoopError,
+    "called scheduler.step(), and so does the loop",
+)
+def scheduler_twice(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    options = {"scheduler": scheduler}
+    run(ctx, model=model, optimizer=optimizer, body=lambda step: scheduler.step(), **options)
 
 
 @exact("`scheduler.step()` in the body, and the scheduler passed as `state=`")
@@ -947,7 +1053,7 @@ def experts(ctx: Any) -> None:
 
 @said(
     "a module's attribute set in the body",
-    "the body of the loop over ctx.steps changed model.warmth",
+    "the body of the loop over ctx.steps changes model.warmth",
 )
 def attribute_in_the_body(ctx: Any) -> None:
     model = classifier()

@@ -36,8 +36,8 @@ from tests.runs import (
     texts_of,
 )
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
-from tests.train.gang.parallelisms import FULLY_SHARD, STEPS, fully_sharded, gangs, trains
-from tests.train.gang.test_parallelisms import calm
+from tests.train.gang.jobs import STEPS, fully_sharded, gangs, trains
+from tests.train.gang.test_kills_of_processes import calm
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
@@ -47,7 +47,7 @@ preload("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def undisturbed(steps: int = STEPS) -> str:
-    return calm(FULLY_SHARD, steps)[0].digest
+    return calm(steps)[0].digest
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def in_parts(ctx: Any) -> None:
         pass
 
 
-def tensor_parallel_with_other_rows(ctx: Any) -> None:
+def tensor_parallel(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False))
     parallel.parallelize_module(
         model, ctx.mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
@@ -160,7 +160,7 @@ def raises_on_one(ctx: Any) -> None:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (not_sharded, "not sharded over ctx.mesh"),
-                (tensor_parallel_with_other_rows, "set ScalingConfig.tensor_parallel_size"),
+                (tensor_parallel, "is a DTensor over ctx.mesh, but not one of fully_shard"),
                 (partly_sharded_by_hand, "1.bias is a DTensor over ctx.mesh, but not one of"),
                 (other_layers_for_other_rows, "runs other layers for other rows"),
                 (evaluates_on_one, "all processes of a worker must run the same program"),

@@ -34,15 +34,8 @@ from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import ENDLESS, goes_on, group, losses_of
-from tests.train.gang.parallelisms import (
-    CONTEXT_PARALLEL,
-    FULLY_SHARD,
-    Parallelism,
-    fully_sharded,
-    gangs,
-    trains,
-)
-from tests.train.gang.test_parallelisms import (
+from tests.train.gang.jobs import fully_sharded, gangs, trains
+from tests.train.gang.test_kills_of_processes import (
     IN_A_STEP_OF_GANGS,
     calm,
     check_kill_while_a_joiner_gets_the_state,
@@ -58,23 +51,22 @@ fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 SLOW, ROOT = pytest.mark.slow, Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("parallelism", [FULLY_SHARD, CONTEXT_PARALLEL], ids=lambda one: one.name)
 def test_loss_of_a_process_while_devices_are_connected_costs_its_gang_and_no_step(
-    parallelism: Parallelism, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
     fault = WorkerFault("gather", rank=1, process=1, world_size=2, once=str(tmp_path / "dead"))
-    spec = connects(parallelism.spec(2, min_workers=1, standby=1), 2, tmp_path)
-    train = faults_while_switched(parallelism.train)
+    spec = connects(gangs(2, min_workers=1, standby=1), 2, tmp_path)
+    train = faults_while_switched(trains)
     outcome, run = group(spec, train, faults=(fault,), device=SimulatedDevice())
     assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
     assert (tmp_path / "switched").exists()
-    assert (outcome.digest, outcome.inexact_because) == (calm(parallelism)[0].digest, ())
+    assert (outcome.digest, outcome.inexact_because) == (calm()[0].digest, ())
 
 
 @SLOW
 @pytest.mark.parametrize("point", IN_A_STEP_OF_GANGS)
 def test_any_process_may_die_at_any_point_of_a_step_on_devices(point: str, tmp_path: Any) -> None:
-    check_kills_of_each_process(FULLY_SHARD, point, tmp_path, SimulatedDevice())
+    check_kills_of_each_process(point, tmp_path, SimulatedDevice())
 
 
 @SLOW
@@ -84,7 +76,7 @@ def test_process_may_die_while_a_joiner_gets_the_state_of_devices(
     point: str, process: int, tmp_path: Any
 ) -> None:
     device = SimulatedDevice()
-    check_kill_while_a_joiner_gets_the_state(FULLY_SHARD, process, point, tmp_path, device)
+    check_kill_while_a_joiner_gets_the_state(process, point, tmp_path, device)
 
 
 @SLOW
@@ -95,7 +87,7 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
     outcome, run = group(first, trains, url=str(tmp_path), device=SimulatedDevice())
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())
-    assert (outcome.step, outcome.digest) == (8, calm(FULLY_SHARD)[0].digest), losses_of(run)
+    assert (outcome.step, outcome.digest) == (8, calm()[0].digest), losses_of(run)
 
 
 def device_of_process_1_fails(ctx: Any) -> None:
@@ -126,17 +118,14 @@ def test_device_fault_of_any_process_is_told_as_one_of_its_worker(tmp_path: Any)
 
 
 @SLOW
-@pytest.mark.parametrize("parallelism", [FULLY_SHARD, CONTEXT_PARALLEL], ids=lambda one: one.name)
-def test_gangs_on_a_fake_gpu_mix_no_devices_and_have_the_digest_of_the_processor(
-    parallelism: Parallelism,
-) -> None:
+def test_gangs_on_a_fake_gpu_mix_no_devices_and_have_the_digest_of_the_processor() -> None:
     path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.train.gang.on_a_fake_gpu", parallelism.name]
+    command = [sys.executable, "-m", "tests.train.gang.on_a_fake_gpu"]
     environment = os.environ | {"PYTHONPATH": path}
     told = subprocess.run(
         command, cwd=ROOT, env=environment, timeout=300.0, check=True, stdout=subprocess.PIPE
     )
-    assert json.loads(told.stdout) == [None, calm(parallelism)[0].digest, []]
+    assert json.loads(told.stdout) == [None, calm()[0].digest, []]
 
 
 # -------------------------------------------------------------------------------- what one tells

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import JobSpec, ScalingConfig
@@ -33,7 +32,7 @@ from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_control import FollowerControl, GangExchange, LeaderControl
+from elastic_dp.train.gang.gang_control import FollowerControl, LeaderControl
 from elastic_dp.train.gang.process_channel import FollowerChannel
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.step.process_batches import ProcessBatches
@@ -65,8 +64,9 @@ def lead(
     told = {"port": port, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
     meet = _meeting(identity, port, secret)
-    mesh = open_local_mesh(meet, 0, scaling.mesh_dimensions, device, shares_gpu=shares_gpu)
-    return _gang(0, mesh, control, scaling)
+    size = scaling.processes_per_worker
+    mesh = open_local_mesh(meet, 0, {"dp": size}, device, shares_gpu=shares_gpu)
+    return Gang(0, size, mesh, control)
 
 
 def follow(
@@ -95,9 +95,9 @@ def follow(
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
     meet = _meeting(identity, told["port"], secret)
-    dimensions = spec.scaling.mesh_dimensions
-    mesh = open_local_mesh(meet, number, dimensions, device, shares_gpu=shares_gpu)
-    gang = _gang(number, mesh, control, spec.scaling, helps_to_gather=told["stores"])
+    size = spec.scaling.processes_per_worker
+    mesh = open_local_mesh(meet, number, {"dp": size}, device, shares_gpu=shares_gpu)
+    gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
     try:
         data = open_data(
             spec.data,
@@ -123,25 +123,6 @@ def follow(
         gang=gang,
     )
     return train_until_released(train, session)
-
-
-def _gang(
-    number: int,
-    mesh: DeviceMesh,
-    control: GangExchange,
-    scaling: ScalingConfig,
-    *,
-    helps_to_gather: bool = False,
-) -> Gang:
-    return Gang(
-        number,
-        scaling.processes_per_worker,
-        mesh,
-        control,
-        helps_to_gather,
-        scaling.tensor_parallel_size,
-        scaling.context_parallel_size,
-    )
 
 
 def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:

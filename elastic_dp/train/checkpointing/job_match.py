@@ -87,8 +87,6 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "staleness": stored(spec.staleness),
         "inner_steps": stored(spec.inner_steps),
         "processes_per_worker": spec.scaling.processes_per_worker,
-        "tensor_parallel_size": spec.scaling.tensor_parallel_size,
-        "context_parallel_size": spec.scaling.context_parallel_size,
     }
 
 

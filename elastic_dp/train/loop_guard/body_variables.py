@@ -6,6 +6,9 @@ and after each body. A change is one warning per run, by the names of the variab
 uses a scheduler of the run's optimizers, or one of torch's averaged models, without passing it to
 `ctx.steps` raises LoopError.
 
+A GradScaler that the body or the loss function uses is refused, and so is a second call of
+`scheduler.step()`.
+
 Not named are what a body assigns before it reads it, readings of a clock, and what objects of
 installed packages keep for themselves (timers, loggers, progress bars).
 """
@@ -33,9 +36,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_dp.errors import LoopError
+from elastic_dp.errors import LoopError, LossError
 from elastic_dp.module_pickling import is_installed
 
+_BODIES = 2  # around which the attributes of modules are compared
 _ITEMS = 64  # of a container; of a larger one its length and its last item are compared
 _DEEPEST = 2  # containers within containers
 _TENSORS = 8  # of a module
@@ -43,6 +47,8 @@ _NAMED = 8  # variables in one warning
 _NBYTES = 1024  # of an array
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _ACCESS = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE|GLOBAL|NAME)")
+_CLIPS = {"clip_grad_norm_", "clip_grad_value_"}
+_OF_TORCH = frozenset(vars(nn.Module()))
 _ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
 _JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", *_ENDS}
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
@@ -52,19 +58,21 @@ Facts = dict[str, Any]
 
 
 class BodyVariables:
-    """`passed`: the scheduler, if there is one, and the values of `state=`. What these and the
-    optimizers hold counts as passed."""
+    """`passed`: the values of `state=`. What these, the scheduler and the optimizers hold counts as
+    passed."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer],
         loss_fn: Any,
+        scheduler: Any,
         passed: Iterable[Any],
     ) -> None:
         self._optimizers = list(optimizers)
+        self._model, self._scheduler = model, scheduler
         ids = {id(module) for module in model.modules()}
-        for one in [*passed, *self._optimizers]:
+        for one in [*passed, scheduler, *self._optimizers]:
             held = one.modules() if isinstance(one, nn.Module) else _attributes(one).values()
             for value in [one, *held]:
                 modules = value.modules() if isinstance(value, nn.Module) else ()
@@ -75,16 +83,46 @@ class BodyVariables:
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
         self._clocks: list[float] = []
+        self._bodies, self._epoch = 0, None
+
+    def other_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Returns the optimizers that the loss function refers to, but for those of the run."""
+        return {
+            name: value
+            for name, value in self._loss.variables()
+            if isinstance(value, torch.optim.Optimizer) and id(value) not in self._passed
+        }
+
+    def check_loss(self) -> None:
+        """Checks what the loss function has used, once it was tried. Raises LossError."""
+        for name, value in self._loss.variables():
+            for one in (value, *_attributes(value).values()):
+                if isinstance(one, torch.amp.GradScaler) and one._scale is not None:
+                    raise LossError(_scales("loss function", name))
+        clips = self._loss.names & _CLIPS
+        if clips and "backward" not in self._loss.names:
+            raise LossError(
+                f"the loss function calls {min(clips)}, which finds no gradients there: the "
+                "backward pass comes after it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
+            )
 
     def begin(self) -> None:
         """Records the variables at the start of a body."""
         self._before, self._clocks = self._facts(), _clocks()
+        self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def check(self) -> list[str]:
         """Compares the variables at the end of a body. Returns warnings. Raises LoopError."""
         if self._before is None:
             return []
         before, now, self._before = self._before, self._facts(), None
+        self._bodies += 1
+        if getattr(self._scheduler, "last_epoch", None) != self._epoch:
+            raise LoopError(
+                "the body of the loop over ctx.steps called scheduler.step(), and so does the "
+                "loop, since the scheduler is passed as scheduler=: leave out one of the two, or "
+                'pass it as state={"scheduler": scheduler} and call it in the body'
+            )
         changed = {
             name: (before[name], value)
             for name, value in now.items()
@@ -106,11 +144,26 @@ class BodyVariables:
     # ----------------------------------------------------------------------------------- private
 
     def _facts(self) -> Facts:
-        facts: Facts = {}
-        for name, value in itertools.chain(self._loss.variables(), self._variables()):
+        facts: Facts = self._of_modules() if self._bodies < _BODIES else {}
+        for name, value in self._loss.variables():
+            if name not in self._named:
+                facts.update(self._facts_of(name, value))
+        for name, value in self._variables():
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise LoopError(_scales("body of the loop over ctx.steps", name))
             if name not in self._named:
                 facts.update(self._facts_of(name, value))
         return facts
+
+    def _of_modules(self) -> Facts:
+        # Modules with extra state are left out: a worker that joins receives it.
+        return {
+            f"model.{prefix}.{key}".replace("..", "."): value
+            for prefix, module in self._model.named_modules()
+            if type(module).get_extra_state is nn.Module.get_extra_state
+            for key, value in vars(module).items()
+            if type(value) in _PLAIN and key not in _OF_TORCH
+        }
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
         """Yields the variables of the frames that run the loop, from the train function inwards."""
@@ -224,7 +277,9 @@ class _LossScope:
         self._cells: dict[str, Any] = {}
         self._globals: dict[str, Any] = {}
         self._names: list[str] = []
+        self.names: set[str] = set()  # in its code, also those of attributes
         if code is not None:
+            self.names = set(_names_in(code))
             self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
             self._globals = function.__globals__
             self._names = [
@@ -303,10 +358,13 @@ def _warning(changed: Mapping[str, tuple[Any, Any]]) -> str:
     listed = [name + _values(*pair) for name, pair in itertools.islice(changed.items(), _NAMED)]
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     name, (_, value) = next(iter(changed.items()))
+    of_model = name.startswith("model.")
     name = name.partition(".")[0]
     remedy = f"c = ctx.carry({name}=…) before the loop, c.{name} in it"
     if isinstance(value, _Version):
         remedy = f'state={{"{name}": {name}}} of ctx.steps'
+    if of_model:
+        remedy = "make it a buffer, or return it from get_extra_state"
     return (
         f"WARNING: the body of the loop over ctx.steps changes {', '.join(listed)}{more}. A worker "
         "that joins or starts again begins with values of its own. If the loss or a decision "
@@ -320,9 +378,18 @@ def _values(before: Any, now: Any) -> str:
     return f" ({short[0]}, then {short[1]})" if len(short) == 2 and len("".join(short)) < 48 else ""
 
 
+def _scales(where: str, name: str) -> str:
+    return (
+        f"the {where} uses {name}, a GradScaler: its factor would stay in the loss and in the "
+        'gradients. Write ctx.steps(…, precision="fp16"), which scales the loss and skips steps '
+        'that overflow, or "bf16", and return the loss itself'
+    )
+
+
 def _not_passed(kind: str, name: str, *, averages: bool) -> LoopError:
     word = "ema" if averages else "scheduler"
-    alone = "" if averages else ", or as scheduler= and leave the call to the loop"
+    by_hand = averages or kind == "ReduceLROnPlateau"
+    alone = "" if by_hand else ", or as scheduler= and leave the call to the loop"
     return LoopError(
         f"the body of the loop over ctx.steps changed a {kind} that is not passed to ctx.steps "
         f"({name}): a worker that joins or starts again would start it from the beginning. Pass it "
@@ -386,6 +453,13 @@ def _counted(instructions: list[dis.Instruction], start: int) -> set[str]:
         elif one.opname not in ("UNPACK_SEQUENCE", "NOP", "EXTENDED_ARG", "CACHE"):
             break
     return names if len(names) > 1 else set()
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:

@@ -16,20 +16,29 @@ class LoopGuard:
     """Checks each loop body for changes that a worker that joins would miss."""
 
     def __init__(self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any) -> None:
-        self._state, self._buffers = state, buffers
-        passed = [state.scheduler, *state.user.values()]
-        self._variables = BodyVariables(state.model, state.optimizers.all, loss_fn, passed)
+        self._buffers, self._body = buffers, state.loop_body_guard
+        self._variables = BodyVariables(
+            state.model, state.optimizers.all, loss_fn, state.scheduler, state.user.values()
+        )
+        self._body.watch_others(self._variables.other_optimizers())
 
-    def body_begins(self) -> None:
-        self._state.loop_body_guard.begin()
+    def loss_tried(self) -> None:
+        """Checks what the loss function used when it was tried. Raises LossError."""
+        self._variables.check_loss()
+
+    def body_begins(self, step: int) -> None:
+        self._body.begin(step)
         self._variables.begin()
 
     def body_ended(self, warn: Callable[[str], None]) -> None:
         """Checks the body that has ended. Passes warnings to `warn`. Raises LoopError."""
-        self._state.loop_body_guard.check()
-        for warning in [*self._state.loop_body_guard.attributes_set(), *self._variables.check()]:
+        self._body.check()
+        for warning in self._variables.check():
             warn(warning)
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(changed_by_body(written))
         self._buffers.take_extra_state()
+
+    def close(self) -> None:
+        self._body.close()

@@ -30,12 +30,16 @@ def check_steps_arguments(
     loss_fn: Any,
     scheduler: Any,
     clip_norm: Any,
+    clip_value: Any,
     precision: Any,
     state: Mapping[str, Any],
 ) -> None:
     """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
     check_precision(precision)
     check_clip_norm("clip_norm", clip_norm)
+    check_clip_norm("clip_value", clip_value)
+    if clip_norm is not None and clip_value is not None:
+        raise SpecError("clip_norm and clip_value are both set: leave out one of the two")
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module; "

@@ -21,13 +21,20 @@ from elastic_dp.train.step.gradient_clipping import clip, norm_of
 
 
 class CommittedGradients:
-    """`clip_norm`: the largest norm of a step's gradient; None: it is not clipped."""
+    """`clip_norm`: the largest norm of a step's gradient. `clip_value`: the largest absolute value
+    of an element. None: no limit."""
 
-    def __init__(self, state: TrainState, clip_norm: float | None, gang: Gang | None) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        clip_norm: float | None,
+        gang: Gang | None,
+        *,
+        clip_value: float | None = None,
+    ) -> None:
         self._state, self._clip_norm, self._gang = state, clip_norm, gang
+        self._clip_value = clip_value
         self._units = UnitLayout.of(state.parameters.values())
-        # Which gradients this process adds to the norm: one counts what several of its worker have.
-        self._counts = [gang is None or gang.counts(p) for p in state.parameters.values()]
         self._gradients: list[torch.Tensor | None] | None = None  # by parameter
         self._norm: torch.Tensor | None = None  # before clipping and before the optimizer's step
 
@@ -49,16 +56,23 @@ class CommittedGradients:
 
         `reads_later`: the host waits for the device when the norm is read.
         """
+        norm = self._clip_to_norm(reads_later=reads_later)
+        present = [g for g in self._gradients or () if g is not None]
+        if self._clip_value is not None and present:  # as torch.nn.utils.clip_grad_value_
+            torch._foreach_clamp_min_(present, -self._clip_value)
+            torch._foreach_clamp_max_(present, self._clip_value)
+        return norm
+
+    def _clip_to_norm(self, *, reads_later: bool) -> float | None:
         assert self._gradients is not None
         if self._gang is not None:  # now, since all processes of this worker are here
-            given = self._gradients, self._counts, self._clip_norm
-            return clip_gang(self._gang, self._units, *given)
+            return clip_gang(self._gang, self._units, self._gradients, self._clip_norm)
         if self._clip_norm is not None:
             norm = clip(self._state, self._units, self._clip_norm)
             if not reads_later:
                 return float(norm)
             self._norm = norm
-        elif self._may_be_written_to:
+        elif self._clip_value is not None or self._may_be_written_to:
             self._norm = norm_of(self._state, self._units, self._gradients)
         return None
 

@@ -24,9 +24,8 @@ from elastic_dp.device.gpu import random_state, set_random_state
 from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
-from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
-from elastic_dp.train.step.loss_result import mean, mean_metrics, parse_loss
+from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_device
 from elastic_dp.train.step.precision import autocast
 from elastic_dp.train.worker_session import WorkerSession
@@ -138,18 +137,7 @@ def _one(
     with autocast(session.step_runner.micro_batches.precision, session.device):
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     result = MicroBatchResult(float(loss), weight, metrics)
-    if session.gang is not None and session.gang.context_parallel_size > 1:
-        result = _mean_over_positions(session.gang, result)
     return result.loss, result.weight, result.metrics, left_out
-
-
-def _mean_over_positions(gang: Gang, own: MicroBatchResult) -> MicroBatchResult:
-    """Returns the mean of the results of all processes of a worker, which all call this."""
-    told = gang.exchange(json.dumps([own.loss, own.weight, own.metrics]).encode())
-    parts = [one for given in told if (one := MicroBatchResult(*json.loads(given))).weight]
-    loss = mean([(part.loss, part.weight) for part in parts])
-    weight = math.fsum(part.weight for part in parts) / gang.size
-    return MicroBatchResult(loss, weight, mean_metrics(parts))
 
 
 @contextlib.contextmanager

@@ -94,9 +94,8 @@ class MicroBatchRunner:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._device, self._seed, self._speed, self._report = device, seed, speed, report
         self._exact, self.precision = exact, precision
-        # The numbers by which random ones are drawn, for the rows and for the loss.
-        self._rows_key = gang.micro_batch if gang is not None else int
-        self._key = gang.loss_number if gang is not None else int
+        # The number by which random ones are drawn.
+        self._key = gang.micro_batch if gang is not None else int
         self._inner = inner
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `_check_written`
@@ -129,7 +128,7 @@ class MicroBatchRunner:
 
     def batch(self, step: int, v: int) -> Any:
         # A transform draws here, or in a process.
-        seed_everything(batch_seed(self._seed, step, self._rows_key(v)))
+        seed_everything(batch_seed(self._seed, step, self._key(v)))
         self._report(f"data {self._virtual_worker(step, v)}")
         return to_device(self._data.batch(step, v), self._device)
 

@@ -132,7 +132,7 @@ class Results(StepParticipant):
         self._own = results
 
     def propose(self) -> bytes:
-        number = self._gang.loss_number if self._gang is not None else int
+        number = self._gang.micro_batch if self._gang is not None else int
         rows = [(number(v), x.loss, x.weight, x.metrics) for v, x in self._own.items()]
         return msgpack.packb(rows, unicode_errors="surrogatepass")
 

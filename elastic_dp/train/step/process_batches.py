@@ -1,8 +1,7 @@
 """The micro-batches of one process of a worker.
 
-The data set is opened for N times as many virtual workers as the job has, if a worker has N
-processes with rows of their own: process i runs micro-batch v * N + i for virtual worker v. What
-shares rows counts as one.
+The data set is opened for N times as many virtual workers as the job has, where a worker has N
+processes: process i runs micro-batch v * N + i for virtual worker v.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class ProcessBatches:
     """Implements `BatchSource` for one process."""
 
     def __init__(self, data: BatchSource, gang: Gang) -> None:
-        self._data, self._key, self._gang = data, gang.micro_batch, gang
+        self._data, self._key = data, gang.micro_batch
         self.fingerprint, self.steps_per_epoch = data.fingerprint, data.steps_per_epoch
 
     def steps_of(self, epochs: int) -> int:
@@ -40,8 +39,8 @@ class ProcessBatches:
         return self._data.batch(step, self._key(virtual_worker))
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """`virtual_worker` is the key of a result, so of one loss (`Gang.loss_number`)."""
-        return self._data.describe(step, self._gang.micro_batch_of(virtual_worker))
+        """`virtual_worker` is the key of a result, so the number of a micro-batch."""
+        return self._data.describe(step, virtual_worker)
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._data.read_ahead(step, [self._key(v) for v in virtual_workers])

@@ -50,7 +50,6 @@ from elastic_dp.train.step.committed_gradients import CommittedGradients
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.delayed_gradient import DelayedGradient
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork, StepInputs, finished_of
-from elastic_dp.train.step.gang_step import check_replicated
 from elastic_dp.train.step.inner_steps import InnerSteps
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics, not_finite, total_weight
@@ -101,6 +100,7 @@ class StepRunner:
     wire: str | None = None
     gang: Gang | None = None  # the processes of this worker, if there are several
     inner: InnerSteps | None = None  # of each virtual worker, if it makes several
+    clip_value: float | None = None
     _checkpoint_planned: Callable[[int], bool] | None = None  # None: there is no storage
     _group: ProcessGroup | None = None
     _membership: Membership | None = None
@@ -117,7 +117,9 @@ class StepRunner:
         order = None if self.gang is None else GradientOrder()
         self.gradients = GradientReducer(parameters, self.wire, order)
         self.buffers = ModuleBuffers(self.state.model)
-        self.committed = CommittedGradients(self.state, self.clip_norm, self.gang)
+        self.committed = CommittedGradients(
+            self.state, self.clip_norm, self.gang, clip_value=self.clip_value
+        )
         self._leaves = LeafRunner(
             self.data,
             self.micro_batches,
@@ -319,7 +321,7 @@ class StepRunner:
             participant.prepare()
         results = self._results.of_all
         weight, loss_scale = total_weight(step, results.values()), self.state.loss_scale
-        expected *= 1 if self.gang is None else self.gang.num_losses  # `fully_shard`'s mean
+        expected *= 1 if self.gang is None else self.gang.size  # `fully_shard`'s mean
         own = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         factor = own if self.delayed is None else self.delayed.previous.factor
         norm: float | None = None
@@ -344,7 +346,6 @@ class StepRunner:
         if not finite and loss_scale is None:
             at = step if self.delayed is None else step - 1
             raise not_finite(at, results, self.data.describe)
-        check_replicated(self.gang, step, self.state.parameters, self.sums)
         group.check()
         self.speed.end_step()
         self.pass_point("before_commit", step)

@@ -1,0 +1,87 @@
+"""The job of the tests of gangs, whose workers have two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_dp.config import JobSpec, MapStyleData
+from elastic_dp.testing.process_worker_group import preload
+from tests.imported_when_used import ImportedWhenUsed
+from tests.runs import Points, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+fsdp = ImportedWhenUsed("torch.distributed.fsdp")
+preload("torch.distributed.fsdp")
+
+STEPS = 8
+
+
+def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
+    """Returns a job whose workers have two processes, with rows of their own by default."""
+    config = {"eval": MapStyleData(Points(24), micro_batch_size=4)} | options.pop("config", {})
+    options.setdefault("min_workers", workers)
+    return spec_of(
+        steps=steps,
+        workers=workers,
+        virtual=4,
+        micro_batch_size=2,
+        processes_per_worker=2,
+        config=config,
+        **options,
+    )
+
+
+def scaled(spec: JobSpec, **fields: int) -> JobSpec:
+    """Returns the job with these other fields of `ScalingConfig`."""
+    return replace(spec, scaling=replace(spec.scaling, **fields))
+
+
+class Average:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def run(ctx: Any, model: nn.Module, loss_fn: Callable[..., Any] = cross_entropy) -> None:
+    """With clipping, a scheduler, an evaluation in a body, and an average of the losses in
+    `state=`."""
+    optimizer, average = adamw(model), Average()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    state = {"average": average}
+    for step in ctx.steps(
+        model, optimizer, loss_fn, scheduler=scheduler, clip_norm=0.5, state=state
+    ):
+        average.value = 0.9 * average.value + 0.1 * step.loss
+        if step.number % 3 == 0:
+            ctx.log(ctx.evaluate(loss_fn, ctx.config["eval"]))
+        told = {"loss": step.loss, "norm": step.grad_norm, "average": average.value}
+        ctx.log(told | step.metrics)
+        hold(ctx, step)
+
+
+# ------------------------------------------------------------------------------------ fully_shard
+
+
+def fully_sharded(ctx: Any) -> nn.Module:
+    model = classifier()
+    if ctx._session.gang is None:
+        return model
+    for layer in model:
+        if isinstance(layer, nn.Linear | nn.LayerNorm):
+            fsdp.fully_shard(layer, mesh=ctx.mesh)
+    sharded: nn.Module = fsdp.fully_shard(model, mesh=ctx.mesh)
+    return sharded
+
+
+def trains(ctx: Any) -> None:
+    run(ctx, fully_sharded(ctx))
