@@ -299,6 +299,8 @@ class ElasticTrainer:
                 "fit(local=True) runs in one process, and ScalingConfig.processes_per_worker is "
                 f"{self.spec.scaling.processes_per_worker}: call fit(), which starts a local Ray"
             )
+        if set_options.active.restarts:
+            raise SpecError("--restart is for runs on Ray, and this script calls fit(local=True)")
         self._adopt_fixed_fields()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         set_default_environment(os.environ)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cli import app
+from elastic_dp.cli import app, look_commands
 from elastic_dp.cli.look_commands import run_facts
 from elastic_dp.cli.run_sources import SeenRun
 from elastic_dp.cli.run_tables import overview_facts
@@ -150,6 +150,21 @@ def test_list_as_json_says_of_which_run_a_file_is_damaged(runs):
     night = rows[-1]
     assert (len(rows), night["name"], night["phase"]) == (3, "night", "unknown")
     assert "result.json" in night["reason"] and night["health"] == "finished"
+
+
+@pytest.mark.parametrize("words", [[], ["going"]])
+def test_watched_status_is_printed_again_until_it_is_interrupted(words, runs, monkeypatch):
+    waits = iter([None])
+
+    def wait(seconds):
+        if next(waits, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(look_commands.time, "sleep", wait)
+    text = asked("status", *words, "--watch", "--storage-path", runs)
+    assert text.count("needs a look") == 2
+    ended = asked("status", "night", "--watch", "--storage-path", runs)
+    assert ended.count("night: finished: enough") == 1
 
 
 def test_list_of_an_empty_storage_path_says_so(tmp_path):

@@ -21,6 +21,10 @@ def made(*texts: str) -> ElasticTrainer:
         )
 
 
+def made_without() -> ElasticTrainer:
+    return ElasticTrainer(print, name="job", storage_path="/runs", data=data())
+
+
 def data() -> DataConfig:
     return DataConfig("/rows", micro_batch_size=4, epochs=1)
 
@@ -57,6 +61,11 @@ def test_field_of_a_few_values_is_set_by_the_name_of_one() -> None:
     assert made("sharding=optimizer").spec.sharding == "optimizer"
     assert made("sharding=none").spec.sharding is None
     assert made("staleness=1").spec.staleness == 1
+
+
+def test_restart_of_a_run_in_one_process_is_refused() -> None:
+    with overriding(Overrides(restarts=True)), pytest.raises(SpecError, match="runs on Ray"):
+        made_without().fit(local=True)
 
 
 def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:

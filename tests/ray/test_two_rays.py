@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from elastic_dp import cli
 from elastic_dp.cluster.ray import cluster_connection
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 
 pytestmark = pytest.mark.ray
@@ -120,3 +120,47 @@ def test_run_that_one_ray_alone_has_is_found_by_its_name(two):
     assert asked("status", "job", "--json", "--storage-path", older)["phase"] == "over"
     assert "is not live" in asked("stop", "job", "--storage-path", older, code=2)
     eventually(lambda: asked("status", "job", "--json")["phase"] == "running")  # the newer one
+
+
+JOB = """
+import elastic_dp as edp
+from tests.runs import Points
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+def train(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.stop("enough")
+
+
+edp.ElasticTrainer(
+    train,
+    name="job",
+    storage_path="FOLDER",
+    data=edp.MapStyleData(Points(), micro_batch_size=4),
+    scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
+    max_steps=10**9,
+).fit()
+"""
+
+
+@pytest.mark.slow
+def test_restart_of_a_run_whose_ray_ends_with_another_process_goes_on_here(two, tmp_path):
+    """The folder names the older process's Ray; without it the lease would be waited for."""
+    _, newer = two[0]
+    env = os.environ | {"PYTHONPATH": clusters.MINIMAL_PATH}
+    script = tmp_path / "job.py"
+    script.write_text(JOB.replace("FOLDER", str(newer)))
+    before = asked("status", "job", "--json", "--storage-path", newer)["step"]
+    words = [sys.executable, "-m", "elastic_dp.cli", "run", str(script), "--restart", "--json"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    (ended,) = json.loads(done.stdout)["runs"]
+    assert ended["reason"] == "enough" and ended["step"] > before
+    stopped = [
+        line["reason"]
+        for line in map(json.loads, (newer / "job" / "events.jsonl").read_text().splitlines())
+        if line.get("event") == "StopRequested"
+    ]
+    assert stopped == ["to be started again"]
