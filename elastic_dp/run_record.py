@@ -56,6 +56,8 @@ class Result:
       that hears no worker for a while claims one to confirm that it leads.
     - `workers_lost`: processes lost before the end, without those that were released.
     - `wall_s`: seconds from start to end.
+
+    On a cluster these three count all starts of the run, also those whose head node was lost.
     """
 
     name: str

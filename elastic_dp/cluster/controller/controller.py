@@ -37,6 +37,7 @@ from elastic_dp.cluster.runs.controller_state import (
     pending_requests,
     time_left_s,
 )
+from elastic_dp.cluster.runs.run_totals import LossCounted
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
@@ -421,6 +422,7 @@ class Controller:
                 expected = self.report.has_ended or self.exits.is_released(worker)
                 if self.exits.is_evicted(worker) or not expected:
                     self.state_store.count_loss()
+                    self.journal.event(LossCounted(self.state_store.state.lost))
         if isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON:
             self.checkpoints.raise_when_late()
         self.state_store.record(event)

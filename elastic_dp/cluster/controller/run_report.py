@@ -67,8 +67,12 @@ class RunReport:
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
         """Complete the outcome when everything has ended; it has a result unless the run failed."""
-        outcome = self.outcome
-        outcome.close(time.time() - state.started_at, state.lost, generations)
+        outcome, earlier = self.outcome, state.earlier
+        outcome.close(
+            time.time() - state.started_at + earlier.wall_s,
+            state.lost + earlier.workers_lost,
+            generations + earlier.generations,
+        )
         if outcome.error is None:
             outcome.complete(self._result(metrics))
 

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_dp.cluster.runs.run_totals import RunTotals
 from elastic_dp.coordinator.messages import (
     CheckpointCommitted,
     CheckpointRequested,
@@ -53,6 +54,7 @@ class ControllerState:
     # workers that were requested and not released; whether each was up
     here: dict[WorkerId, bool] = field(default_factory=dict)
     lost: int = 0
+    earlier: RunTotals = field(default_factory=RunTotals)  # of starts before this one
     stepped: bool = False  # a step was made
     at_most: int | None = None  # later steps are wrong, and no generation has gone back yet
     outcome: Any = None  # how the run ended
