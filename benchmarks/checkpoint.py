@@ -226,8 +226,10 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
             BUCKET, endpoint=url, access_key_id="x", secret_access_key="x", region="us-east-1",
             client_options={"allow_http": True},
         )  # fmt: skip
-        keys = {"endpoint_url": url, "region_name": "us-east-1"}
-        options = {"key": "x", "secret": "x", "client_kwargs": keys}
+        options = {
+            **{"access_key_id": "x", "secret_access_key": "x"},
+            **{"endpoint": url, "region": "us-east-1"},
+        }
         catalog = Catalog(Store(f"s3://{BUCKET}/ours", options))
 
         def read(i: int) -> None:

@@ -130,7 +130,7 @@ def ours(url: str, shuffle: str) -> Callable[[], int]:
         shuffle=shuffle,
         epochs=1,
         seed=1,
-        storage_options={"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": url}},
+        storage_options={"access_key_id": "k", "secret_access_key": "s", "endpoint": url},
     )
     index = read_index(config)
 

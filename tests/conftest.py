@@ -23,8 +23,6 @@ hypothesis.settings.register_profile("patient", **PATIENT, derandomize=True, max
 hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Else gcsfs asks Google itself of what kind each bucket is, whatever its endpoint.
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 

@@ -173,7 +173,7 @@ def test_no_module_has_a_name_that_means_nothing():
 
 
 def test_a_module_outside_storage_imports_no_library_of_stores():
-    libraries = {"fsspec", "obstore", "s3fs", "gcsfs", "adlfs"}
+    libraries = {"fsspec", "obstore"}
     assert not [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in modules()
@@ -451,7 +451,7 @@ BUDGETS = {
     "materialization": (426, 330),
     "report": (1_390, 800),
     "sampling": (1_260, 1_000),
-    "storage": (2_260, 1_250),
+    "storage": (1_800, 1_250),
     "telemetry": (1_090, 750),
     "testing": (815, 600),
     "train": (13_300, 6_000),

@@ -112,18 +112,12 @@ def test_conversion_and_inspection_of_signed_urls(tmp_path, said):
     said += written(tmp_path / "out") + written(tmp_path / "cli")
 
 
-@pytest.mark.parametrize(
-    "status", [403, *(pytest.param(n, marks=pytest.mark.slow) for n in (404, 500))]
-)
+@pytest.mark.parametrize("status", [403, pytest.param(404, marks=pytest.mark.slow)])
 def test_stores_that_echo_the_request_to_the_write_side(status, tmp_path, said, monkeypatch):
-    """The credentials are in the environment, where s3fs looks for them."""
-    import s3fs
-
+    """The credentials are in the environment."""
     (tmp_path / "a.csv").write_text("id\n1\n")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with answering_server(status, PLAIN_ECHO) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         for call in (
@@ -134,9 +128,7 @@ def test_stores_that_echo_the_request_to_the_write_side(status, tmp_path, said, 
             lambda: inspect(signed(url, "a.parquet")),
             lambda: inspect("s3://bucket/in/*.parquet"),
         ):
-            s3fs.S3FileSystem.clear_instance_cache()
             assert not attempt(said, call)
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def train(ctx) -> None:

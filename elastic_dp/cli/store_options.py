@@ -10,7 +10,7 @@ StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="An option of the store, as in storage_options: endpoint_url=http://minio:9000. May "
+        help="An option of the store, as in storage_options: endpoint=http://minio:9000. May "
         "be repeated. Other users "
         "of the machine can read a command's arguments: put secrets into the environment.",
     ),

@@ -47,12 +47,9 @@ class Backend(Protocol):
     lists: bool
     creates_only: bool  # whether write(create_only=True) is known to refuse an object that exists
 
-    def find(self, folder: str, deep: bool) -> list[Entry]:
-        """The files below `folder` ("" is the root), or only those directly in it; [] if there is
-        none."""
-
     def look(self, folder: str, deep: bool) -> FolderListing:
-        """Like `find`, in one listing; links to folders are followed."""
+        """What is directly in a folder ("" is the root), or all files below it, in one listing.
+        Empty if there is none. Links to folders are followed."""
 
     def stat(self, path: str) -> Entry: ...
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import errno
 import re
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from enum import Enum
-from typing import Any
 
 from elastic_dp.errors import StorageError
 
@@ -49,7 +45,6 @@ class Kind(Enum):
 class Fault:
     kind: Kind
     words: str  # the store's own, not yet redacted
-    retry_after_s: float = 0.0
 
 
 _TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 522, 524, 529}
@@ -81,7 +76,7 @@ def fault_of(error: Exception) -> Fault:
     if _NO_CREDENTIALS in words:
         words += " (no credentials were found in storage_options or the environment)"
     status = _status(error)
-    return Fault(_kind(error, status), _say(error, words, status), _retry_after(error))
+    return Fault(_kind(error, status), _say(error, words, status))
 
 
 def _kind(error: Exception, status: int | None) -> Kind:
@@ -119,51 +114,11 @@ def _names(error: BaseException) -> set[str]:
     return {cls.__name__ for cls in type(error).__mro__}
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it: s3fs hides the answer of the server in the cause."""
-    for _ in range(4):
-        yield error
-        if error.__cause__ is None:
-            return
-        error = error.__cause__
-
-
 def _status(error: Exception) -> int | None:
     """The HTTP status, where a library tells."""
     found = _STATUS.search(str(error))
-    if found:
-        return int(found[1])
-    for link in _chain(error):
-        told = [getattr(link, name, None) for name in ("status", "status_code")]
-        if "HttpError" in _names(link):  # gcsfs's; aiohttp's errors warn of their `code`
-            told.append(getattr(link, "code", None))
-        for status in (_answer(link).get("HTTPStatusCode"), *told):
-            if isinstance(status, int) and 300 <= status < 600:
-                return status
-    return None
-
-
-def _answer(error: BaseException) -> dict[str, Any]:
-    """botocore's record of the response."""
-    response = getattr(error, "response", None)
-    return response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-
-
-def _retry_after(error: Exception) -> float:
-    """Seconds that the server asked for, by number or date; obstore does not pass the header on."""
-    for link in _chain(error):
-        headers = _answer(link).get("HTTPHeaders") or getattr(link, "headers", None) or {}
-        try:
-            asked = headers.get("retry-after") or headers.get("Retry-After")
-            if asked:
-                return float(asked) if asked.isdigit() else _seconds_until(asked)
-        except (AttributeError, TypeError, ValueError):
-            continue
-    return 0.0
-
-
-def _seconds_until(date: str) -> float:
-    return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
+    status = int(found[1]) if found else getattr(error, "status", None)
+    return status if isinstance(status, int) and 300 <= status < 600 else None
 
 
 def _say(error: Exception, words: str, status: int | None) -> str:

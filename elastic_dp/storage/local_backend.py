@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import uuid
-from collections.abc import Iterator
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
@@ -43,9 +42,6 @@ class LocalBackend:
         if _shown(path) != path:
             raise StorageError(f"{_shown(path)}: the name is not UTF-8; rename it")
         self.path = path
-
-    def find(self, folder: str, deep: bool) -> list[Entry]:
-        return list(_walk(folder or "/", deep))
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         found = FolderListing([], [], {})
@@ -112,34 +108,6 @@ class LocalBackend:
 
     def local_path(self, path: str) -> str | None:
         return path
-
-
-def _walk(folder: str, deep: bool) -> Iterator[Entry]:
-    try:
-        inside = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return
-        raise
-    for item in inside:
-        if _shown(item.name) != item.name:
-            continue
-        if item.is_dir(follow_symlinks=False):
-            if deep:
-                yield from _walk(item.path, deep)
-        else:
-            try:
-                found = item.stat()
-            except FileNotFoundError:  # deleted meanwhile, or a link to nothing
-                continue
-            except OSError as error:
-                if error.errno == errno.ELOOP:  # a link to itself
-                    continue
-                raise
-            if S_ISREG(found.st_mode):
-                yield _entry(item.path, found)
 
 
 def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, int], ...]) -> None:

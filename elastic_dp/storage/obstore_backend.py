@@ -1,18 +1,15 @@
-"""s3, gs, az and http(s) through obstore: half the CPU of the fsspec file systems, and no event
-loop to share.
+"""s3, gs, az and http(s) through obstore. The options are obstore's.
 
-The options are those of s3fs, gcsfs and adlfs, put into obstore's words; one that has no such word
-makes `open_obstore` return None, and the fsspec file system takes over. obstore's own retries are
-off: `Store` counts them.
+obstore's own retries are off: `Store` counts them.
 """
 
 from __future__ import annotations
 
-import json
+import base64
 import os
 import re
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -20,24 +17,53 @@ from urllib.parse import unquote, urlsplit
 from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import (
     SLOWEST_BYTES_PER_S,
-    Backend,
     Entry,
     FolderListing,
     without_weakness,
 )
 from elastic_dp.storage.error_classes import Kind, fault_of
-from elastic_dp.storage.option_names import AZURE, GOOGLE, IGNORED, KIND, S3
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LISTED_AT_ONCE = 1000
+_CREDENTIALS_LAST = timedelta(minutes=5)  # then botocore is asked again
 _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known before
 # Requests of up to this many bytes share one client, with its connections and its limit of time;
 # those of up to _CLASS_FACTOR times as many share the next one, and so on.
 _READ_CLASS_BYTES = 16 << 20
 _WRITE_CLASS_BYTES = 1 << 20
 _CLASS_FACTOR = 16
+# As obstore calls them, and the extra of this package that installs it.
+SCHEMES = {
+    **{"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"},
+    **{"az": "az", "abfs": "az", "abfss": "az", "http": "http", "https": "http"},
+}
+_CLIENT_OPTIONS = {
+    *("allow_invalid_certificates", "default_headers", "http1_only", "http2_only", "user_agent"),
+    *("pool_idle_timeout", "pool_max_idle_per_host", "randomize_addresses"),
+    *("proxy_url", "proxy_ca_certificate", "proxy_excludes"),
+}
+_OURS = {"allow_http", "aws_allow_http", "azure_allow_http", "google_allow_http"}  # always so
+# Names of s3fs, gcsfs, adlfs and aiohttp, and what to write instead.
+_REPLACED = {
+    "s3": {
+        **{"key": "access_key_id", "secret": "secret_access_key", "region_name": "region"},
+        **{"access_key": "access_key_id", "secret_key": "secret_access_key"},
+        **{"anon": "skip_signature", "client_kwargs": "endpoint and region", "profile": ""},
+        **{"username": "access_key_id", "password": "secret_access_key"},
+        "requester_pays": "request_payer",
+    },
+    "gs": {
+        **{"token": "service_account, service_account_key or skip_signature", "project": ""},
+        **{"anon": "skip_signature", "credentials": "service_account"},
+    },
+    "az": {
+        "connection_string": "account_name, account_key and endpoint",
+        **{"anon": "skip_signature", "key": "account_key", "account_url": "endpoint"},
+    },
+    "http": {"headers": "default_headers", "client_kwargs": "default_headers or proxy_url"},
+}
 
 
 class ObstoreBackend:
@@ -49,48 +75,25 @@ class ObstoreBackend:
 
         self._obstore, self._make, self._stall_s = obstore, make, stall_s
         self.path, self.lists, self.creates_only = path, lists, lists
-        self.other: Callable[[], Backend] | None = None  # lists what obstore cannot
         self._clients: dict[tuple[int, bool], Any] = {}
         self._client(0)  # so that a bad option is an error now
 
-    def find(self, folder: str, deep: bool) -> list[Entry]:
-        try:
-            return self._find(folder, deep)
-        except self._obstore.exceptions.InvalidPathError:
-            return self._look_by_other(folder, deep).entries
-
     def look(self, folder: str, deep: bool) -> FolderListing:
+        prefix, client = folder.strip("/") or None, self._client(0)
         try:
-            if deep:
-                return FolderListing(_without_markers(self._find(folder, deep)), [], {})
-            prefix = folder.strip("/") or None
-            found = self._obstore.list_with_delimiter(self._client(0), prefix)
-        except self._obstore.exceptions.InvalidPathError:
-            return self._look_by_other(folder, deep)
-        entries = [_entry(meta) for meta in found["objects"]]
-        return FolderListing(entries, list(found["common_prefixes"]), {})
-
-    def _find(self, folder: str, deep: bool) -> list[Entry]:
-        prefix = folder.strip("/") or None
-        if not deep:
-            listed = self._obstore.list_with_delimiter(self._client(0), prefix)["objects"]
-            return [_entry(meta) for meta in listed]
-        stream = self._obstore.list(self._client(0), prefix, chunk_size=_LISTED_AT_ONCE)
-        return [_entry(meta) for chunk in stream for meta in chunk]
-
-    def _look_by_other(self, folder: str, deep: bool) -> FolderListing:
-        """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b")."""
-        assert self.other is not None
-        other = self.other()
-        bucket = other.path.rstrip("/").removesuffix(self.path.rstrip("/")).rstrip("/") + "/"
-        found = other.look(f"{bucket}{folder}", deep)
-        entries = [entry._replace(path=entry.path.removeprefix(bucket)) for entry in found.entries]
-        folders = [path.removeprefix(bucket) for path in found.folders]
-        unreadable = {
-            reason: [path.removeprefix(bucket) for path in paths]
-            for reason, paths in found.unreadable.items()
-        }
-        return FolderListing(entries, folders, unreadable)
+            if not deep:
+                found = self._obstore.list_with_delimiter(client, prefix)
+                entries = [_entry(meta) for meta in found["objects"]]
+                return FolderListing(entries, list(found["common_prefixes"]), {})
+            stream = self._obstore.list(client, prefix, chunk_size=_LISTED_AT_ONCE)
+            entries = [_entry(meta) for chunk in stream for meta in chunk]
+            return FolderListing(_without_markers(entries), [], {})
+        except self._obstore.exceptions.InvalidPathError as error:
+            said = str(error).partition("\n")[0]
+        raise StorageError(
+            f"{folder or 'the bucket'} cannot be listed, since a key in it has an empty, '.' or "
+            f"'..' part ({said}); rename that object"
+        )
 
     def stat(self, path: str) -> Entry:
         client = self._client(0)
@@ -160,108 +163,109 @@ class ObstoreBackend:
 
 def open_obstore(
     scheme: str, url: str, options: Mapping[str, Any], stall_s: float
-) -> ObstoreBackend | None:
-    """None where obstore is missing or cannot be told what the options say."""
+) -> ObstoreBackend:
+    """Raises ImportError where obstore is missing, StorageError for an option that it does not
+    have."""
+    from obstore import store
+    from obstore.exceptions import UnknownConfigurationKeyError
+
+    kind = SCHEMES[scheme]
+    named = {str(name).lower(): value for name, value in options.items() if value is not None}
+    client = {name: value for name, value in named.items() if name in _CLIENT_OPTIONS}
+    config = {n: v for n, v in named.items() if n not in _CLIENT_OPTIONS and n not in _OURS}
+    for name in config:
+        if name in _REPLACED[kind]:
+            _refuse(name, scheme, _REPLACED[kind][name])
+    if kind == "http":
+        for name in config:
+            _refuse(name, scheme, " or ".join(sorted(_CLIENT_OPTIONS)))
+        return _open_http(scheme, url, client, stall_s)
+    host, _, path = url.split("://", 1)[1].partition("/")
+    more: dict[str, Any] = {}
+    if kind == "s3":
+        endpoint = next((v for n, v in config.items() if "endpoint" in n), _endpoint_variable())
+        _check_endpoint(endpoint)
+        if not any("access_key_id" in n or "skip_signature" in n for n in config):
+            more = _credentials_of_botocore()
+    root = f"{scheme if kind == 'az' else kind}://{host}"
+
+    def make(*, client_options: dict[str, Any], **limits: Any) -> Any:
+        from_url: Any = store.from_url  # each kind of store has a type of its own
+        together = {**client, **client_options}
+        return from_url(root, config=config, client_options=together, **limits, **more)
+
     try:
-        from obstore import store
-    except ImportError:
-        return None
-    parts = urlsplit(url.replace("?", "%3F") if not scheme.startswith("http") else url)
-    path = unquote(parts.path).lstrip("/") if scheme.startswith("http") else url.split("://", 1)[1]
-    if scheme in ("http", "https"):
-        if options or parts.query or "@" in parts.netloc:
-            return None
-        root = f"{scheme}://{parts.netloc}"
-        return ObstoreBackend(
-            lambda **kw: store.HTTPStore(root, **kw), path, lists=False, stall_s=stall_s
-        )
-    host, _, path = path.partition("/")
-    config = _TRANSLATIONS[scheme](host, options)
-    if config is None:
-        return None
-    cls = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[KIND[scheme]]
-    bucket = host.partition("@")[0]
-    return ObstoreBackend(
-        lambda **kw: cls(bucket, config=config, **kw), path, lists=True, stall_s=stall_s
-    )
+        return ObstoreBackend(make, path, lists=True, stall_s=stall_s)
+    except UnknownConfigurationKeyError as error:
+        said = re.search(r"key: '([^']*)'", str(error))
+    _refuse(said[1] if said else "an option", scheme, "a name that obstore has for this store")
+    raise AssertionError
 
 
-def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None if only botocore finds the credentials: obstore does not read its files."""
-    flat = {**options, **(options.get("client_kwargs") or {})}
-    flat.pop("client_kwargs", None)
-    config = _translate(S3, flat)
-    if config is not None:
-        _check_endpoint(config.get("endpoint", _endpoint_of_environment()))
-    named = config and ("access_key_id" in config or config.get("skip_signature"))
-    if not named and "AWS_ACCESS_KEY_ID" not in os.environ and _botocore_files():
-        return None
-    return config
+def _refuse(name: str, scheme: str, instead: str) -> None:
+    way_out = f"write {instead}" if instead else "leave it out, or set the variable of its tool"
+    raise StorageError(f"storage_options has {name!r}, which {scheme}:// does not know; {way_out}")
 
 
-def _endpoint_of_environment() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+def _open_http(scheme: str, url: str, client: Mapping[str, Any], stall_s: float) -> ObstoreBackend:
+    """The query of a presigned URL is sent with each request, as a URL's user and password are."""
+    from obstore import store
+
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    headers = dict(client.get("default_headers") or {})
+    if at:
+        credentials = base64.b64encode(unquote(user).encode()).decode()
+        headers["Authorization"] = f"Basic {credentials}"
+    root = f"{scheme}://{host}/" + (f"?{parts.query}" if parts.query else "")
+
+    def make(*, client_options: dict[str, Any], **limits: Any) -> Any:
+        given: Any = {**client, **client_options}
+        if headers:
+            given["default_headers"] = headers
+        return store.HTTPStore(root, client_options=given, **limits)
+
+    path = unquote(parts.path).lstrip("/")
+    return ObstoreBackend(make, path, lists=False, stall_s=stall_s)
+
+
+def _endpoint_variable() -> str | None:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((os.environ[name] for name in names if name in os.environ), None)
 
 
 def _check_endpoint(endpoint: Any) -> None:
+    """obstore panics at an endpoint without a scheme, in whatever thread reads first."""
     if endpoint is None or re.fullmatch(r"https?://[^\s/]\S*", str(endpoint), re.IGNORECASE):
         return
     shown = str(endpoint).rpartition("@")[2]  # what is before it may be secret
     raise StorageError(
-        f"endpoint_url is {shown!r}, must be a URL with its scheme, as 'http://minio:9000'"
+        f"the endpoint is {shown!r}, must be a URL with its scheme, as 'http://minio:9000'"
     )
 
 
-def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    token = options.get("token")
-    rest = _translate(GOOGLE, {name: value for name, value in options.items() if name != "token"})
-    if rest is None or token in (None, "google_default"):
-        return rest
-    if token == "anon":
-        return {**rest, "skip_signature": True}
-    if isinstance(token, Mapping):
-        return {**rest, "service_account_key": json.dumps(dict(token))}
-    if isinstance(token, str) and token.endswith(".json"):
-        return {**rest, "service_account": token}
-    return None
-
-
-def _az(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    options = dict(options)
-    said = _connection_string(options.pop("connection_string", None))
-    config = None if said is None else _translate(AZURE, {**said, **options})
-    account = host.partition("@")[2].partition(".")[0]
-    return {"account_name": account, **config} if account and config is not None else config
-
-
-def _connection_string(text: str | None) -> dict[str, str] | None:
-    """ "AccountName=…;AccountKey=…;BlobEndpoint=…" as options; None if it names no account."""
-    if text is None:
+def _credentials_of_botocore() -> dict[str, Any]:
+    """Those of ~/.aws and AWS_PROFILE, which obstore does not read."""
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    in_files = "AWS_PROFILE" in os.environ or file.exists()
+    if not in_files or "AWS_ACCESS_KEY_ID" in os.environ:
         return {}
-    parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
-    suffix = parts.get("EndpointSuffix", "")
-    protocol = parts.get("DefaultEndpointsProtocol", "https")
-    if suffix and "BlobEndpoint" not in parts and "AccountName" in parts:
-        parts["BlobEndpoint"] = f"{protocol}://{parts['AccountName']}.blob.{suffix}"
-    words = {
-        **{"AccountName": "account_name", "AccountKey": "account_key"},
-        **{"BlobEndpoint": "endpoint", "SharedAccessSignature": "sas_token"},
-    }
-    if not parts.keys() & {"AccountName", "BlobEndpoint"}:
-        return None
-    return {word: parts[name].rstrip("/") for name, word in words.items() if name in parts}
+    try:
+        from botocore.session import Session  # type: ignore[import-untyped]
+    except ImportError:
+        return {}
+    found = Session().get_credentials()
 
+    def provide() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
+        }
 
-def _translate(words: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any] | None:
-    wanted = {k: v for k, v in options.items() if v is not None and k not in IGNORED}
-    if any(name not in words for name in wanted):
-        return None
-    return {words[name]: value for name, value in wanted.items()}
-
-
-def _botocore_files() -> bool:
-    named = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    return "AWS_PROFILE" in os.environ or Path(named).expanduser().exists()
+    return {} if found is None else {"credential_provider": provide}
 
 
 def _check_encoding(path: str, encoding: str) -> None:
@@ -294,7 +298,3 @@ def _entry(meta: Any) -> Entry:
         tag = f'"{tag}"'  # some listings (Azure's) leave out the quotes that answers to a read have
     version = tag or f"{meta['last_modified'].timestamp()}-{meta['size']}"
     return Entry(meta["path"], meta["size"], version)
-
-
-_TRANSLATIONS = {scheme: {"s3": _s3, "gs": _gs, "az": _az}[kind] for scheme, kind in KIND.items()}
-SCHEMES = {*KIND, "http", "https"}

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 from elastic_dp.urls import redact_url
 
@@ -29,7 +29,8 @@ _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:secret|token|password|key|key_id|credentials?|connection_string)$"
 )
 _ECHOED = re.compile(
-    r"(?i)(bearer\s+|(?:authorization|x-amz-security-token|signature|credential)\s*[=:]\s*)[^\s,;&<>'\"]+"
+    r"(?i)((?:bearer|basic)\s+|(?:authorization|x-amz-security-token|signature|credential)\s*[=:]\s*"
+    r"(?:(?:bearer|basic)\s+)?)[^\s,;&<>'\"]+"
 )
 _XML_ERROR = re.compile(
     r"<Error>.*?<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?.*", re.DOTALL
@@ -45,6 +46,17 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
             ends = r"(?!\w)" if is_word and form[-1].isalnum() else ""
             text = re.sub(begins + re.escape(form) + ends, HIDDEN, text)
     return _ECHOED.sub(rf"\1{HIDDEN}", redact_url(text))
+
+
+def url_credentials(url: str) -> list[str]:
+    """Return user, password and the values of the query, as they are in the URL and unquoted."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # it will not open
+        return []
+    user = "" if parts.scheme in ("abfs", "abfss") else parts.netloc.rpartition("@")[0]
+    found = [*user.split(":"), *(part.partition("=")[2] for part in parts.query.split("&"))]
+    return [form for text in found for form in (text, unquote(text))]
 
 
 def _code_and_message(error: re.Match[str]) -> str:
@@ -68,8 +80,9 @@ def _values(value: Any, name: str = "") -> Iterator[str]:
     elif isinstance(value, bytes):
         yield from _values(value.decode("utf-8", "replace"), name)
     elif isinstance(value, str) and not _PUBLIC.fullmatch(name):
-        if len(value) >= (_SHORTEST if _SECRET_NAME.search(name) else _SHORTEST_UNNAMED):
-            yield value
+        for text in {value, value.rpartition(" ")[2]}:  # of "Bearer TOKEN"
+            if len(text) >= (_SHORTEST if _SECRET_NAME.search(name) else _SHORTEST_UNNAMED):
+                yield text
         if name.lower().endswith("connection_string"):  # Azure's: a store gets its parts
             named = (part.partition("=") for part in value.split(";"))
             yield from (text for key, _, text in named if key in _SECRET_PARTS)

@@ -1,6 +1,6 @@
 """The one loop that retries storage requests, reports delays, and counts requests.
 
-- A transient fault is retried after a growing, random pause, or the one that the server requested.
+- A transient fault is retried after a growing, random pause.
 - A call without success for `timeout_s` raises or, with `on_wait`, reports once and continues.
   While several calls wait there is one message for all, and one when the last of them succeeds.
 - Errors are raised outside of any `except`: their cause and context hold no foreign text.
@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
-LONGEST_RETRY_AFTER_S = 60.0
 # Retries for a cache that serves an old copy; after them the object counts as rewritten.
 STALE_TRIES = 4
 _on_retry: list[Callable[[], None]] = []
@@ -94,7 +93,7 @@ class Retry:
                 if fault is None:
                     return results[0]
                 self._raise_if_final(call, fault)
-                self._pause(call, fault)
+                self._pause(call)
         finally:
             if call.told:
                 self._is_through()
@@ -123,9 +122,7 @@ class Retry:
         except Exception as error:  # from foreign libraries; error_classes.py classifies it
             fault = fault_of(error)
         except BaseException as error:
-            if (
-                type(error).__name__ != "PanicException"
-            ):  # a panic in Rust, which is not an Exception
+            if not is_panic(error):
                 raise
             fault = Fault(Kind.PERMANENT, f"a panic in the store's library: {error}")
         with self._counting:
@@ -153,9 +150,8 @@ class Retry:
             call.told = True
             self._tell(self._on_wait, words)
 
-    def _pause(self, call: _Call, fault: Fault) -> None:
+    def _pause(self, call: _Call) -> None:
         pause = min(FIRST_PAUSE_S * 2**call.failures, LONGEST_PAUSE_S) * _chance.uniform(0.5, 1.0)
-        pause = max(pause, min(fault.retry_after_s, LONGEST_RETRY_AFTER_S))
         call.failures = min(call.failures + 1, 30)
         if not call.told:  # one more attempt when the time is up
             pause = min(pause, max(0.0, call.began + self._timeout_s - time.monotonic()))
@@ -177,3 +173,8 @@ class Retry:
             self._waiting -= 1
             if self._waiting == 0 and self._on_wait is not None and not self._closed.is_set():
                 self._on_wait(f"{self._name} is back")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether this is a panic in Rust, which is not an Exception."""
+    return type(error).__name__ == "PanicException"

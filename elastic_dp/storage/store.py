@@ -8,18 +8,20 @@ common.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsspec.utils import glob_translate
+from fsspec.core import split_protocol
+from fsspec.implementations.local import LocalFileSystem
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import Backend, Entry, FolderListing
-from elastic_dp.storage.backend_selection import open_backend
 from elastic_dp.storage.error_classes import ObjectMissing, OtherVersion, ShortBody, fault_of
-from elastic_dp.storage.redact import redact
-from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts
+from elastic_dp.storage.fsspec_backend import FsspecBackend
+from elastic_dp.storage.local_backend import LocalBackend
+from elastic_dp.storage.obstore_backend import SCHEMES, open_obstore
+from elastic_dp.storage.redact import redact, url_credentials
+from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts, is_panic
 from elastic_dp.urls import StorageURL, redact_url
 
 if TYPE_CHECKING:
@@ -27,15 +29,13 @@ if TYPE_CHECKING:
 
     from elastic_dp.storage.disk_cache import DiskCache
 
-_GLOB_MARKS = "*?["
-
 
 class Store:
     """The objects under one URL. Threads may share it. Paths are those of its `Entry`s and of
     `path`.
 
-    `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec
-    file system takes; None: those of a `StorageURL`, else none. `on_wait(message)`: called, from
+    `url`: of a file or a folder. `options`: those of obstore for s3, gs, az and http, else of the
+    scheme's fsspec file system; None: those of a `StorageURL`. `on_wait(message)`: called, from
     whatever thread meets it, when a call has gone `timeout_s` without success, and when all such
     calls are through; it must not call the store. `cache`: keeps what `read` returns of a version,
     unless the store is a folder of this machine. Raises StorageError if the URL cannot be opened.
@@ -89,23 +89,16 @@ class Store:
             return None
 
     def find(self, path: str) -> list[Entry]:
-        """The files below a folder, those that match a glob ("*", "?", "[…]", "**"), or the one
-        file; by path. What ends with "/" is a folder, whatever is in its name.
-
-        One listing, without a request per file. [] if there is nothing. A glob without "**" or "/"
-        after its first mark lists one folder only. Over http only single files are found.
+        """The files below a folder, or the one file, by path; [] if there is nothing. One listing,
+        without a request per file. Names have no wildcards. Over http only single files are found.
         """
         if not self._backend.lists:
             return [self._find_unlisted(path)]
-        if any(mark in path for mark in _GLOB_MARKS) and not path.endswith("/"):
-            return self._glob(path)
-        found = self._retry.run(
-            f"list {path}", lambda: self._backend.find(path.rstrip("/"), deep=True)
-        )
+        found = self.look(path, deep=True).entries
         if not found and not path.endswith("/") and path:
             entry = self.look_up(path)
             return [entry] if entry else []
-        return sorted(found)
+        return found
 
     def read(self, path: str, start: int, end: int, version: str = "") -> Buffer:
         """Returns the bytes start ≤ i < end, all of them, of this `version` (of an Entry; "": any).
@@ -182,33 +175,26 @@ class Store:
     def _open(self) -> Backend:
         stall_s = min(10.0, max(1.0, self._timeout_s / 4))
         try:
-            return open_backend(self._url, self._options, stall_s)
+            return _open_backend(self._url, self._options, stall_s)
         except Exception as error:  # a foreign file system may raise anything at its options
             said = fault_of(error).words
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            said = f"the store's library refuses the options: {error}"
         raise StorageError(self._clean(f"cannot open {self._url}: {said}"))
 
     def _clean(self, text: str) -> str:
-        return redact(text, self._options)
+        return redact(text, {**self._options, "url_token": url_credentials(self._url)})
 
     def _find_unlisted(self, path: str) -> Entry:
-        try:
-            if path.endswith("/") or "*" in path:
-                raise ObjectMissing("a folder")
-            return self._retry.run(f"look up {path}", lambda: self._backend.stat(path))
-        except ObjectMissing:
-            pass
+        found = None if path.endswith("/") or "*" in path else self.look_up(path)
+        if found is not None:
+            return found
         raise StorageError(
             f"{self.url}: no file {path!r} there, and http has no listing, so folders and globs "
             "cannot be read from it; name each file by its URL"
         )
-
-    def _glob(self, pattern: str) -> list[Entry]:
-        first = min(pattern.index(mark) for mark in _GLOB_MARKS if mark in pattern)
-        folder, _, rest = pattern[:first].rpartition("/")
-        deep = "/" in pattern[first:] or "**" in rest + pattern[first:]
-        matches = re.compile(glob_translate(pattern)).match
-        found = self._retry.run(f"list {pattern}", lambda: self._backend.find(folder, deep))
-        return sorted(entry for entry in found if matches(entry.path))
 
     def _read(self, path: str, start: int, end: int | None, version: str) -> Buffer:
         return self._retry.run(
@@ -238,3 +224,25 @@ class Store:
 
 def _reopen(url: str, options: dict[str, Any], timeout_s: float, on_wait: Any) -> Store:
     return Store(url, options, timeout_s=timeout_s, on_wait=on_wait)
+
+
+def _open_backend(url: str, options: Mapping[str, Any], stall_s: float) -> Backend:
+    """Sends nothing. Raises what a library raises, not yet redacted."""
+    scheme = split_protocol(url)[0] or "file"
+    backend: Backend
+    if scheme in SCHEMES and "::" not in url:
+        try:
+            backend = open_obstore(scheme, url, options, stall_s)
+        except ImportError as error:
+            extra = SCHEMES[scheme]
+            raise StorageError(f"{error}; pip install 'elastic_dp[{extra}]'") from None
+    elif scheme in ("file", "local") and "::" not in url:
+        backend = LocalBackend(str(LocalFileSystem._strip_protocol(url)))
+    else:
+        backend = FsspecBackend(scheme, url, options, stall_s)
+    if redact_url(f"x://x/{backend.path}") != f"x://x/{backend.path}":
+        raise StorageError(
+            "it has credentials in a place where they would become part of names; give them "
+            "in storage_options"
+        )
+    return backend

@@ -15,15 +15,14 @@ from tests.storage.proxy import FaultProxy
 from tests.storage.servers import s3_options
 
 
-@pytest.fixture(params=["file", "memory", "s3", "s3fs"])
+@pytest.fixture(params=["file", "memory", "s3"])
 def store(request, tmp_path):
     if request.param == "file":
         return Store(f"file://{tmp_path}/run")
     if request.param == "memory":
         return memory_store()
     endpoint, name = request.getfixturevalue("bucket")
-    more = {"s3_additional_kwargs": {}} if request.param == "s3fs" else {}
-    return Store(f"s3://{name}/run", {**s3_options(endpoint), **more})
+    return Store(f"s3://{name}/run", s3_options(endpoint))
 
 
 def test_everywhere_the_same(store):

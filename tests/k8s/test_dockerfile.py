@@ -221,7 +221,7 @@ def test_dockerfile_steps_in_a_clean_environment(tmp_path):
     where = output(
         "python",
         "-c",
-        "import os; os.chdir('/'); import elastic_dp, ray, gcsfs, adlfs, s3fs; "
+        "import os; os.chdir('/'); import elastic_dp, ray, obstore; "
         "print(elastic_dp.__file__, ray.__version__)",
     )
     assert str(venv) in where and argument("RAY") in where

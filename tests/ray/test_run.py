@@ -147,8 +147,7 @@ def test_a_run_whose_storage_is_reached_by_options_survives_its_controller(
     environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    key = s3_options(moto)
-    options = {"key": key["key"], "secret": key["secret"], "endpoint_url": moto}
+    options = s3_options(moto)
     send("PUT", f"{moto}/by-options")
     path, every = "s3://by-options/runs", {"every_steps": 10, "body_s": 0.1}
     run = trainer(path, "far", steps=FOR_EVER, storage_options=options, **every).start()

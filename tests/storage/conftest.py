@@ -15,10 +15,9 @@ import pytest
 from elastic_dp.storage import Store
 from tests.patience import PATIENCE_S
 from tests.storage.servers import (
-    azure_connection_string,
+    AZURE_KEY,
     azure_options,
     gcs_options,
-    gcsfs_options,
     http_server,
     s3_options,
 )
@@ -65,13 +64,11 @@ def send(method: str, url: str, content: bytes | None = None) -> bytes:
         return answer.read()
 
 
-def s3_place(endpoint: str, bucket: str, **more: Any) -> Place:
+def s3_place(endpoint: str, bucket: str) -> Place:
     def plant(name: str, content: bytes) -> None:
         send("PUT", f"{endpoint}/{bucket}/folder/{urllib.request.quote(name)}", content)
 
-    options = {**s3_options(endpoint), **more}
-    backend = "FsspecBackend" if more else "ObstoreBackend"
-    return Place(f"s3://{bucket}/folder/", options, backend, plant)
+    return Place(f"s3://{bucket}/folder/", s3_options(endpoint), "ObstoreBackend", plant)
 
 
 @pytest.fixture
@@ -86,7 +83,7 @@ def container(azure):
 def blobs(endpoint: str) -> Any:
     from azure.storage.blob import BlobServiceClient  # which takes a third of a second
 
-    return BlobServiceClient.from_connection_string(azure_connection_string(endpoint))
+    return BlobServiceClient(endpoint, credential=AZURE_KEY)
 
 
 def azure_place(endpoint: str, container: str, options: dict[str, Any]) -> Place:
@@ -118,8 +115,7 @@ def gs_place(endpoint: str, bucket: str, options: dict[str, Any], **more: Any) -
         key = urllib.request.quote(f"folder/{name}", safe="")
         post(f"{endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={key}", content)
 
-    backend = "FsspecBackend" if "endpoint_url" in options else "ObstoreBackend"
-    return Place(f"gs://{bucket}/folder/", options, backend, plant, **more)
+    return Place(f"gs://{bucket}/folder/", options, "ObstoreBackend", plant, **more)
 
 
 def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
@@ -134,7 +130,7 @@ def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     return plant
 
 
-KINDS = ["file", "memory", "s3", "s3fs", "az", "gs", "gcsfs", "http", "http-fsspec"]
+KINDS = ["file", "memory", "s3", "az", "gs", "http", "http-presigned"]
 
 
 @pytest.fixture(params=KINDS)
@@ -150,27 +146,17 @@ def place(request, tmp_path):
         yield Place(
             f"memory:/{root}", {}, "FsspecBackend", lambda n, c: system.pipe_file(root + n, c)
         )
-    elif kind in ("s3", "s3fs"):
+    elif kind == "s3":
         endpoint, bucket = request.getfixturevalue("bucket")
-        more = {"s3_additional_kwargs": {}} if kind == "s3fs" else {}
-        yield s3_place(endpoint, bucket, **more)
+        yield s3_place(endpoint, bucket)
     elif kind == "az":
         endpoint, container = request.getfixturevalue("container")
         yield azure_place(endpoint, container, azure_options(endpoint))
     elif kind == "gs":
         endpoint, bucket = request.getfixturevalue("gs_bucket")
         yield gs_place(endpoint, bucket, gcs_options(endpoint))
-    elif kind == "gcsfs":
-        endpoint, bucket = request.getfixturevalue("gs_bucket")
-        yield gs_place(endpoint, bucket, gcsfs_options(endpoint))
     else:
         with http_server(tmp_path) as url:
-            fsspec_too = kind == "http-fsspec"
-            yield Place(
-                f"{url}/",
-                {},
-                "FsspecBackend" if fsspec_too else "ObstoreBackend",
-                _plant_file(tmp_path),
-                lists=False,
-                suffix="?token=canary" if fsspec_too else "",
-            )
+            suffix = "?token=canary" if kind == "http-presigned" else ""
+            plant = _plant_file(tmp_path)
+            yield Place(f"{url}/", {}, "ObstoreBackend", plant, lists=False, suffix=suffix)

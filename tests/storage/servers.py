@@ -149,26 +149,14 @@ def gcs_options(endpoint: str) -> dict:
     }
 
 
-def gcsfs_options(endpoint: str) -> dict:
-    return {"endpoint_url": endpoint, "token": "anon"}
-
-
 def azure_options(endpoint: str) -> dict:
     return {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
 
 
-def azure_connection_string(endpoint: str) -> str:
-    return (
-        f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};"
-        f"BlobEndpoint={endpoint};"
-    )
-
-
 def s3_options(endpoint: str) -> dict:
     return {
-        "key": KEY,
-        "secret": SECRET,
-        "client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"},
+        **{"access_key_id": KEY, "secret_access_key": SECRET},
+        **{"endpoint": endpoint, "region": "us-east-1"},
     }
 
 

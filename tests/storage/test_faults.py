@@ -7,13 +7,11 @@ instead of an end of its patience, and where time decides, it is the test's own 
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
 
 import pytest
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, retry
-from elastic_dp.storage.error_classes import fault_of
 from elastic_dp.storage.retry import Retry
 from tests.patience import PATIENCE_S
 from tests.storage.proxy import FAULTS, FaultProxy
@@ -21,7 +19,6 @@ from tests.storage.servers import answering_server, http_server, s3_options
 
 OLD = b"-" * 100_000
 NEW = random.Random(7).randbytes(len(OLD))
-THROUGH_S3FS = {"s3_additional_kwargs": {}}
 
 
 def patient(message):
@@ -63,22 +60,13 @@ def test_reads_with_5_percent_of_each_fault_are_exact(bucket):
         assert counts.wait_s > 0
 
 
-@pytest.mark.parametrize("kind", ["s3fs", "http"])
-def test_reads_through_s3fs_and_http_with_faults_are_exact(kind, request, tmp_path):
-    """These libraries cannot tell a stale answer; see fsspec_backend.py."""
+def test_reads_over_http_with_faults_are_exact(tmp_path):
     rates = dict.fromkeys(("error", "stall", "cut", "reset"), 0.05)
     (tmp_path / "shard").write_bytes(NEW)
-    with http_server(tmp_path) as files:
-        upstream, name = request.getfixturevalue("bucket") if kind == "s3fs" else (files, "")
-        with FaultProxy(upstream, rates, seed=5, retry_after_s=0) as proxy:
-            if kind == "s3fs":
-                store = s3(proxy.url, f"s3://{name}/shard", timeout_s=8.0, **THROUGH_S3FS)
-                s3(upstream, f"s3://{name}").write("shard", NEW)
-            else:
-                store = Store(f"{proxy.url}/shard", timeout_s=8.0, on_wait=patient)
-            read_exactly(store, store.path, 100, 8)
-            # aiohttp itself repeats a request whose reused connection was reset.
-            assert store.counts.retries >= sum(proxy.faults.values()) - proxy.faults["reset"] > 10
+    with http_server(tmp_path) as files, FaultProxy(files, rates, seed=5) as proxy:
+        store = Store(f"{proxy.url}/shard", timeout_s=8.0, on_wait=patient)
+        read_exactly(store, store.path, 100, 8)
+        assert store.counts.retries >= sum(proxy.faults.values()) - proxy.faults["reset"] > 10
 
 
 def test_a_store_that_is_away_is_waited_for_and_said_once(bucket):
@@ -178,11 +166,10 @@ def test_closing_ends_the_wait(bucket):
                 read.result(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("more", [{}, THROUGH_S3FS], ids=["obstore", "s3fs"])
-def test_a_hung_request_is_given_up(bucket, more):
+def test_a_hung_request_is_given_up(bucket):
     endpoint, name = bucket
     with FaultProxy(endpoint, {"stall": 1.0}) as proxy:
-        store = s3(proxy.url, f"s3://{name}", timeout_s=1.0, on_wait=None, **more)
+        store = s3(proxy.url, f"s3://{name}", timeout_s=1.0, on_wait=None)
         path = f"{store.path}/shard"
         for call in (
             lambda: store.read(path, 0, 5),
@@ -211,24 +198,22 @@ XML = b"<Error><Code>TheCode</Code><Message>the store's own words</Message></Err
 
 
 def answered(kind, url):
-    if kind.startswith("s3"):
-        return s3(url, "s3://bucket/shard", **(THROUGH_S3FS if kind == "s3fs" else {}))
-    return Store(f"{url}/shard{'?x=1' if kind == 'http-fsspec' else ''}", on_wait=patient)
+    return s3(url, "s3://bucket/shard") if kind == "s3" else Store(f"{url}/shard", on_wait=patient)
 
 
 def close_after(store, retries):
     """Ends what would be tried for ever."""
     pause = store._retry._pause
 
-    def counted(call, fault):
-        pause(call, fault)
+    def counted(call):
+        pause(call)
         if store.counts.retries >= retries:
             store.close()
 
     store._retry._pause = counted
 
 
-KINDS = ["s3", "s3fs", "http", "http-fsspec"]
+KINDS = ["s3", "http"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,13 +224,13 @@ def test_permanent_http_status_is_raised_at_once(kind):
             with pytest.raises(StorageError) as raised:
                 store.read(store.path, 0, 5)
             assert store.counts.retries == 0, (status, raised.value)
-            if kind.startswith("s3") and status != 301:
+            if kind == "s3" and status != 301:
                 assert "the store's own words" in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transient_http_status_is_tried_again(kind):
-    for status in (429, 503) if kind == "s3fs" else (408, 429, 500, 502, 503, 504):
+    for status in (408, 429, 500, 502, 503, 504):
         with answering_server(status, XML) as url:
             store = answered(kind, url)
             close_after(store, retries=2)
@@ -254,45 +239,9 @@ def test_transient_http_status_is_tried_again(kind):
             assert store.counts.retries == 2, status
 
 
-def test_retry_after_is_seen_where_the_library_shows_it():
-    with answering_server(503, XML, {"Retry-After": "7"}) as url:
-        backend = s3(url, "s3://bucket/shard", **THROUGH_S3FS)._backend
-        with pytest.raises(OSError, match="own words") as raised:
-            backend.read("bucket/shard", 0, 5, False)
-        assert fault_of(raised.value).retry_after_s == 7
-
-
-def test_retry_after_is_kept_to():
-    class Refused(Exception):
-        status = 429
-        headers: ClassVar = {"Retry-After": "7"}
-
-    class Pauses(list):  # in the place of the event that ends a wait
-        wait = list.append
-
-        def is_set(self):
-            return False
-
-    retry = Retry("a store", str, 60.0, None)
-    retry._closed = pauses = Pauses()
-    answers = iter([Refused(), Refused(), "content"])
-
-    def attempt():
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    assert retry.run("read x", attempt) == "content"
-    assert pauses == [7, 7]
-    assert (retry.counts.requests, retry.counts.retries) == (3, 2)
-    assert retry.counts.wait_s >= 14
-
-
 def test_a_server_without_ranges_is_said():
-    for kind in ("http", "http-fsspec"):
-        with answering_server(200, NEW) as url:
-            store = answered(kind, url)
-            with pytest.raises(StorageError, match=r"(?i)range"):
-                store.read(store.path, 5, 10)
-            assert store.counts.retries == 0
+    with answering_server(200, NEW) as url:
+        store = answered("http", url)
+        with pytest.raises(StorageError, match=r"(?i)range"):
+            store.read(store.path, 5, 10)
+        assert store.counts.retries == 0

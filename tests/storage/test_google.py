@@ -4,36 +4,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_evaluation
 from elastic_dp.storage import Store
-from elastic_dp.storage.error_classes import Kind, fault_of
 from tests.storage.conftest import gs_place
-from tests.storage.servers import gcs_options, gcsfs_options, recording_server
+from tests.storage.servers import gcs_options, recording_server
 
 
-@pytest.mark.parametrize("given", [gcs_options, gcsfs_options], ids=["obstore", "gcsfs"])
-def test_rows_on_google_cloud_storage_are_read(gs_bucket, given):
+def test_rows_on_google_cloud_storage_are_read(gs_bucket):
     endpoint, name = gs_bucket
-    place = gs_place(endpoint, name, given(endpoint))
+    place = gs_place(endpoint, name, gcs_options(endpoint))
     for number in range(3):
         sink = pa.BufferOutputStream()
         ids = pa.array(range(number * 10, number * 10 + 10))
         pq.write_table(pa.table({"id": ids}), sink, row_group_size=4)
         place.plant(f"part-{number}.parquet", sink.getvalue().to_pybytes())
-    config = DataConfig(place.url, micro_batch_size=7, storage_options=given(endpoint))
+    config = DataConfig(place.url, micro_batch_size=7, storage_options=place.options)
     data = open_evaluation(config)
     try:
         seen = [i for index in range(data.num_batches) for i in data.batch(index)["id"].tolist()]
     finally:
         data.close()
     assert seen == list(range(30))
-
-
-def test_storage_probe_finds_gcsfs_fit_for_a_run_s_folder(gs_bucket):
-    endpoint, name = gs_bucket
-    probe(gs_place(endpoint, name, gcsfs_options(endpoint)).open(), "token")
 
 
 def test_obstore_creates_on_google_only_where_there_is_no_generation():
@@ -45,18 +37,3 @@ def test_obstore_creates_on_google_only_where_there_is_no_generation():
             store.write("runs/seal", b"second", create_only=True)
     assert [(method, path) for method, path, _ in seen] == [("PUT", "/bucket/runs%2Fseal")] * 2
     assert all(headers["x-goog-if-generation-match"] == "0" for _, _, headers in seen)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (503, Kind.TRANSIENT),
-        (429, Kind.TRANSIENT),
-        (416, Kind.OTHER_VERSION),
-        (403, Kind.PERMANENT),
-    ],
-)
-def test_the_status_in_an_error_of_gcsfs_says_whether_it_may_pass(status, kind):
-    from gcsfs.retry import HttpError  # which takes a third of a second
-
-    assert fault_of(HttpError({"code": status, "message": "it said"})).kind is kind

@@ -1,27 +1,20 @@
 """Which backend serves a URL, and what it is told of the options."""
 
-import inspect
-import json
+import base64
 import os
 
-import fsspec
 import pytest
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage import Store, open_file_system
-from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _gs, _s3
-from elastic_dp.storage.option_names import WORDS, fsspec_options, known_options
-from tests.storage.servers import http_server, s3_options
+from elastic_dp.storage import Store
+from elastic_dp.storage.obstore_backend import ObstoreBackend
+from tests.storage.servers import http_server, recording_server
 
 
 @pytest.fixture(autouse=True)
 def no_files_of_botocore(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.delenv("AWS_PROFILE", raising=False)
-
-
-def backend(url, options=None):
-    return type(Store(url, options)._backend).__name__
 
 
 @pytest.mark.parametrize(
@@ -41,58 +34,56 @@ def test_store_path_is_that_of_its_url(url, path):
     assert Store(url).path == path
 
 
-def test_the_words_of_s3fs_are_put_into_those_of_obstore():
-    told = _TRANSLATIONS["s3"](
-        "bucket", {**s3_options("http://e"), "token": "t", "use_listings_cache": 1}
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket", {"access_key_id": "k", "secret_access_key": "s", "token": "t"}),
+        ("s3a://bucket", {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "region": None}),
+        ("s3://bucket", {"aws_region": "r", "AWS_ALLOW_HTTP": "true", "endpoint_url": "http://x"}),
+        ("s3://bucket", {"skip_signature": True, "default_headers": {"A": "b"}}),
+        ("gs://bucket", {"skip_signature": "true"}),
+        ("gcs://bucket", {"google_skip_signature": "true"}),
+        ("az://box", {"azure_storage_account_name": "a", "account_key": "azg="}),
+        ("abfss://box@account.dfs.core.windows.net/x", {"sas_token": "a=b"}),
+        ("http://host/x", {"default_headers": {"A": "b"}, "user_agent": "u"}),
+        ("http://host/x?sig=1", {}),
+    ],
+)
+def test_options_are_those_of_obstore(url, options):
+    assert type(Store(url, options)._backend) is ObstoreBackend
+
+
+@pytest.mark.parametrize("named", [{"AWS_PROFILE": "other"}, {}], ids=["profile", "file"])
+def test_credentials_in_files_of_botocore_are_sent(monkeypatch, tmp_path, named):
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id=default\naws_secret_access_key=s\n"
+        "[other]\naws_access_key_id=other\naws_secret_access_key=s\n"
     )
-    assert told == {
-        "access_key_id": "AKIAEXAMPLE",
-        "secret_access_key": "canary-secret-of-the-tests",
-        "session_token": "t",
-        "endpoint": "http://e",
-        "region": "us-east-1",
-    }
-    assert _TRANSLATIONS["s3"]("bucket", {"anon": True}) == {"skip_signature": True}
-
-
-def test_the_words_of_gcsfs_and_adlfs():
-    gs, az = _TRANSLATIONS["gs"], _TRANSLATIONS["abfss"]
-    assert gs("b", {"token": "/key.json", "project": "p"}) == {"service_account": "/key.json"}
-    assert gs("b", {"token": "anon"}) == {"skip_signature": True}
-    assert gs("b", {"token": {"k": 1}}) == {"service_account_key": '{"k": 1}'}
-    assert gs("b", {"token": "browser"}) is None
-    assert az("c@acc.dfs.core.windows.net", {"account_key": "k"}) == {
-        "account_name": "acc",
-        "account_key": "k",
-    }
-    assert az("c", {"connection_string": "x"}) is None
-
-
-def test_option_that_obstore_lacks_goes_through_fsspec():
-    assert backend("s3://bucket", {"key": "k", "secret": "s"}) == "ObstoreBackend"
-    assert backend("s3://bucket", {"profile": "p"}) == "FsspecBackend"
-    assert backend("s3://bucket", {"client_kwargs": {"verify": False}}) == "FsspecBackend"
-    assert backend("http://host/x") == "ObstoreBackend"
-    assert backend("http://host/x?sig=1") == "FsspecBackend"
-    assert backend("http://host/x", {"headers": {"A": "b"}}) == "FsspecBackend"
-
-
-def test_credentials_in_botocore_s_file_go_through_s3fs(monkeypatch, tmp_path):
-    (tmp_path / "credentials").write_text("[default]")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    assert backend("s3://bucket") == "FsspecBackend"
-    assert backend("s3://bucket", {"key": "k", "secret": "s"}) == "ObstoreBackend"
-    assert backend("s3://bucket", {"anon": True}) == "ObstoreBackend"
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    assert backend("s3://bucket") == "ObstoreBackend"
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    with recording_server([200], {"ETag": '"a"'}) as (url, seen):
+        store = Store("s3://bucket", {"endpoint": url, "region": "r"})
+        store.write("a", b"x", create_only=True)
+    [(_, _, headers)] = seen
+    assert f"Credential={named.get('AWS_PROFILE', 'default')}/" in headers["authorization"]
+
+
+def test_user_and_password_of_an_http_url_are_sent_and_not_said(tmp_path):
+    with recording_server([200], {"ETag": '"a"'}) as (url, seen):
+        store = Store(url.replace("://", "://user:pass%2Fword@") + "/a?token=t")
+        store.write(store.path, b"x")
+    [(_, path, headers)] = seen
+    assert path == "/a?token=t" and "pass" not in store.url
+    assert headers["authorization"] == f"Basic {base64.b64encode(b'user:pass/word').decode()}"
 
 
 def test_a_chained_url_is_read():
     store = Store("memory://chained/folder")
     store.write("/chained/folder/a.parquet", b"0123456789")
-    chained = Store("simplecache::memory://chained/folder/*.parquet")
+    chained = Store("simplecache::memory://chained/folder/")
     (entry,) = chained.find(chained.path)
     assert bytes(chained.read(entry.path, 2, 5, entry.version)) == b"234"
 
@@ -114,9 +105,8 @@ def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
 )
 def test_an_endpoint_that_is_no_url(endpoint):
     """Otherwise obstore panics, in whatever thread reads first."""
-    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": endpoint}}
-    with pytest.raises(StorageError, match=r"endpoint_url is .*as 'http://minio:9000'"):
-        Store("s3://bucket/x", options)
+    with pytest.raises(StorageError, match=r"the endpoint is .*as 'http://minio:9000'"):
+        Store("s3://bucket/x", {"access_key_id": "k", "endpoint": endpoint})
 
 
 def test_a_panic_is_an_error_of_the_store(monkeypatch):
@@ -126,7 +116,7 @@ def test_a_panic_is_an_error_of_the_store(monkeypatch):
     def panic(*anything):
         raise PanicException("unwrap on None")
 
-    store = Store("s3://bucket/x", {"key": "k", "secret": "s"})
+    store = Store("s3://bucket/x", {"access_key_id": "k", "secret_access_key": "s"})
     monkeypatch.setattr(store._backend, "read", panic)
     with pytest.raises(StorageError, match=r"panic.*unwrap on None"):
         store.read("a", 0, 1)
@@ -134,135 +124,37 @@ def test_a_panic_is_an_error_of_the_store(monkeypatch):
 
 def test_an_endpoint_of_the_environment_is_looked_at_too_and_no_secret_is_said(monkeypatch):
     with pytest.raises(StorageError) as caught:
-        Store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": "id:canary@minio:9000"})
+        Store("s3://bucket/x", {"access_key_id": "k", "endpoint_url": "id:canary@minio:9000"})
     assert "'minio:9000'" in str(caught.value) and "canary" not in str(caught.value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
-    with pytest.raises(StorageError, match="endpoint_url is 'minio:9000'"):
-        Store("s3://bucket/x", {"key": "k", "secret": "s"})
-    Store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": "http://minio:9000"})
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://x", "region_name": "r"},
-        {"access_key": "k", "secret_key": "s", "session_token": "t", "endpoint": "http://x"},
-        {"aws_access_key_id": "k", "aws_secret_access_key": "s", "aws_region": "r"},
-        {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ALLOW_HTTP": "true"},
-    ],
-)
-def test_options_of_s3_go_by_the_names_that_other_tools_give_them(names):
-    config = _s3("bucket", known_options("s3", names))
-    assert config["access_key_id"] == "k" and config["secret_access_key"] == "s"
-    told = fsspec_options("s3", names)
-    assert told["key"] == "k" and told["secret"] == "s" and "AWS_ALLOW_HTTP" not in told
-
-
-def test_a_connection_string_of_azure_names_account_key_and_endpoint():
-    text = (
-        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;"
-        "EndpointSuffix=core.windows.net"
-    )
-    assert _az("box", {"connection_string": text}) == {
-        **{"account_name": "a", "account_key": "k=="},
-        "endpoint": "https://a.blob.core.windows.net",
-    }
-    own = "AccountName=a;AccountKey=k==;BlobEndpoint=http://127.0.0.1:10000/a/"
-    assert _az("box", {"connection_string": own})["endpoint"] == "http://127.0.0.1:10000/a"
+    keys = {"access_key_id": "k", "secret_access_key": "s"}
+    with pytest.raises(StorageError, match="the endpoint is 'minio:9000'"):
+        Store("s3://bucket/x", {"access_key_id": "k", "secret_access_key": "s"})
+    Store("s3://bucket/x", {**keys, "endpoint_url": "http://minio:9000"})
 
 
 @pytest.mark.parametrize(
     ("url", "wrong", "right"),
     [
-        ("s3://bucket/x", "secert", "secret"),
-        ("s3://bucket/x", "endpoint_ulr", "endpoint_url"),
-        ("gs://bucket/x", "tokne", "token"),
-        ("az://box/x", "conection_string", "connection_string"),
-        ("s3://bucket/x", "anonymous", "anon"),
-        ("gs://bucket/x", "credentials", "token"),
-        ("az://box/x", "key", "account_key"),
-        ("abfs://box@account.dfs.core.windows.net/x", "acount_key", "account_key"),
+        ("s3://bucket/x", "key", "write access_key_id"),
+        ("s3://bucket/x", "secret", "write secret_access_key"),
+        ("s3://bucket/x", "client_kwargs", "write endpoint and region"),
+        ("s3://bucket/x", "anon", "write skip_signature"),
+        ("s3://bucket/x", "profile", "leave it out"),
+        ("gs://bucket/x", "token", "write service_account"),
+        ("az://box/x", "connection_string", "write account_name, account_key"),
+        ("http://host/x", "headers", "write default_headers"),
+        ("https://host/x", "key", "write .*default_headers"),
+        *(
+            (f"{scheme}://x/x", "no_such", "a name that obstore has")
+            for scheme in ("s3", "gs", "az")
+        ),
     ],
 )
-@pytest.mark.parametrize("opened", [Store, open_file_system])
-def test_an_option_of_an_unknown_name_is_refused_with_the_name_that_is_meant(
-    opened, url, wrong, right
-):
-    with pytest.raises(StorageError, match=f"'{wrong}'.*did you mean '{right}'") as told:
-        opened(url, {wrong: "a-secret-value"})
-    assert "a-secret-value" not in str(told.value)
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_every_option_of_the_fsspec_file_system_is_a_known_name(scheme):
-    system = fsspec.get_filesystem_class(scheme)
-    named = [
-        name
-        for name, parameter in inspect.signature(system.__init__).parameters.items()
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    assert len(named) > 5
-    assert set(known_options(scheme, dict.fromkeys(named[1:], ""))) == set(named[1:])
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_every_name_of_an_option_reaches_the_fsspec_file_system_as_one_it_has(scheme):
-    """What it does not have it ignores, and asks elsewhere, or without credentials."""
-    known = inspect.signature(fsspec.get_filesystem_class(scheme).__init__).parameters
-    values = {"endpoint": "https://host", "service_account_key": "{}", "skip_signature": True}
-    for name, word in WORDS[scheme].items():
-        told = fsspec_options(scheme, {name: values.get(word, "x")})
-        assert told and told.keys() <= known.keys(), name
-
-
-def test_an_endpoint_of_azure_reaches_adlfs_with_the_credentials_for_it():
-    account = {"account_name": "a", "account_key": "k=="}
-    own = {"endpoint": "http://127.0.0.1:10000/a/"}
-    assert fsspec_options("az", {**account, **own}) == {
-        "connection_string": "BlobEndpoint=http://127.0.0.1:10000/a;AccountName=a;AccountKey=k=="
-    }
-    assert fsspec_options("az", {"account_name": "a", "sas_token": "?s=1", **own}) == {
-        "connection_string": "BlobEndpoint=http://127.0.0.1:10000/a;AccountName=a;"
-        "SharedAccessSignature=s=1"
-    }
-    assert fsspec_options("az", {**account, "account_url": "https://private.host"}) == {
-        **account, "account_host": "private.host"
-    }  # fmt: skip
-    with pytest.raises(StorageError, match="account_key or sas_token"):
-        fsspec_options("az", {"account_name": "a", "client_id": "c", **own})
-    with pytest.raises(StorageError, match="as BlobEndpoint"):
-        fsspec_options("az", {"connection_string": "AccountName=a;AccountKey=k==", **own})
-
-
-def test_a_service_account_s_key_reaches_gcsfs_as_its_token():
-    key = {"type": "service_account", "client_email": "a@b"}
-    assert fsspec_options("gs", {"service_account_key": json.dumps(key)}) == {"token": key}
-    for wrong in ("canary", "[1]"):
-        with pytest.raises(StorageError, match="service_account_key is not") as told:
-            fsspec_options("gs", {"service_account_key": wrong})
-        assert "canary" not in str(told.value)
-
-
-def test_options_go_to_the_fsspec_file_system_by_its_own_names():
-    told = {"aws_access_key_id": "k", "secret_key": "s", "aws_region": "r", "profile": "p"}
-    client = {"client_kwargs": {"verify": False}}
-    assert fsspec_options("s3", {**told, **client}) == {
-        **{"key": "k", "secret": "s", "profile": "p"},
-        "client_kwargs": {"region_name": "r", "verify": False},
-    }
-    assert fsspec_options("gs", {"skip_signature": True}) == {"token": "anon"}
-    assert fsspec_options("az", {"sas_key": "s", "account_name": "a"}) == {
-        **{"sas_token": "s", "account_name": "a"}
-    }
-
-
-def test_options_of_gs_go_by_the_names_of_gcsfs_and_obstore():
-    assert _gs("bucket", {"anon": True, "project": "p"}) == {"skip_signature": True}
-    assert _gs("bucket", {"token": "anon"}) == {"skip_signature": True}
-    assert _gs("bucket", {"google_service_account": "/a.json"}) == {"service_account": "/a.json"}
-    assert fsspec_options("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/a.json"}) == {
-        "token": "/a.json"
-    }
+def test_an_option_that_obstore_does_not_have_is_refused_with_its_name_there(url, wrong, right):
+    with pytest.raises(StorageError, match=f"'{wrong}', which .* does not know; .*{right}") as said:
+        Store(url, {wrong: "a-secret-value"})
+    assert "a-secret-value" not in str(said.value)
 
 
 @pytest.mark.parametrize("refused", [401, 403, 405, 501])

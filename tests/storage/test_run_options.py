@@ -28,9 +28,7 @@ def far(request, monkeypatch):
         monkeypatch.delenv(name)
     if request.param == "s3":
         endpoint, name = request.getfixturevalue("bucket")
-        key = s3_options(endpoint)
-        options = {"key": key["key"], "secret": key["secret"], "endpoint_url": endpoint}
-        return f"s3://{name}/runs", options
+        return f"s3://{name}/runs", s3_options(endpoint)
     endpoint, name = request.getfixturevalue("container")
     return f"az://{name}/runs", azure_options(endpoint)
 
@@ -121,7 +119,7 @@ def test_a_run_on_processes_with_a_kill_has_the_digest_of_a_local_folder(far, tm
 
 def test_wrong_options_are_refused_before_anything_starts(bucket):
     _, name = bucket
-    with pytest.raises(StorageError, match="did you mean 'secret'"):
-        trainer(f"s3://{name}/runs", {"secrte": "canary"}).fit(local=True)
+    with pytest.raises(StorageError, match="write secret_access_key"):
+        trainer(f"s3://{name}/runs", {"secret": "canary"}).fit(local=True)
     with pytest.raises(SpecError, match="storage_options is a list, must be a dict"):
         trainer(f"s3://{name}/runs", ["key"])
