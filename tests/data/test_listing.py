@@ -71,7 +71,7 @@ def test_folder_named_like_a_shard_is_said_to_be_left_out(tmp_path, said):
     put(tmp_path / "b.parquet" / "part-0.parquet", 2)
     for url in (tmp_path, tmp_path / "*.parquet"):
         (line,) = said(config(url))
-        assert "1 folders (b.parquet/), with what lies below them; '**'" in line
+        assert "1 folder (b.parquet/) with what lies below; '**'" in line
     assert sorted(ids(config(f"{tmp_path}/**"))) == [0, 1, 2, 3]
     assert said(config(f"{tmp_path}/**")) == []
     assert ids(config(tmp_path / "b.parquet")) == [2, 3]

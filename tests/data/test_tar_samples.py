@@ -115,3 +115,17 @@ def test_value_of_a_tar_that_cannot_be_read_names_the_member(name, content, said
     with pytest.raises(DataError, match=said) as error:
         rows_of(tmp_path)
     assert not isinstance(error.value, BadShard), "it is not damaged, so it is not to be skipped"
+
+
+@pytest.mark.parametrize("name", ["img.{}.jpg", "{0}/img.{0}.jpg", "{}.cls"])
+def test_keys_with_dots_whose_columns_grow_with_the_samples_are_refused(name, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(100):
+            member = tarfile.TarInfo(name.format(f"{number:04}"))
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"7"))
+    if name == "{}.cls":
+        assert read_index(config(tmp_path)).num_rows == 100
+        return
+    with pytest.raises(DataError, match=r"a\.tar has 100 columns .* such as '0000\.jpg' and '0001"):
+        read_index(config(tmp_path))

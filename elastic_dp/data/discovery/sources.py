@@ -147,10 +147,10 @@ def _say_skipped(listing: Listing, store: Store, entries: list[Entry]) -> None:
     if listing.folders:
         names = [f"{path[len(listing.root) :].lstrip('/')}/" for path in listing.folders]
         _log.warning(
-            "DataConfig.url: not read at %s: %s folders (%s), with what lies below them; '**' in "
-            "place of the last name reads all of it",
+            "DataConfig.url: not read at %s: %s (%s) with what lies below; '**' in place of the "
+            "last name reads all of it",
             store.url,
-            len(names),
+            "1 folder" if len(names) == 1 else f"{len(names):,} folders",
             some(names),
         )
 

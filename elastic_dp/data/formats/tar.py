@@ -60,6 +60,7 @@ _NO_END = (
     "members behind which their shard ends without a tar's end mark, so that more may have been "
     "cut off"
 )
+_ONCE = 64  # columns of a single sample that a shard may have
 _SHOWN = 40  # bytes of a value, in an error message
 
 
@@ -105,6 +106,7 @@ class Tar:
             here.add(ending)
             last_key = key
             check = zlib.crc32(f"{member.name} {member.size} {member.mtime}".encode(), check)
+        _refuse_dotted_keys(shard.name, names)
         rows, starts, ends = np.array(groups, dtype=np.int64).reshape(-1, 3).T.copy()
         schema = pa.schema([(name, _KINDS.get(name, pa.large_binary())) for name in names])
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
@@ -149,6 +151,17 @@ class Tar:
 
     def close(self) -> None:
         pass
+
+
+def _refuse_dotted_keys(shard: str, names: Counter[str]) -> None:
+    """Raises DataError if columns grow with the samples, as of the members "img.0001.jpg"."""
+    once = [name for name, count in names.items() if count == 1 and name != _KEY]
+    if len(once) > _ONCE and 2 * len(once) >= len(names):
+        raise DataError(
+            f"{shard} has {len(once)} columns that one sample has, such as {once[0]!r} and "
+            f"{once[1]!r}: the key of a sample ends at the first dot of a member's name, and what "
+            "follows is the column. Write the members with keys that have no dot"
+        )
 
 
 def _codec(shard: ShardAt) -> str | None:
