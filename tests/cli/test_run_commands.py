@@ -201,7 +201,8 @@ def test_connect_without_an_address_takes_the_one_cluster_of_this_user(
     monkeypatch.setattr(
         cluster_connection.ray, "init", lambda address, **_: connected.append(address)
     )
-    monkeypatch.setattr(cluster_connection.services.psutil, "process_iter", lambda _: running)
+    processes = types.SimpleNamespace(process_iter=lambda _: running)
+    monkeypatch.setattr(cluster_connection.private, "psutil", lambda: processes)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
     if ":" in expected[:3]:
@@ -261,8 +262,9 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
     monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: None)
     monkeypatch.setattr(cluster_connection, "_wait_for_a_listener", lambda address: None)
     read_again = []
-    config = types.SimpleNamespace(initialize=read_again.append)
-    monkeypatch.setattr(cluster_connection, "Config", config)
+    monkeypatch.setattr(
+        cluster_connection.private, "reload_authentication", lambda: read_again.append(True)
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
