@@ -275,6 +275,7 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
     from elastic_dp.cluster.runs import attach
 
     asked = []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # by another test of this process
     monkeypatch.setattr(cluster_connection, "connect", asked.append)
     monkeypatch.setattr(cluster_connection, "clusters_of_this_user", list)
     monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
@@ -310,6 +311,7 @@ def test_status_without_a_cluster_says_how_an_ended_run_is_found(monkeypatch):
 
     from elastic_dp.cluster.ray import cluster_connection
 
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # by another test of this process
     monkeypatch.setattr(cluster_connection, "clusters_of_this_user", list)
     monkeypatch.setattr("ray.init", refuse)
     for verb in ("status", "logs"):

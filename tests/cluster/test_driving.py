@@ -1,6 +1,5 @@
 """What a driver asks of a run, where its controller answers as it must here."""
 
-import os
 import types
 
 import pytest
@@ -31,44 +30,12 @@ class Asked:
         return types.SimpleNamespace(step=7, path="s3://runs/job")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("stop", "job"), ("restart", "job", __file__)],
-)
-def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
+def test_the_end_and_its_checkpoint_are_one_request(monkeypatch):
     run = Asked()
     monkeypatch.setattr(run_commands, "find_live_run", lambda *_: run)
-    monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: False)
-    again = []
-    monkeypatch.setattr(
-        run_commands, "_run", lambda job, arguments, texts, *_: again.extend(texts) or 0
-    )
-    told = CliRunner().invoke(cli.app, words)
+    told = CliRunner().invoke(cli.app, ("stop", "job"))
     assert told.exit_code == 0, told.output
     assert run.asked == ["stop"]
-    assert again == (["name=job", "storage_path=s3://runs"] if "restart" in words else [])
-
-
-def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own(monkeypatch):
-    """The driver's Ray ends with the driver, which ends with the run; the restart says so."""
-    import ray
-
-    run, left, given = Asked(), [], []
-    monkeypatch.setattr(run_commands, "find_live_run", lambda *_: run)
-    monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: True)
-    monkeypatch.setattr(ray, "shutdown", lambda: left.append(run.asked[:]))
-    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
-
-    def again(job, arguments, texts, address, as_json):
-        given.append((address, os.environ.get("RAY_ADDRESS")))
-        return 0
-
-    monkeypatch.setattr(run_commands, "_run", again)
-    told = CliRunner().invoke(cli.app, ("restart", "job", __file__, "--address", "1.2.3.4:6379"))
-    assert told.exit_code == 0, told.output
-    assert left == [["stop"]] and given == [(None, None)]
-    assert "job is stopped after step 7, and continues from there" in told.stderr
-    assert "the run continues on a Ray cluster of this process" in told.stderr
 
 
 @pytest.mark.parametrize("is_new", [False, True])

@@ -85,7 +85,7 @@ def test_a_shard_that_is_cut_short(name, tmp_path):
 @pytest.mark.parametrize(
     ("shards", "changes", "said"),
     [
-        ({}, {}, r"no shard \(\*\.parquet.*\*\.tgz\) at '.*': no file of that name or below it"),
+        ({}, {}, r"no shard \(\*\.parquet.*\*\.tar\) at '.*': no file of that name or below it"),
         ({"a": ONE[:0], "b": ONE[:0]}, {}, r"no shard at '.*' holds a row: a\.parquet, b\.parquet"),
         ({"a": ONE}, {"columns": ["t"]}, r"no column 't' in a\.parquet, which has 'x', 's'"),
         (

@@ -257,7 +257,7 @@ def test_error_of_ray_is_printed_without_credentials(steered, controls, capfd):
 def test_store_that_does_not_answer_is_told_without_its_secrets(tmp_path):
     secret = "SECRETSECRET"
     options = {"access_key_id": "AKIA", "secret_access_key": secret}
-    options["nonsense_of_no_library"] = secret
+    options["endpoint"] = "http://127.0.0.1:1"
     with served("s3://bucket/runs", options=options) as server:
         status, _, content = server.read("/api/runs/night")
     assert status == 503 and json.loads(content)["error"]
