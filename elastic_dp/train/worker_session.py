@@ -216,7 +216,7 @@ class WorkerSession:
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.computed_by(kind)
         if self.checkpoints is not None:
-            self._open_checkpoints(self.checkpoints)
+            self._open_checkpoints(self.checkpoints, given)
         elif self.gang is not None and self.gang.helps_to_gather:
             self._requested_checkpoints = FollowerCheckpoints(
                 self.state, self.control, self.reporter
@@ -494,10 +494,12 @@ class WorkerSession:
         """
         return self.is_source or not self.loop.read_is_source
 
-    def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
+    def _open_checkpoints(self, checkpoints: WorkerCheckpointer, given: StepsArguments) -> None:
         told = self.total_steps if self.loop.read_total_steps else None
         job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
-        checkpoints.open(self.state, self._signature, job, told, self.control)
+        names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")
+        options = {name: getattr(given, name) for name in names}
+        checkpoints.open(self.state, self._signature, job, told, self.control, options)
         total = self.total_steps
         self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
         self._requested_checkpoints = RequestedCheckpoints(

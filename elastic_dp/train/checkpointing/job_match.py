@@ -27,10 +27,13 @@ _FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are 
 
 
 def hyperparameters_of(
-    optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    total_steps: int | None,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the arguments of the optimizer and the scheduler as texts. Call it before the first
-    step.
+    """Returns the arguments of the optimizer and the scheduler, and the `options` of `ctx.steps`,
+    as texts. Call it before the first step.
 
     `total_steps` is the total that the code read: the code may have derived any argument from it,
     and an argument such as a lambda has no text.
@@ -48,6 +51,7 @@ def hyperparameters_of(
             for key, value in state.items()
             if key not in _FOLLOWS and not key.startswith("_")
         },
+        "options": {key: _text(value) for key, value in options.items()},
         "total_steps": total_steps,
     }
 
@@ -71,6 +75,16 @@ def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> 
         ),
     ]
     return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
+
+
+def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """Returns a text for each option of `ctx.steps` that has changed. The new value counts."""
+    old, new = then.get("options", {}), now["options"]
+    return [
+        f"{key}={new[key]} of ctx.steps counts from step {step + 1} on; it was {old[key]} before"
+        for key in new
+        if old.get(key, new[key]) != new[key]
+    ]
 
 
 def job_identity(spec: JobSpec) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_
 from elastic_dp.train.checkpointing.collective_read import ReadCheckpoint, read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
+    changed_options,
     changed_total_steps,
     check_fits,
     check_job,
@@ -100,16 +101,18 @@ class WorkerCheckpointer:
         job: Mapping[str, Any],
         total_steps: int | None,
         control: WorkerControl | None = None,
+        options: Mapping[str, Any] = {},
     ) -> None:
         """Prepares for checkpoints before training. Raises StateError if some state cannot be
         stored.
 
         `job` holds what determines the result besides the data, by name. `total_steps` is the total
         that the train function has read, if it did. `control` tells the other processes of this
-        worker, if there are any, to help to gather the state.
+        worker, if there are any, to help to gather the state. `options` are those of `ctx.steps`
+        that change what is computed.
         """
         self._control = control
-        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
+        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
         self._job, self._data = software.pop("code", ""), signature.data
@@ -350,6 +353,7 @@ class WorkerCheckpointer:
                 "count, as after load_state_dict; to change them in this run, set them in the "
                 "loop's body"
             )
+        changes += changed_options(made, self._naming["made"], commit.step)
         return changes + changed_total_steps(made, self._naming["made"], commit.step)
 
     def _read(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version, settle_cublas
+from elastic_dp.errors import SpecError
 
 
 def machine_kind(device: torch.device, exact: bool) -> str:
@@ -106,7 +107,16 @@ class DeterministicKernels:
         )
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
+        try:
+            torch.backends.cudnn.benchmark = False
+        except RuntimeError as error:  # by torch.backends.disable_global_flags
+            torch.use_deterministic_algorithms(self._restore[0], warn_only=self._restore[1])
+            raise SpecError(
+                "exact=True turns torch.backends.cudnn.benchmark off, and "
+                "torch.backends.disable_global_flags(), which this process has called, forbids "
+                "that: do not call it (torch.testing._internal.common_utils does when it is "
+                "imported), or use exact=False"
+            ) from error
         # Python and torch show a warning once in a process; this is about each run in it. A filter
         # that is added forgets what was shown, and comes before those that the user has set.
         torch.set_warn_always(True)
@@ -116,7 +126,10 @@ class DeterministicKernels:
 
         def note(message: Any, *args: Any, **kwargs: Any) -> None:
             if "deterministic" in str(message):
-                self._because.append(str(message).split(".")[0][:200])
+                text = str(message)
+                name, _, _ = text.partition(" does not have a deterministic implementation")
+                named = f"{name} does not have a deterministic implementation"
+                self._because.append(named if text.startswith(named) else text.split(". ")[0])
             else:
                 show(message, *args, **kwargs)
 
