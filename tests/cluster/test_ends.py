@@ -159,17 +159,28 @@ def test_a_failure_of_the_controller_is_not_the_user_s():
     assert type(error_of(outcome)) is ClusterError and "Traceback …" in str(error_of(outcome))
 
 
+class InDouble(nn.Linear):
+    """A layer that computes in float64."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x.double()).float()
+
+
+# Models that train all the same.
 DIFFERENCES = {  # of a model: what makes it, and the two lines that the error names
     "shape": (
-        lambda model: model.__setitem__(0, nn.Linear(17, 32)),
-        ("parameter 0.weight (32, 17) torch.float32", "parameter 0.weight (32, 16) torch.float32"),
+        lambda model: model.__setitem__(4, nn.Linear(32, 5)),
+        ("parameter 4.weight (5, 32) torch.float32", "parameter 4.weight (4, 32) torch.float32"),
     ),
     "name": (
-        lambda model: setattr(model[1], "scale", model[1].__dict__["_parameters"].pop("bias")),
-        ("parameter 1.scale (32,) torch.float32", "parameter 1.bias (32,) torch.float32"),
+        lambda model: model[1].register_parameter("scale", nn.Parameter(torch.ones(32))),
+        ("parameter 1.scale (32,) torch.float32", "parameter 4.weight (4, 32) torch.float32"),
     ),
     "dtype": (
-        lambda model: model[4].double(),
+        lambda model: model.__setitem__(4, InDouble(32, 4)),
         ("parameter 4.weight (4, 32) torch.float64", "parameter 4.weight (4, 32) torch.float32"),
     ),
     "buffer": (

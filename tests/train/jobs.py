@@ -301,11 +301,12 @@ def optimizer_with_a_state_of_its_own(ctx: Any) -> None:
 
 
 def scheduler_in_the_body(ctx: Any) -> None:
-    """Each body steps the scheduler once more, and writes into a list that it holds."""
+    """Each body steps the scheduler twice, and writes into a list that it holds."""
     model = classifier()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.99**k)
-    for step in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+    for step in ctx.steps(model, optimizer, cross_entropy, state={"scheduler": scheduler}):
+        scheduler.step()
         scheduler.step()
         scheduler.base_lrs[0] *= 0.98
         hold(ctx, step)

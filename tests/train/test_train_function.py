@@ -76,6 +76,7 @@ def test_a_device_that_fails_after_the_loop_ends_the_process(status, monkeypatch
     monkeypatch.setattr(train_function, "call_train_function", lambda train, session: None)
     session = types.SimpleNamespace(
         spec=types.SimpleNamespace(exact=False),
+        device=torch.device("cpu"),
         inexact_because=[],
         status=status,
         serve_until_released=serve,

@@ -195,11 +195,8 @@ class _GoneGradient(torch.Tensor):
 
     @staticmethod
     def of(p: torch.Tensor) -> _GoneGradient:
-        made = torch.Tensor._make_wrapper_subclass(
-            _GoneGradient, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device
-        )
-        assert isinstance(made, _GoneGradient)
-        return made
+        one = p.detach().new_empty(())  # of which all elements are views: it takes no memory
+        return one.expand(p.shape).as_subclass(_GoneGradient)
 
     @classmethod
     def __torch_function__(
