@@ -75,6 +75,8 @@ class BodyVariables:
         for one in [*passed, scheduler, *self._optimizers]:
             held = one.modules() if isinstance(one, nn.Module) else _attributes(one).values()
             for value in [one, *held]:
+                if type(value) in _PLAIN:  # small integers are one object each
+                    continue
                 modules = value.modules() if isinstance(value, nn.Module) else ()
                 ids |= {id(value), *map(id, modules)}
         self._passed = ids

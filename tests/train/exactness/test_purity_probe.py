@@ -202,7 +202,7 @@ def test_numbers_that_are_equal_to_what_is_passed_are_looked_at():
 
     outcome, run = group(spec_of(steps=2, workers=1), train)
     assert outcome.error is None, outcome.traceback
-    assert any("temperature (1, then 2)" in text for text in texts_of(run))
+    assert any("changes temperature (1, then 2)" in text for text in texts_of(run))
 
 
 def test_loss_that_writes_parameters_back_is_not_accused():
