@@ -26,6 +26,8 @@ import pyarrow.parquet as pq
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.discovery.partitions import Partitions
+from elastic_dp.data.formats.arrow_messages import refuse_large_batches
+from elastic_dp.data.formats.parquet import open_footer
 from elastic_dp.dataprep.source_files import GLOB_MARKS, SourceFiles
 from elastic_dp.dataprep.token_packing import PIECE_CHARS, Piece, pieces
 from elastic_dp.dataprep.write_shards import as_written
@@ -69,8 +71,8 @@ def open_rows(
     if csv_options and files.kind != "csv":
         raise DataError(f"csv_options are set, and {files.url!r} holds no CSV; leave them out")
     openers: dict[str, Callable[[], Rows]] = {
-        "parquet": lambda: _tables(files, _parquet, columns),
-        "arrow": lambda: _tables(files, _arrow, columns),
+        "parquet": lambda: _tables(files, _parquet, open_footer, columns),
+        "arrow": lambda: _tables(files, _arrow, _refuse_large_batches, columns),
         "csv": lambda: _csv(files, csv_options or {}),
         "json": lambda: _json(files),
         "jsonl": lambda: _json(files),
@@ -136,15 +138,26 @@ def _arrow(raw: Any, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]
     return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
+def _refuse_large_batches(raw: Any, name: str, columns: Sequence[str] | None) -> None:
+    refuse_large_batches(raw, name)
+
+
 def _tables(
     files: SourceFiles,
     opened: Callable[[Any, Sequence[str] | None], tuple[pa.Schema, Batches]],
+    check: Callable[[Any, str, Sequence[str] | None], Any],
     columns: Sequence[str] | None,
 ) -> Rows:
-    """Files that have a schema. All are read in the types that hold every value of each."""
+    """Files that have a schema. All are read in the types that hold every value of each.
+
+    `check(raw, name, columns)` refuses a file that must not be decoded. Every file is checked
+    before any row is read.
+    """
 
     def schema_of(name: str) -> pa.Schema:
         with files.opened(name) as raw:
+            check(raw, name, columns)
+            raw.seek(0)
             schema = opened(raw, columns)[0]
             fields = [pa.field(f.name, plain(f.type), metadata=f.metadata) for f in schema]
             return pa.schema(fields, schema.metadata)

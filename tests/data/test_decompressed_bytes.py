@@ -6,6 +6,7 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
 from elastic_dp.data.formats import arrow_messages
+from elastic_dp.dataprep import convert
 from elastic_dp.errors import BadShard, DataError
 from tests.data.test_index import config, opened
 from tests.data.values import in_place
@@ -28,6 +29,19 @@ def write(path, table, codec, kind="file"):
     with new(path, table.schema, options=options) as writer:
         writer.write_table(table)
     assert codec is None or path.stat().st_size < LIMIT_BYTES // 10
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize(
+    "table", [TEXT, NUMBERS, DICTIONARY], ids=["text", "numbers", "dictionary"]
+)
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_arrow_that_decompresses_to_too_much_is_refused_by_convert(codec, table, kind, tmp_path):
+    write(tmp_path / "a.arrow", table, codec, kind)
+    said = r"a\.arrow has a (record batch|dictionary).* that decompresses to \d MiB.*fewer rows"
+    with pytest.raises(DataError, match=said):
+        convert(str(tmp_path / "a.arrow"), str(tmp_path / "to"))
+    assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

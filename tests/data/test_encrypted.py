@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as crypto
 import pytest
 
+from elastic_dp.dataprep import convert
+from elastic_dp.errors import DataError
 from tests.data.shards import rows_of
 
 ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
@@ -76,12 +78,17 @@ def test_encrypted_parquet_is_refused_and_the_process_goes_on(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(ENCRYPTED)
     assert all(said in line for line, (*_, said) in zip(lines, ENCRYPTED, strict=True)), lines
+    for number, (folder, (*_, said)) in enumerate(zip(folders, ENCRYPTED, strict=True)):
+        with pytest.raises(DataError) as caught:
+            convert(str(folder), str(tmp_path / f"out-{number}"))
+        assert said in str(caught.value)
 
 
 def test_columns_that_are_not_encrypted_are_read(tmp_path):
     write_encrypted(tmp_path / "a.parquet", "x", plaintext_footer=True)
     rows, _ = rows_of(tmp_path, columns=["y", "at.lat"])
     assert rows == [{"y": letter, "at.lat": 1.5} for letter in "abc"]
+    assert convert(str(tmp_path), str(tmp_path / "out"), columns=["y", "at"]).rows == 3
 
 
 # Every bit of a footer once: pyarrow ended the process at 1 in 60.

@@ -98,10 +98,6 @@ class Columns:
         """The top-level columns, in the order in which they are wanted."""
         return pa.schema([pa.field(name, kind) for name, (kind, _) in self._types.items()])
 
-    def first_names(self) -> list[str]:
-        """The names of all columns of the first shard."""
-        return self._first[1]
-
     def leaves(self) -> list[pa.Field]:
         """The columns that a batch has. Raises DataError for one that has no tensor."""
         self.refuse_missing()

@@ -89,25 +89,6 @@ class _WithoutBytes(io.RawIOBase):
         return True
 
 
-def codec_of(footer: pq.FileMetaData, number: int) -> str:
-    """The codec of a leaf column in the first row group. pyarrow ends the process if it is asked
-    for a codec that it does not know."""
-    return (
-        "unknown"
-        if _probe_codec(footer, number)
-        else footer.row_group(0).column(number).compression
-    )
-
-
-def _probe_codec(footer: pq.FileMetaData, number: int) -> Exception | None:
-    """With `buffer_size`, the reader looks up the codec before it reads the first byte."""
-    source = _WithoutBytes()
-    file = pq.ParquetFile(
-        pa.PythonFile(source, mode="r"), metadata=footer, pre_buffer=False, buffer_size=1 << 12
-    )
-    return _refusal(source, lambda: file.read_row_group(0, [footer.schema.column(number).path]))
-
-
 def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
     """What is wrong with the columns; None if nothing is. Reading columns raises an exception where
     accessing their metadata would end the process. With `pre_buffer` the reader checks all chunks
