@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 class GlooDevice:
     """A listening socket and an event loop, for all generations of this process until forming one
-    fails.
+    fails or is aborted.
 
     Gloo keeps every connection to its port, and ends the process when no file descriptor is left.
-    It takes a connection that names a pair of a later group for that peer (measured). So the
-    operating system drops what arrives at the port while no group forms.
+    It takes a connection that names a pair for the peer of this pair, now or later. If the
+    operation in its first bytes names no buffer, Gloo waits for the buffer and never reads that the
+    connection is closed (measured). So the operating system drops what arrives at the port while no
+    group forms.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -36,6 +38,7 @@ class GlooDevice:
         self.address = address
         found = [fd for fd in _listeners() - before if address in (None, _host_of(fd))]
         self._port = found[0] if len(found) == 1 else None  # an ambiguous one stays open
+        self.spent = False  # strangers may hold connections that its next pairs would take
         self._forming = 0
         self._lock = threading.Lock()
         self._shut(True)
@@ -48,6 +51,9 @@ class GlooDevice:
             self._shut(False)
         try:
             yield self.device
+        except Exception:
+            self.spent = True
+            raise
         finally:
             with self._lock:
                 self._forming -= 1

@@ -46,6 +46,9 @@ from elastic_dp.threads import background
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 OPERATION_TIMEOUT = timedelta(hours=24)
+# For members that are all there to connect, at the first attempt. A stranger that has taken a
+# connection costs this time.
+_CONNECTING_LIMIT, _CONNECTING_LIMIT_OF_A_RANK = timedelta(seconds=5), timedelta(milliseconds=20)
 # What is gathered at once, of all ranks: always, and where members share no link.
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 4 << 20
 _PROOF_BYTES = 32
@@ -342,6 +345,8 @@ class GroupFormation:
             group = self._group
         if group is not None:
             group.abort()
+        elif _gloo_device is not None and not self._ended.is_set():
+            _gloo_device.spent = True
         self._ended.set()
 
     def abandon(self) -> None:
@@ -453,18 +458,17 @@ def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout
     if _gloo_device is None:
         use_interface(None)
     assert _gloo_device is not None
+    again = _gloo_device.spent
+    if again:
+        use_interface(_gloo_device.address)
+    else:  # the store waits longer: when Gloo waits, all members have published their addresses
+        timeout = min(timeout, _CONNECTING_LIMIT + world_size * _CONNECTING_LIMIT_OF_A_RANK)
     device = _gloo_device
-    try:
-        with device.open() as options_device:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [options_device]
-            options._timeout = timeout
-            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-            prove(backend, meet, rank, world_size)
-    except Exception:
-        if device is _gloo_device:  # unknown clients may have taken its next pairs
-            use_interface(device.address)
-        raise
+    with device.open() as options_device:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [options_device], timeout
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        prove(backend, meet, rank, world_size)
     backend._set_default_timeout(OPERATION_TIMEOUT)
     return backend
 

@@ -266,21 +266,25 @@ def test_gloo_port_is_shut_while_no_group_forms(gloo):
         socket.create_connection(port_of(gloo), timeout=0.2)
 
 
-def test_group_forms_after_strangers_took_its_pairs(server, gloo):
-    """A connection that names a later pair is taken for the peer: that group fails, and the next
-    has another port."""
+@pytest.mark.parametrize("first", [b"", bytes(64)], ids=["closed", "names no buffer"])
+def test_group_forms_after_strangers_took_its_pairs(server, gloo, monkeypatch, first):
+    """A connection that names a later pair is taken for the peer: that group fails soon, and the
+    next has another port."""
+    monkeypatch.setattr(process_group, "_CONNECTING_LIMIT", timedelta(seconds=1))
     strangers, before = [], len(os.listdir("/proc/self/fd"))
     with gloo.open():
         for number in range(100):
             stranger = socket.create_connection(port_of(gloo))
-            stranger.sendall(number.to_bytes(8, "little"))
+            stranger.sendall(number.to_bytes(8, "little") + first)
             strangers.append(stranger)
     eventually(lambda: len(os.listdir("/proc/self/fd")) >= before + 2 * len(strangers))
     for stranger in strangers:
         stranger.close()
     outcomes = []
-    for attempt, limit_s in enumerate((3.0, PATIENCE_S)):
-        members = [forming(server, r, f"g{attempt}", timeout_s=limit_s).start() for r in (0, 1)]
+    for attempt in range(2):
+        members = [
+            forming(server, r, f"g{attempt}", timeout_s=20 * PATIENCE_S).start() for r in (0, 1)
+        ]
         for member in members:
             try:
                 group = member.wait()
@@ -289,4 +293,14 @@ def test_group_forms_after_strangers_took_its_pairs(server, gloo):
             except FormingFailed:
                 outcomes.append(0)
     assert outcomes[2:] == [2, 2] and 0 in outcomes[:2]
+    assert process_group._gloo_device is not gloo
+
+
+def test_port_of_a_forming_that_was_aborted_is_left(server, gloo):
+    """Strangers may have taken pairs of it."""
+    alone = forming(server, 0, "g0").start()
+    alone.abort()
+    members = [forming(server, r, "g1").start() for r in (0, 1)]
+    for member in members:
+        member.wait().close()
     assert process_group._gloo_device is not gloo
