@@ -447,7 +447,7 @@ BUDGETS = {
     "dataprep": (1_870, 1_100),
     "device": (680, 620),
     "distributed": (5_090, 3_100),
-    "integrations": (1_760, 950),
+    "integrations": (1_620, 950),
     "materialization": (426, 330),
     "report": (1_390, 800),
     "sampling": (1_260, 1_000),

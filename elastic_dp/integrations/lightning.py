@@ -7,35 +7,102 @@ Here is what happens in the script's process; lightning_loop.py is the train fun
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import os
 import types
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torchmetrics import Metric
 
 from elastic_dp import ElasticTrainer, MapStyleData, Result
 from elastic_dp.errors import SpecError
-from elastic_dp.integrations.elastic_options import scaling_of
-from elastic_dp.integrations.host_copy import on_host
-from elastic_dp.integrations.lightning_arguments import (
-    PRECISIONS,
-    check_callback,
-    check_datamodule,
-    check_module,
-    options_of_lightning,
+from elastic_dp.integrations.adapter import (
+    check_left_alone,
+    check_overrides,
+    names,
+    on_host,
+    refuse,
+    scaling_of,
 )
 from elastic_dp.integrations.lightning_loop import train_module
 
-_OF_TRAINER = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
+# Arguments of Lightning's Trainer that are used, with their defaults.
+USED = {
+    **dict.fromkeys(("max_epochs", "gradient_clip_val", "precision", "callbacks")),
+    **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    "max_steps": -1,
+    "log_every_n_steps": 50,
+}
+# Arguments without effect here. Any other must have its default, or a value that changes nothing.
+IGNORED = names("""
+accelerator limit_test_batches limit_predict_batches num_sanity_val_steps enable_checkpointing
+enable_progress_bar enable_model_summary deterministic inference_mode use_distributed_sampler
+default_root_dir enable_autolog_hparams
+""")
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "strategy": ("ddp",),
+    "devices": (1, "1"),
+    "logger": (True, False),
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "val_check_interval"), (1.0,)),
+    "gradient_clip_algorithm": ("norm",),
+    "benchmark": (False,),
+}
+# What to do instead; "leave it out" for the others.
+REMEDIES = {
+    "strategy": "each worker holds the whole model, and is started for you",
+    "devices": "set ScalingConfig.max_workers; a worker has one device",
+    "num_nodes": "set ScalingConfig.max_workers",
+    "logger": "pass loggers=, such as a TensorBoardLogger, WandbLogger or MLflowLogger of "
+    "elastic_dp.integrations",
+    "fast_dev_run": "set max_steps, and fit(local=True)",
+    "max_time": "set max_time_s",
+    "limit_train_batches": "set max_steps, or pass a part of the dataset",
+    **dict.fromkeys(("limit_val_batches", "overfit_batches"), "pass a part of the dataset"),
+    "val_check_interval": "validation runs after an epoch",
+    "gradient_clip_algorithm": "gradients are clipped by their norm",
+    "benchmark": "exact=True needs the same kernels in every run",
+    "detect_anomaly": "leave it out, or train a step by fit(local=True) with torch's",
+    "sync_batchnorm": "BatchNorm is computed per virtual worker, so it does not depend on the "
+    "number of workers",
+    "reload_dataloaders_every_n_epochs": "the rows of a run are fixed",
+}
+_LEAST = {
+    **dict.fromkeys(("accumulate_grad_batches", "check_val_every_n_epoch"), 1),
+    "log_every_n_steps": 0,
+    **dict.fromkeys(("max_epochs", "max_steps"), -1),
+}
+PRECISIONS: dict[Any, str | None] = {
+    **dict.fromkeys((None, "32-true", "32", 32)),
+    **dict.fromkeys(("bf16-mixed", "bf16"), "bf16"),
+    **dict.fromkeys(("16-mixed", "16", 16), "fp16"),
+}
+# Hooks of modules and callbacks that are called in the loop's body.
+IN_BODY = names("""
+on_fit_start on_train_start on_train_epoch_start on_train_batch_end on_validation_start
+on_validation_epoch_start on_validation_epoch_end on_validation_end on_train_epoch_end
+on_train_end on_fit_end
+""")
+_OF_SETUP = names("""
+prepare_data setup teardown configure_model train_dataloader val_dataloader
+""")
+_OF_A_BATCH = names("""
+on_before_batch_transfer transfer_batch_to_device on_after_batch_transfer
+""")
+_OF_OPTIMIZATION = names("""
+backward configure_gradient_clipping lr_scheduler_step optimizer_step optimizer_zero_grad
+""")
+_CALLBACKS = (EarlyStopping, LambdaCallback)  # of Lightning's own
+_ARGUMENTS = inspect.signature(pl.Trainer.__init__).parameters
 _LIGHTNING_EPOCHS = 1000  # the default of Lightning
-_LOG_EVERY = 50  # the default of Lightning
 
 
 class LightningTrainer(ElasticTrainer):
@@ -59,24 +126,28 @@ class LightningTrainer(ElasticTrainer):
         val_dataloaders: Any = None,
         **options: Any,
     ) -> None:
-        if not isinstance(module, pl.LightningModule):
+        if not isinstance(module, LightningModule):
             raise SpecError(
                 f"module is a {type(module).__name__}, must be a LightningModule of the package "
                 "lightning (not pytorch_lightning)"
             )
-        for name in ("train", "data"):
-            if name in options:
-                raise SpecError(f"{name} is given, but it comes from the module and its data")
-        used = options_of_lightning({k: v for k, v in options.items() if k in _OF_TRAINER})
-        others = {name: value for name, value in options.items() if name not in _OF_TRAINER}
-        scaling = scaling_of("LightningTrainer", others, PRECISIONS[used["precision"]], _OF_TRAINER)
-        callbacks = _callbacks(module, used["callbacks"])
-        _check(module, datamodule, callbacks)
+        others = {name: value for name, value in options.items() if name not in _ARGUMENTS}
+        used = _checked({name: value for name, value in options.items() if name in _ARGUMENTS})
+        precision, accumulated = PRECISIONS[used["precision"]], used["accumulate_grad_batches"]
+        scaling = scaling_of(
+            "LightningTrainer",
+            others,
+            taken={"the module and its data": ("train", "data")},
+            precision=precision,
+            accumulated=accumulated,
+            own=_ARGUMENTS,
+        )
+        callbacks = _list_of(used["callbacks"]) + _list_of(module.configure_callbacks())
+        _check_hooks(module, datamodule, callbacks)
         train, validation = _dataloaders(module, datamodule, train_dataloaders, val_dataloaders)
-        accumulated = used["accumulate_grad_batches"]
         steps = None if used["max_steps"] == -1 else used["max_steps"]
         epochs = None if used["max_epochs"] == -1 else used["max_epochs"]
-        if epochs is None and steps is None and used["max_epochs"] is None:
+        if steps is None and used["max_epochs"] is None:
             epochs = _LIGHTNING_EPOCHS
         if train.drop_last and accumulated > 1:
             raise SpecError(
@@ -94,26 +165,12 @@ class LightningTrainer(ElasticTrainer):
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # of seed_everything
             tail="drop" if train.drop_last else "short",
         )
-        if scaling.virtual_workers is None:
-            virtual_workers = scaling.max_workers * accumulated
-            scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)
-        if scaling.grows:
-            raise SpecError(
-                f"ScalingConfig.virtual_workers is {scaling.virtual_workers}, but the Trainer "
-                "counts its epochs in batches of one size; give one number"
-            )
-        settings = {
+        settings = used | {
             "callbacks": callbacks,
             "validation": validation,
-            "validate_every": used["check_val_every_n_epoch"],
-            "log_every": _LOG_EVERY
-            if used["log_every_n_steps"] is None
-            else used["log_every_n_steps"],
-            "clip_norm": used["gradient_clip_val"] or None,
-            "precision": PRECISIONS[used["precision"]],
+            "gradient_clip_val": used["gradient_clip_val"] or None,
+            "precision": precision,
             "max_epochs": epochs,
-            "max_steps": -1 if steps is None else steps,
-            "accumulate_grad_batches": accumulated,
         }
         self._train_module = functools.partial(train_module, settings)
         super().__init__(
@@ -136,21 +193,70 @@ class LightningTrainer(ElasticTrainer):
         return result
 
 
-# ------------------------------------------------------------------------- in the script's process
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that are used. Raises SpecError for the first one that cannot be."""
+    others = given.keys() - USED - set(IGNORED)
+    defaults = [(name, given[name], _ARGUMENTS[name].default) for name in given if name in others]
+    check_left_alone("", defaults, REMEDIES, _HARMLESS)
+    used = USED | {name: value for name, value in given.items() if name in USED}
+    if used["log_every_n_steps"] is None:
+        used["log_every_n_steps"] = USED["log_every_n_steps"]
+    precision = used["precision"]
+    if isinstance(precision, bool) or precision not in tuple(PRECISIONS):
+        refuse("precision", precision, "use 32-true, bf16-mixed or 16-mixed")
+    if used["check_val_every_n_epoch"] is None:
+        refuse("check_val_every_n_epoch", None, "validation runs after epochs")
+    for name, least in _LEAST.items():
+        value = used[name]
+        if name == "max_epochs" and value is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise SpecError(f"{name} is {value!r}, must be a whole number of at least {least}")
+    clip = used["gradient_clip_val"]
+    if clip is not None and not (isinstance(clip, int | float) and clip >= 0):
+        raise SpecError(f"gradient_clip_val is {clip!r}, must be None or a number of at least 0")
+    return used
 
 
-def _callbacks(module: Any, given: Any) -> list[Any]:
-    own = module.configure_callbacks()
-    lists = [one if isinstance(one, Sequence) else [one] for one in (given or [], own or [])]
-    return [callback for each in lists for callback in each]
+def _list_of(callbacks: Any) -> list[Any]:
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] * bool(callbacks)
 
 
-def _check(module: Any, datamodule: Any, callbacks: Sequence[Any]) -> None:
-    check_module(module)
-    if datamodule is not None:
-        check_datamodule(datamodule)
+def _check_hooks(module: Any, datamodule: Any, callbacks: Sequence[Any]) -> None:
+    """Raises SpecError for a hook that is overridden and would not be called."""
+    if not module.automatic_optimization:
+        raise SpecError(
+            f"{type(module).__name__} optimizes manually (automatic_optimization=False), and a "
+            "step that is undone and done again must not write to weights by itself: return the "
+            "loss, or write the loop with ctx.steps"
+        )
+    ours = ", ".join(one.__name__ for one in _CALLBACKS)
     for callback in callbacks:
-        check_callback(callback)
+        kind = type(callback)
+        if not isinstance(callback, Callback):
+            raise SpecError(f"callbacks has {callback!r}, must be a list of Lightning's Callback")
+        if kind.__module__.startswith("lightning.") and kind not in _CALLBACKS:
+            raise SpecError(
+                f"callbacks has a {kind.__name__}, which is not supported. Of Lightning's own, "
+                f"these are: {ours}. For checkpoints, pass checkpoint=; progress is shown by fit"
+            )
+    of_data = _hooks(DataHooks) | _hooks(CheckpointHooks)
+    of_module = _hooks(ModelHooks) | of_data | {*_OF_OPTIMIZATION}
+    state = {"state_dict", "load_state_dict"}
+    called = f"These hooks are called: {', '.join(IN_BODY)}"
+    for owner, base, hooks in (
+        (module, LightningModule, of_module - {*IN_BODY, *_OF_SETUP, *_OF_A_BATCH}),
+        *(
+            []
+            if datamodule is None
+            else [(datamodule, LightningDataModule, of_data - {*_OF_SETUP})]
+        ),
+        *(
+            (each, Callback, _hooks(Callback) - {*IN_BODY, *_OF_SETUP, *state})
+            for each in callbacks
+        ),
+    ):
+        check_overrides(owner, base, sorted(hooks), called)
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             raise SpecError(
@@ -158,6 +264,16 @@ def _check(module: Any, datamodule: Any, callbacks: Sequence[Any]) -> None:
                 "process has seen: log the value of each batch, such as torchmetrics.functional "
                 "returns it; the mean over all rows is taken for you"
             )
+
+
+def _hooks(cls: type) -> set[str]:
+    """Returns the hooks but those of testing and prediction, which a run does not do."""
+    return {
+        name
+        for name, member in vars(cls).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+        if not any(word in name for word in ("test", "predict", "sanity"))
+    }
 
 
 def _dataloaders(module: Any, datamodule: Any, train: Any, validation: Any) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -79,21 +78,19 @@ class _TrainerView:
     """What `module.trainer` is, and what hooks get as their trainer: the facts that a run has."""
 
     def __init__(self, settings: Mapping[str, Any], ctx: TrainContext) -> None:
-        self.max_epochs, self.max_steps = settings["max_epochs"], settings["max_steps"]
-        self.accumulate_grad_batches = settings["accumulate_grad_batches"]
-        self.check_val_every_n_epoch = settings["validate_every"]
-        self.log_every_n_steps = settings["log_every"]
-        self.gradient_clip_val = settings["clip_norm"]
-        self.callbacks = settings["callbacks"]
+        shown = (
+            *("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch"),
+            *("log_every_n_steps", "gradient_clip_val", "callbacks"),
+        )
+        vars(self).update({name: settings[name] for name in shown})
         self.estimated_stepping_batches = ctx.total_steps or math.inf
         self.num_training_batches = ctx.steps_per_epoch
         self.val_check_interval = 1.0
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.global_step = self.current_epoch = self.global_rank = self.world_size = 0
-        self.is_global_zero = self.should_stop = False
-        self.training, self.validating = True, False
+        self.is_global_zero = self.should_stop = self.validating = False
         self.sanity_checking = self.fast_dev_run = self.barebones = False
-        self.logger = None
+        self.training, self.logger = True, None
         self.loggers: list[Any] = []
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -105,8 +102,7 @@ class _TrainerView:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"trainer.{name} does not exist in a run of elastic_dp; it has: "
-            f"{', '.join(key for key in vars(self) if not key.startswith('_'))}"
+            f"trainer.{name} does not exist in a run of elastic_dp; it has: {', '.join(vars(self))}"
         )
 
 
@@ -134,7 +130,7 @@ def train_module(settings: Mapping[str, Any], module: Any, ctx: TrainContext) ->
             module,
             optimizers[0],
             _loss_function(module, view, log, ctx.steps_per_epoch),
-            clip_norm=settings["clip_norm"],
+            clip_norm=settings["gradient_clip_val"],
             precision=settings["precision"],
             state={"lightning": body, **state},
         ):
@@ -174,39 +170,15 @@ def _moved(module: Any, batch: Any) -> Any:
     return module.on_after_batch_transfer(batch, 0)
 
 
-def _that_fills_no_list(module: Any, validation_step: Any) -> Any:
-    """Returns the step, whose first call is watched: what it adds to a list of the module would
-    differ between workers."""
-    calls = itertools.count()
-
-    def watched(batch: Any, batch_idx: int) -> None:
-        if next(calls):
-            validation_step(batch, batch_idx)
-            return
-        before = _lengths_of_lists(module)
-        validation_step(batch, batch_idx)
-        for name, length in _lengths_of_lists(module).items():
-            if length > before.get(name, 0):
-                raise LossError(
-                    f"validation_step adds to self.{name}, but its batches are dealt over workers, "
-                    "so each worker has a part of them: log values, and the mean over all rows is "
-                    "taken"
-                )
-
-    return watched
-
-
 def _lengths_of_lists(module: Any) -> dict[str, int]:
     """Returns the lengths of the lists that the module and its parts hold, also in dicts."""
-    lengths = {}
-    for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            inner = value if isinstance(value, dict) else {None: value}
-            for key, one in inner.items():
-                if isinstance(one, list):
-                    where = f"{prefix}.{name}".lstrip(".")
-                    lengths[where if key is None else f"{where}[{key!r}]"] = len(one)
-    return lengths
+    return {
+        f"{prefix}.{name}".lstrip(".") + ("" if key is None else f"[{key!r}]"): len(one)
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        for key, one in (value if isinstance(value, dict) else {None: value}).items()
+        if isinstance(one, list)
+    }
 
 
 class _LightningBody:
@@ -258,7 +230,7 @@ class _LightningBody:
         if step.epoch_end:
             self._step_schedulers("epoch", step.epoch + 1)
         self._fire("on_train_batch_end", record, {"loss": torch.tensor(step.loss)}, None, in_epoch)
-        log_every = self._settings["log_every"]
+        log_every = self._settings["log_every_n_steps"]
         if log_every and step.number % log_every == 0:
             record |= of_step
         self._step_schedulers("step", step.number, by_metric=True)
@@ -316,7 +288,7 @@ class _LightningBody:
 
     def _end_epoch(self, step: Step, record: dict[str, Any]) -> None:
         has_validation = step.epoch_end and self._settings["validation"] is not None
-        if has_validation and (step.epoch + 1) % self._settings["validate_every"] == 0:
+        if has_validation and (step.epoch + 1) % self._settings["check_val_every_n_epoch"] == 0:
             self._validate(record)
         of_epoch = {name: total / weight for name, (total, weight) in self._sums.items()}
         self._sums = {}
@@ -332,13 +304,24 @@ class _LightningBody:
     def _validate(self, record: dict[str, Any]) -> None:
         module, view = self._module, self._view
         call = _with_batch_idx(module.validation_step)
-        if not self._has_validated:
-            call, self._has_validated = _that_fills_no_list(module, call), True
+        # A list that the first batch adds to would have a part of the batches in each worker.
+        lengths = None if self._has_validated else _lengths_of_lists(module)
+        self._has_validated = True
 
         def validate(_: Any, numbered: Any) -> Any:
+            nonlocal lengths
             number, rows, batch = numbered
             with self._log.collecting(on_step=False, on_epoch=True) as logged:
                 call(_moved(module, batch), number)
+            before, lengths = lengths, None
+            after = {} if before is None else _lengths_of_lists(module)
+            for name, length in after.items():
+                if before is not None and length > before.get(name, 0):
+                    raise LossError(
+                        f"validation_step adds to self.{name}, but its batches are dealt over "
+                        "workers, so each worker has a part of them: log values, and the mean over "
+                        "all rows is taken"
+                    )
             if by_step := [name[2:] for name in logged if name[0] == "1"]:
                 raise LossError(
                     f"validation_step logs {by_step[0]!r} with on_step=True, but its batches are "

@@ -11,8 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_dp.integrations.installed_tools import require
-from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, start_time
+from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, require, start_time
 
 _TAG = "elastic_dp.run"
 _EVENTS = "run_events.txt"

@@ -10,8 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_dp.integrations.installed_tools import require
-from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, start_time
+from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, require, start_time
 
 _EVENTS = "run_events"
 

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 import os
 import types
 import warnings
@@ -29,20 +30,65 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_toke
 
 from elastic_dp import ElasticTrainer, MapStyleData, Result, Step, TrainContext
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.integrations.elastic_options import scaling_of
-from elastic_dp.integrations.host_copy import on_host
-from elastic_dp.integrations.training_arguments import check_training_arguments
-
-# Methods of Trainer that are not called: a subclass that overrides one would be ignored.
-NOT_CALLED = (
-    *("train", "training_step", "hyperparameter_search", "create_optimizer_and_scheduler"),
-    *("get_train_dataloader", "get_batch_samples", "floating_point_ops"),
-    *("get_total_train_batch_size", "set_initial_training_values"),
-    *("_inner_training_loop", "_run_epoch", "_prepare_for_training", "_finalize_training"),
-    *("_get_train_sampler", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens"),
-    *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
-    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler"),
+from elastic_dp.integrations.adapter import (
+    check_left_alone,
+    check_overrides,
+    names,
+    on_host,
+    refuse,
+    scaling_of,
 )
+
+# Fields that are used, and fields that have no effect here. Any other must have its default.
+ACCEPTED = names("""
+output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed
+learning_rate optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type
+lr_scheduler_kwargs warmup_steps max_grad_norm label_smoothing_factor bf16 fp16 use_cache
+activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing label_names
+gradient_checkpointing_kwargs logging_strategy logging_steps logging_first_step log_level
+report_to logging_nan_inf_filter log_level_replica run_name project trackio_space_id
+trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_accumulation_steps
+include_for_metrics batch_eval_metrics save_strategy save_steps save_total_limit
+load_best_model_at_end metric_for_best_model greater_is_better dataloader_drop_last
+dataloader_num_workers remove_unused_columns train_sampling_strategy bf16_full_eval fp16_full_eval
+torch_empty_cache_steps log_on_each_node disable_tqdm save_only_model eval_use_gather_object
+restore_callback_states_from_checkpoint full_determinism use_cpu data_seed accelerator_config
+dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+dataloader_multiprocessing_context dataloader_in_order length_column_name ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval
+do_predict local_rank
+""")
+_ONE_DEVICE = "each worker holds the whole model"
+# What to do instead; "leave it out" for the others.
+REMEDIES = {
+    "tf32": "set torch.backends in the model's constructor, on each worker",
+    "average_tokens_across_devices": "a step is the mean over the tokens of all workers",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "apply the kernels in model_init"),
+    "neftune_noise_alpha": "add the noise in the model's forward",
+    "auto_find_batch_size": "a batch that depended on the device's memory would depend on the "
+    "workers: lower per_device_train_batch_size, and raise gradient_accumulation_steps",
+    "eval_on_start": "call trainer.evaluate() before the run",
+    "save_on_each_node": "one worker writes to output_dir: make it a shared path",
+    "enable_jit_checkpoint": "a worker that must leave hands its work over without a checkpoint",
+    "push_to_hub": "call trainer.push_to_hub() after the run",
+    "ignore_data_skip": "a run always goes on at the row where it was",
+    **dict.fromkeys(("parallelism_config", "fsdp", "fsdp_config", "deepspeed"), _ONE_DEVICE),
+    "resume_from_checkpoint": "leave it out: a run that is started again under the same name goes "
+    "on from its newest checkpoint",
+}
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
+_OF_ACCELERATOR = ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs")
+# Methods of Trainer that are not called: a subclass that overrides one would be ignored.
+NOT_CALLED = names("""
+train training_step hyperparameter_search create_optimizer_and_scheduler get_train_dataloader
+get_batch_samples floating_point_ops get_total_train_batch_size set_initial_training_values
+_inner_training_loop _run_epoch _prepare_for_training _finalize_training _get_train_sampler
+_clip_grad_norm _get_grad_norm _track_num_input_tokens _save_optimizer_and_scheduler
+_save_rng_state _save_scaler _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state
+_load_scaler
+""")
 # Events within a step. It may be undone and done again, so callbacks do not see them.
 NOT_FIRED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 _KEY = "trainer"  # of what the loop's body changes, in `state=`
@@ -65,19 +111,14 @@ class TransformersTrainer(ElasticTrainer):
 
     def __init__(self, trainer: transformers.Trainer, **options: Any) -> None:
         _check_trainer(trainer)
-        for name in ("train", "data", "max_steps"):
-            if name in options:
-                raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
         args = trainer.args
-        scaling = scaling_of("TransformersTrainer", options, "fp16" if args.fp16 else None)
-        if scaling.virtual_workers is None:
-            virtual_workers = scaling.max_workers * args.gradient_accumulation_steps
-            scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)
-        if scaling.grows:
-            raise SpecError(
-                f"ScalingConfig.virtual_workers is {scaling.virtual_workers}, but the Trainer "
-                "counts its epochs in batches of one size; give one number"
-            )
+        scaling = scaling_of(
+            "TransformersTrainer",
+            options,
+            taken={"the Trainer and its arguments": ("train", "data", "max_steps")},
+            precision="fp16" if args.fp16 else None,
+            accumulated=args.gradient_accumulation_steps,
+        )
         rows, collate_fn = _rows_and_collator(trainer)
         data = MapStyleData(
             rows,
@@ -117,9 +158,6 @@ class TransformersTrainer(ElasticTrainer):
         return result
 
 
-# ------------------------------------------------------------------------- in the script's process
-
-
 def _check_environment() -> None:
     """Raise SpecError where Accelerate would compile the model; also called in the workers, whose
     environment is that of their node."""
@@ -135,54 +173,80 @@ def _check_trainer(trainer: Any) -> None:
     _check_environment()
     if not isinstance(trainer, transformers.Trainer):
         raise SpecError(f"trainer is a {type(trainer).__name__}, must be a transformers.Trainer")
-    args = trainer.args
-    check_training_arguments(args)
-    if args.world_size > 1:
-        raise SpecError(
-            f"the script runs in {args.world_size} processes: start it once, without torchrun or "
-            "accelerate launch, and set ScalingConfig.max_workers"
-        )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise SpecError(
-            "the environment asks for FSDP or DeepSpeed, but each worker holds the whole model: "
-            "start the script without accelerate launch"
-        )
-    if trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers:
-        raise SpecError("the model is spread over devices, but a worker has one: load it on one")
-    if trainer.optimizer is not None and trainer.optimizer.state:
-        raise SpecError(
+    args, optimizer, rows = trainer.args, trainer.optimizer, trainer.train_dataset
+    _check_arguments(args)
+    alone = "start the script once, without torchrun or accelerate launch, and set "
+    alone += "ScalingConfig.max_workers"
+    spread = trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers
+    for is_so, sentence in (
+        (args.world_size > 1, f"the script runs in {args.world_size} processes: {alone}"),
+        (
+            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+            f"the environment asks for FSDP or DeepSpeed, but {_ONE_DEVICE}: {alone}",
+        ),
+        (spread, "the model is spread over devices, but a worker has one: load it on one"),
+        (
+            optimizer is not None and optimizer.state,
             "the Trainer's optimizer has taken steps: make a new Trainer, or set trainer.optimizer "
-            "and trainer.lr_scheduler to None, so that new ones are made"
-        )
-    for name in NOT_CALLED:
-        if getattr(type(trainer), name) is not getattr(transformers.Trainer, name):
-            raise SpecError(
-                f"{type(trainer).__name__} overrides {name}, which is not called: a step may be "
-                "undone and done again. Change the loss in compute_loss, rows in the dataset or "
-                "the data collator, and optimizers in create_optimizer"
-            )
+            "and trainer.lr_scheduler to None, so that new ones are made",
+        ),
+        (rows is None, "trainer has no train_dataset"),
+        (
+            not hasattr(rows, "__len__"),
+            f"train_dataset is a {type(rows).__name__} without a length, whose rows have no "
+            "numbers: pass a map-style dataset, or write the loop with ctx.steps and IterableData",
+        ),
+        (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows"),
+    ):
+        if is_so:
+            raise SpecError(sentence)
+    instead = (
+        "Change the loss in compute_loss, rows in the dataset or the data collator, and optimizers "
+        "in create_optimizer"
+    )
+    check_overrides(trainer, transformers.Trainer, NOT_CALLED, instead)
     for callback in trainer.callback_handler.callbacks:
-        for event in NOT_FIRED:
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                raise SpecError(
-                    f"the callback {type(callback).__name__} has {event}, which is not fired: a "
-                    "step may be undone and done again. Use on_step_end"
-                )
+        check_overrides(callback, TrainerCallback, NOT_FIRED, "Use on_step_end")
+
+
+def _check_arguments(args: Any) -> None:
+    fields = (f for f in dataclasses.fields(args) if f.name not in ACCEPTED)
+    given = [(field.name, getattr(args, field.name), field.default) for field in fields]
+    check_left_alone("TrainingArguments.", given, REMEDIES, {"fsdp": (False,)})
+    drops, accumulated = args.dataloader_drop_last, args.gradient_accumulation_steps
+    checks = {
+        "optim": (
+            args.optim.value in OPTIMIZERS,
+            f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs to the Trainer",
+        ),
+        "num_train_epochs": (
+            args.max_steps > 0 or args.num_train_epochs > 0,
+            "a run has at least one step",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy in ("random", "sequential"),
+            "use 'random'",
+        ),
+        "data_seed": (args.data_seed in (None, args.seed), "a run has one seed: leave it out"),
+        "dataloader_drop_last": (
+            not drops or accumulated == 1,
+            "with gradient accumulation, Trainer drops rows that fill no micro-batch, and this "
+            "package rows that fill no step: leave it out, and no row is dropped",
+        ),
+        "mixed_precision": (args.mixed_precision in ("no", "bf16", "fp16"), "use bf16 or fp16"),
+    }
+    for name in _OF_ACCELERATOR:
+        value = getattr(args.accelerator_config, name)
+        checks[f"accelerator_config.{name}"] = not value, "leave it out"
+    for name, (is_supported, remedy) in checks.items():
+        if not is_supported:
+            value = operator.attrgetter(name)(args)
+            refuse(f"TrainingArguments.{name}", getattr(value, "value", value), remedy)
 
 
 def _rows_and_collator(trainer: Any) -> tuple[Any, Any]:
     """Returns the rows to train on and their collator, as `Trainer.get_train_dataloader` makes
     them."""
-    if trainer.train_dataset is None:
-        raise SpecError("trainer has no train_dataset")
-    if not hasattr(trainer.train_dataset, "__len__"):
-        raise SpecError(
-            f"train_dataset is a {type(trainer.train_dataset).__name__} without a length, whose "
-            "rows have no numbers: pass a map-style dataset, or write the loop with ctx.steps and "
-            "IterableData"
-        )
-    if not len(trainer.train_dataset):
-        raise SpecError("train_dataset has no rows")
     if hasattr(trainer.train_dataset, "remove_columns"):  # of the library datasets
         rows = trainer._remove_unused_columns(trainer.train_dataset, "training")
         return rows, trainer.data_collator
@@ -223,9 +287,6 @@ def _without_process_state(trainer: Any, rows: Any) -> Any:
     sent.model_wrapped = handler.model = sent.model
     handler.optimizer, handler.lr_scheduler = sent.optimizer, sent.lr_scheduler
     return sent
-
-
-# ------------------------------------------------------------------------------------ in a worker
 
 
 def _train(trainer: Any, ctx: TrainContext) -> None:
@@ -414,12 +475,10 @@ def _check_logged(trainer: Any, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Recorder(TrainerCallback):
-    """Records each log of the Trainer once for the run, and takes a checkpoint of the run where
-    Trainer saves."""
+    """Records each log once for the run, and takes a checkpoint of the run where Trainer saves."""
 
     def __init__(self, ctx: TrainContext) -> None:
-        self._ctx = ctx
-        self.saved_at = 0
+        self._ctx, self.saved_at = ctx, 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self._ctx.log(logs or {})

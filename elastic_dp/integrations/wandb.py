@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from elastic_dp.errors import SpecError
-from elastic_dp.integrations.installed_tools import require
-from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, start_time
+from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger, require, start_time
 
 _EVENT = "run_event"
 _UNTIL = "run_events_until"

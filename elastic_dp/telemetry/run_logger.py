@@ -6,10 +6,13 @@ after a restart of the driver, and what the driver missed is read from the run's
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from elastic_dp.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +57,9 @@ class RunLogger(ABC):
 def start_time(began: float) -> str:
     """Return the time of a run's first line, as part of its name in a tool."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(began))
+
+
+def require(package: str, extra: str, user: str) -> None:
+    """Raise SpecError if `package`, which `user` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SpecError(f"{user} needs {package}: pip install 'elastic_dp[{extra}]'")

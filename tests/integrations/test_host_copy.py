@@ -2,7 +2,7 @@
 
 import torch
 
-from elastic_dp.integrations.host_copy import copied_to_host, on_host
+from elastic_dp.integrations.adapter import copied_to_host, on_host
 
 
 def test_copies_refer_to_each_other_and_not_to_the_originals():

@@ -9,10 +9,10 @@ import pytest
 from elastic_dp.cluster import logger_threads
 from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.errors import SpecError
-from elastic_dp.integrations import installed_tools
 from elastic_dp.integrations.mlflow import MLflowLogger
 from elastic_dp.integrations.tensorboard import TensorBoardLogger
 from elastic_dp.integrations.wandb import WandbLogger
+from elastic_dp.telemetry import run_logger
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from tests.bad_input.jobs import trainer as trainer_of
 from tests.patience import PATIENCE_S, eventually
@@ -182,7 +182,7 @@ def test_local_run_gives_each_step_to_a_logger_once(tmp_path):
 
 
 def test_tool_that_is_not_installed_is_refused_before_the_run(monkeypatch):
-    monkeypatch.setattr(installed_tools.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_logger.importlib.util, "find_spec", lambda name: None)
     for logger, extra in (
         (lambda: TensorBoardLogger("x"), "tensorboard"),
         (WandbLogger, "wandb"),
