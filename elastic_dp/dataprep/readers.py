@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.null_views import clear_null_views
+from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import open_footer
@@ -156,10 +157,13 @@ def _tables(
 
     def schema_of(name: str) -> pa.Schema:
         with files.opened(name) as raw:
-            check(raw, name, columns)
-            raw.seek(0)
-            schema = opened(raw, columns)[0]
-            fields = [pa.field(f.name, plain(f.type), metadata=f.metadata) for f in schema]
+            try:
+                check(raw, name, columns)
+                raw.seek(0)
+                schema = opened(raw, columns)[0]
+                fields = [pa.field(f.name, plain(f.type), metadata=f.metadata) for f in schema]
+            except UnicodeDecodeError as error:
+                raise name_is_no_text(name, error) from error
             return pa.schema(fields, schema.metadata)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-dp-schemas") as pool:

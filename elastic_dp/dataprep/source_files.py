@@ -1,4 +1,5 @@
-"""The files of a source: listed once, of one format, and read through the store with its retries.
+"""The files of a source: listed as training lists them, of one format, and read through the store
+with its retries.
 
 A source is a file, a folder with all below it, or a glob. What is not read is counted.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import re
 from collections import Counter
@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from elastic_dp.data.discovery.incomplete import INCOMPLETE
+from elastic_dp.data.discovery.listing import INFO, STATE, Listing, files_of_saved, list_files
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
+from elastic_dp.storage import Entry, Store
 
 FORMATS = {
     **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
@@ -49,24 +49,16 @@ _MAGIC = {
 _READ_BYTES = 4 << 20
 GLOB_MARKS = "*?["
 _DESCRIPTIONS = ("text", "json")  # a README.txt or config.json next to files of another format
-_MARKS = {INCOMPLETE, "_temporary", "__magic", "_delta_log"}
-_CACHED = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # results of `datasets`
-_TABLES = {
-    "_delta_log": "a Delta table, whose folder holds deleted rows too: "
-    "write_shards(DeltaTable(url).to_pyarrow_dataset().scanner().to_reader(), …)",
-    "metadata": "an Iceberg table, whose folder holds deleted rows too: "
-    "write_shards(table.scan().to_arrow_batch_reader(), …)",
-}
+_UNFINISHED = {"_temporary", "__magic"}
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files of one format. `names`: their paths below `root`, sorted. `skipped`: how many other
+    """Files of one format. `names`: their paths in the source, sorted. `skipped`: how many other
     files there are, by ending, and "hidden" ones."""
 
     url: str
     store: Store
-    root: str
     kind: str
     entries: dict[str, Entry]
     skipped: dict[str, int]
@@ -74,10 +66,6 @@ class SourceFiles:
     @property
     def names(self) -> list[str]:
         return [*self.entries]
-
-    @property
-    def is_local(self) -> bool:
-        return self.store.local_path(self.store.path) is not None
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
@@ -104,38 +92,24 @@ def find_files(
     """`documents`: files without a known ending that a glob names are documents of text. Raises
     DataError if there is no file of a known format, or there are several formats."""
     store = Store(url, storage_options)
-    shown, path = redact_url(url), store.path
-    root, listed, is_glob = _list(store)
-    found = listed.entries
-    paths = {entry.path[len(root) :]: entry for entry in found}
-    _refuse_unfinished(shown, paths)
-    _refuse_part_of_table(shown, store, root)
-    is_file = len(found) == 1 and found[0].path == path
-    hidden = (".",) if documents and is_glob else (".", "_")  # __init__.py is a document
-    seen = {
-        name: entry
-        for name, entry in paths.items()
-        if is_file or not any(not part or part.startswith(hidden) for part in name.split("/"))
-    }
-    kinds = {name: FORMATS.get(_ending(name), "") for name in seen}
+    listing, is_glob = _list(url, store, storage_options)
+    entries = {listing.name(entry): entry for entry in listing.entries}
+    if documents:  # __init__.py is a document
+        shown = [name for name in listing.hidden if not re.search(r"(^|/)\.", name)]
+        found = {name: store.look_up(listing.root + name) for name in shown}
+        entries |= {name: entry for name, entry in found.items() if entry is not None}
+    kinds = {name: FORMATS.get(_ending(name), "") for name in entries}
     counts = Counter(kind for kind in kinds.values() if kind)
-    if {"state.json", "dataset_info.json"} <= {*seen}:
-        kind, names = "arrow", _saved(store, seen)
-    elif documents and not counts and is_glob and seen:
-        kind, names = "text", sorted(seen)
+    if documents and not counts and entries and is_glob:
+        kind, names = "text", sorted(entries)
     else:
-        kind = _only(shown, counts, seen)
-        names = sorted(name for name in seen if kinds[name] == kind)
-        results = {name for name in names if _CACHED.fullmatch(name.rpartition("/")[2])}
-        if len(results) < len(names):
-            names = [name for name in names if name not in results]
-    skipped = Counter(f".{_ending(n)}" if "." in n else "no ending" for n in {*seen} - {*names})
-    if len(paths) > len(seen):
-        skipped["hidden"] = len(paths) - len(seen)
-    skipped.update({why: len(names) for why, names in listed.unreadable.items()})
-    return SourceFiles(
-        shown, store, root, kind, {name: seen[name] for name in names}, dict(skipped.most_common())
-    )
+        kind = _only(listing.url, counts, entries)
+        names = sorted(name for name in entries if kinds[name] == kind)
+    if kind == "arrow" and {STATE, INFO} <= {*entries}:  # in the order of `datasets`
+        names = files_of_saved(bytes(store.read_all(entries[STATE].path)))
+    read = {name: entries[name] for name in names}
+    skipped = {one.ending or "no ending": one.files for one in listing.skipped([*read.values()])}
+    return SourceFiles(listing.url, store, kind, read, skipped)
 
 
 @contextmanager
@@ -149,58 +123,26 @@ def named(name: str) -> Iterator[None]:
         raise DataError(f"cannot read {name}: {type(error).__name__}: {error}") from error
 
 
-def _list(store: Store) -> tuple[str, FolderListing, bool]:
-    """(folder that names are relative to, its files, whether the URL is a glob)."""
-    path = store.path
-    one = None if path.endswith("/") or not store.lists else store.look_up(path)
-    if one is not None or not store.lists:
-        files = [one] if one else store.find(path)
-        return path[: path.rfind("/") + 1], FolderListing(files, [], {}), False
-    folder = f"{path.rstrip('/')}/"
-    mark = min((path.index(mark) for mark in GLOB_MARKS if mark in path), default=None)
-    there = store.look(folder, deep=True)
-    if there.entries or mark is None:
-        return folder, there, False
-    base = path[: path.rfind("/", 0, mark) + 1]
-    look = store.look(base, deep="/" in path[mark:] or "**" in path)
-    matches = re.compile(glob_translate(path)).match
-    files = [entry for entry in look.entries if matches(entry.path)]
-    inside = {f"{entry.path.rpartition('/')[0]}/" for entry in files}
-    for entry in look.entries:
-        # What says that the folder of a file is not a plain one.
-        if entry.path.startswith((*inside,)) and _MARKS & {*entry.path[len(base) :].split("/")}:
-            files.append(entry)
-    return base, FolderListing(files, [], look.unreadable), True
-
-
-def _refuse_unfinished(shown: str, paths: Mapping[str, Entry]) -> None:
-    for name in paths:
-        folders, last = name.split("/")[:-1], name.rpartition("/")[2]
-        if last == INCOMPLETE:
+def _list(
+    url: str, store: Store, storage_options: Mapping[str, Any] | None
+) -> tuple[Listing, bool]:
+    """(the files of the source, whether its URL is a glob)."""
+    try:
+        listing = list_files(url, store)
+        is_glob = listing.is_glob
+        if not (listing.is_file or is_glob):  # a folder: all below it
+            deep = re.sub(r"([*?[])", r"[\1]", url.rstrip("/")) + "/**/*"
+            listing = list_files(deep, Store(deep, storage_options))
+    except DataError as error:
+        raise DataError(str(error).removeprefix("DataConfig.url: ")) from None
+    for name in listing.hidden:
+        if unfinished := _UNFINISHED & {*name.split("/")}:
             raise DataError(
-                f"{shown!r} is not complete: it holds {name!r}. What writes it still runs, or was "
-                "killed: wait until it ends, or remove the folder and write it again"
+                f"{listing.url!r} holds {min(unfinished)!r}: the Spark or Hadoop job that writes "
+                "it has not finished, or failed, so rows may be missing. Wait until it ends, or "
+                "write it again"
             )
-        if unfinished := {"_temporary", "__magic"} & {*folders}:
-            raise DataError(
-                f"{shown!r} holds {min(unfinished)!r}: the Spark or Hadoop job that writes it has "
-                "not finished, or failed, so rows may be missing. Wait until it ends, or write it "
-                "again"
-            )
-        table = "_delta_log" if "_delta_log" in folders else ""
-        if folders[-1:] == ["metadata"] and last.endswith(".metadata.json"):
-            table = "metadata"
-        if table:
-            raise DataError(f"{shown!r} is {_TABLES[table]}")
-
-
-def _refuse_part_of_table(shown: str, store: Store, folder: str) -> None:
-    """Raises DataError if a folder is a partition of a Delta table."""
-    while store.lists and folder:
-        if store.look(f"{folder}_delta_log/", deep=False).entries:
-            raise DataError(f"{shown!r} is part of {_TABLES['_delta_log']}")
-        above, _, name = folder.rstrip("/").rpartition("/")
-        folder = f"{above}/" if "=" in name else ""
+    return listing, is_glob
 
 
 def _only(shown: str, counts: Counter[str], seen: Mapping[str, Entry]) -> str:
@@ -227,21 +169,6 @@ def _ending(name: str) -> str:
     while len(parts) > 1 and parts[-1] in _CODECS:
         parts.pop()
     return parts[-1] if parts else ""
-
-
-def _saved(store: Store, seen: Mapping[str, Entry]) -> list[str]:
-    """The files of a folder by `datasets.save_to_disk`, in its order."""
-    with named("state.json"):
-        state = json.loads(bytes(store.read_all(seen["state.json"].path)))
-        names = [file["filename"] for file in state["_data_files"]]
-        if state.get("_indices_data_files"):  # by versions of `datasets` before 2.0
-            raise DataError(
-                "state.json names files of indices, which choose rows; save it again by "
-                "load_from_disk(folder).flatten_indices().save_to_disk(another_folder)"
-            )
-    if lost := [name for name in names if name not in seen]:
-        raise DataError(f"state.json names {lost[0]!r}, which is no file of this folder")
-    return names
 
 
 def _decoder(what: str, name: str, raw: Any) -> Any:

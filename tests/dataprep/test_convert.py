@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_dp.config import DataConfig
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError, StorageError
 from elastic_dp.storage import Store
@@ -160,10 +162,9 @@ FOLDERS = {
     "no format": ({"a.xyz": "x"}, "has an ending that is known.*It has 1 files, such as a.xyz"),
     "a conversion that was killed": ({"a.parquet": parquet(x=[1]), "_incomplete": "x"}, "is not complete"),
     "a job of Spark": ({"a.parquet": parquet(x=[1]), "_temporary/0/b.parquet": "x"}, "has not finished"),
-    "a Delta table": ({"a.parquet": parquet(x=[1]), "_delta_log/0.json": "{}"}, "a Delta table, whose folder holds deleted rows"),
-    "a name that is not UTF-8": ({"a.arrow": arrow(name=[1]).replace(b"name", b"na\xffe")}, r"a\.arrow.*(?i:utf-8)"),
-    "results of datasets": ({"a.arrow": arrow(x=[1]), "cache-0123456789abcdef.arrow": arrow(x=[1])}, {"x": [1]}),
-    "an Iceberg table": ({"data/a.parquet": parquet(x=[1]), "metadata/1.metadata.json": "{}"}, "an Iceberg table"),
+    "a Delta table": ({"a.parquet": parquet(x=[1]), "_delta_log/0.json": "{}"}, r"the Delta table .* deleted and replaced rows.*write_shards\(DeltaTable"),
+    "results of datasets": ({"a.arrow": arrow(x=[1]), "dataset_info.json": "{}", "cache-0123456789abcdef.arrow": arrow(x=[1])}, {"x": [1]}),
+    "an Iceberg table": ({"data/a.parquet": parquet(x=[1]), "metadata/1.metadata.json": "{}"}, "the Iceberg table"),
     "two splits of datasets": ({"train/a.arrow": arrow(x=[1]), "dataset_dict.json": "{}"}, {"x": [1]}),
 }  # fmt: skip
 
@@ -198,7 +199,7 @@ def test_files_of_a_folder_are_read_or_named(case, tmp_path):
 def test_a_partition_of_a_delta_table_is_refused(tmp_path):
     plant(tmp_path, {"_delta_log/0.json": "{}", "y=1/z=2/a.parquet": parquet(x=[1])})
     for url in ("y=1/z=2", "y=1", "y=1/z=2/a.parquet", "y=1/**/*.parquet"):
-        with pytest.raises(DataError, match="is part of a Delta table"):
+        with pytest.raises(DataError, match="belongs to the Delta table"):
             convert(f"{tmp_path}/{url}", str(tmp_path / "out"))
 
 
@@ -218,10 +219,30 @@ def test_a_folder_that_links_elsewhere_is_read(tmp_path):
     assert done.rows == 2 and done.skipped == {"links to nothing": 1}
 
 
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_name_of_a_column_that_is_no_text_is_refused_by_one_sentence(ending, tmp_path):
+    content = {"arrow": arrow, "parquet": parquet}[ending](name=[1])
+    source = plant(tmp_path / "in", {f"a.{ending}": content.replace(b"name", b"na\xffe")})
+    for read in (
+        lambda: read_index(DataConfig(source, micro_batch_size=1)),
+        lambda: convert(source, str(tmp_path / "out")),
+    ):
+        with pytest.raises(DataError, match=rf"^a\.{ending} has a column whose name is not UTF-8"):
+            read()
+
+
 @pytest.mark.parametrize("name", ["a[1].csv", "it's.csv", "a*.csv", "é ü.csv"])
 def test_names_are_no_patterns(name, tmp_path):
-    plant(tmp_path / "in", {name: "x\n1\n", "a1.csv": "x\n2\n"})
+    plant(tmp_path / "in", {name: "x\n1\n"})
+    plant(tmp_path / name, {"b/a.csv": "x\n1\n"})
     assert convert(str(tmp_path / "in" / name), str(tmp_path / "out")).rows == 1
+    assert convert(str(tmp_path / name), str(tmp_path / "of-folder")).rows == 1
+
+
+def test_name_that_is_also_a_pattern_of_another_file_is_refused_as_by_training(tmp_path):
+    plant(tmp_path / "in", {"a*.csv": "x\n1\n", "a1.csv": "x\n2\n"})
+    with pytest.raises(DataError, match=r"^'.*a\*\.csv' is the name of a file, and also a pattern"):
+        convert(f"{tmp_path}/in/a*.csv", str(tmp_path / "out"))
 
 
 def test_a_glob_reads_what_it_names(tmp_path):
@@ -244,10 +265,13 @@ def test_a_saved_data_set_of_hugging_face_keeps_its_order(tmp_path):
     plant(tmp_path / "in", {"cache-0.arrow": arrow(id=[7])})
     done = convert(str(tmp_path / "in"), str(tmp_path / "out"))
     ids = pq.read_table(tmp_path / "out")["id"].to_pylist()
-    assert ids == [*range(67, 100), *range(34, 67), *range(34)] and done.skipped[".arrow"] == 1
+    assert (
+        ids == [*range(67, 100), *range(34, 67), *range(34)]
+        and done.skipped["cached results of Hugging Face datasets"] == 1
+    )
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "in" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"names '\.\./elsewhere\.arrow', which is no file of"):
+    with pytest.raises(DataError, match=r"/\.\./elsewhere\.arrow', which is no file of"):
         convert(str(tmp_path / "in"), str(tmp_path / "no"))
 
 

@@ -206,7 +206,11 @@ def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
     try:
         _ = schema.names, [type_name(field.type) for field in schema]
     except UnicodeDecodeError as error:
-        raise DataError(f"{shard} has a column whose name is not UTF-8: {error}") from error
+        raise name_is_no_text(shard, error) from error
+
+
+def name_is_no_text(shard: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{shard} has a column whose name is not UTF-8: {error}")
 
 
 def leaves(

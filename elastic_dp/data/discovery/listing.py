@@ -289,7 +289,7 @@ def _without_cached(store: Store, look: FolderListing, listing: Listing) -> List
     cached: set[str] = set()
     for folder, there in inside.items():
         if folder + STATE in notes and folder + INFO in notes:
-            named = {folder + n for n in _named_files(bytes(store.read_all(folder + STATE)))}
+            named = {folder + n for n in files_of_saved(bytes(store.read_all(folder + STATE)))}
             if not listing.is_glob and (lost := sorted(named - {e.path for e in there})):
                 raise DataError(
                     f"DataConfig.url: {folder}{STATE} names {lost[0]!r}, which is no file of this "
@@ -307,7 +307,7 @@ def _without_cached(store: Store, look: FolderListing, listing: Listing) -> List
     return replace(listing, entries=kept, unreadable={**listing.unreadable, **named_so})
 
 
-def _named_files(content: bytes) -> list[str]:
+def files_of_saved(content: bytes) -> list[str]:
     try:
         state = json.loads(content)
         names = [str(file["filename"]) for file in state["_data_files"]]

@@ -13,6 +13,7 @@ from typing import Any
 from elastic_dp.config import DataConfig
 from elastic_dp.config.removed_names import REMOVED_FORMATS
 from elastic_dp.data.block_source import Blocks
+from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.listing import (
     Listing,
     list_files,
@@ -208,6 +209,8 @@ def _scan_one(chosen: FileFormat, shard: ShardAt, columns: Sequence[str] | None)
         return chosen.scan(shard, columns)
     except ElasticError:
         raise
+    except UnicodeDecodeError as error:  # pyarrow's, of a footer
+        raise name_is_no_text(shard.name, error) from error
     except Exception as error:  # a decoder may raise anything for damaged content
         first = bytes(shard.read(0, min(shard.size, MAGIC_BYTES)))
         if (what := content_of(first)) and format_of_content(first) != chosen.name:
