@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from elastic_dp.cli.run_options import Address, Json, Name, StoragePath, find_live_run
+from elastic_dp.cli.run_options import (
+    Address,
+    Json,
+    Name,
+    StorageOption,
+    StoragePath,
+    find_live_run,
+    storage_options,
+)
 from elastic_dp.cli.run_tables import show, text_table
-from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.urls import StorageURL, redact_url
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from elastic_dp.cli.store_options import StorageOption, storage_options
+from elastic_dp.cli.run_options import StorageOption, storage_options
 from elastic_dp.urls import redact_url
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from elastic_dp.cli.run_options import Json
+from elastic_dp.cli.run_options import Json, StorageOption, storage_options
 from elastic_dp.cli.run_tables import one_line, screen
-from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import ClusterError
 from elastic_dp.urls import StorageURL
 from elastic_dp.wording import counted

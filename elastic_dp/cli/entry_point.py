@@ -29,7 +29,7 @@ from elastic_dp.cli import (
     data_commands,
     doctor_command,
     look_commands,
-    report_commands,
+    report_command,
     run_commands,
 )
 from elastic_dp.errors import ElasticError, SpecError
@@ -45,6 +45,8 @@ _REMOVED = {  # verb of an earlier version: what to write instead
     "drain": "scale RUN --drain WORKER",
     "checkpoint": "checkpoints save RUN",
     "restart": "run JOB.py --restart",
+    "kill": "scale RUN --kill WORKER",
+    "ui": "report RUN --live",
 }
 
 
@@ -92,8 +94,7 @@ app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 look_commands.add_to(app)
 run_commands.add_to(app)
-app.command()(report_commands.report)
-app.command()(report_commands.ui)
+app.command()(report_command.report)
 app.command()(doctor_command.doctor)
 
 

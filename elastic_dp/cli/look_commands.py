@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from elastic_dp.cli.run_options import Address, Json, StoragePath
+from elastic_dp.cli.run_options import Address, Json, StorageOption, StoragePath
 from elastic_dp.cli.run_tables import (
     age,
     metric_fact,
@@ -22,7 +22,6 @@ from elastic_dp.cli.run_tables import (
     show_run,
     text_table,
 )
-from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.report.report_model import Report, WorkerCondition
 from elastic_dp.wording import counted
 

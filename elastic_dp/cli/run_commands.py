@@ -27,11 +27,11 @@ from elastic_dp.cli.run_options import (
     Address,
     Json,
     Name,
+    StorageOption,
     StoragePath,
     find_live_run,
     find_run,
 )
-from elastic_dp.cli.store_options import StorageOption
 from elastic_dp.errors import ElasticError, Interrupted, SpecError
 from elastic_dp.wording import counted
 
@@ -139,21 +139,29 @@ def scale(
     within_s: Annotated[
         float | None, typer.Option(help="Seconds until the drained worker must be gone.")
     ] = None,
+    kill: Annotated[
+        str | None,
+        typer.Option(metavar="WORKER", help="Kill the process of this one, to rehearse a loss."),
+    ] = None,
     storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Change the maximum, or the minimum, number of workers of a run, or drain a worker."""
+    """Change the maximum, or the minimum, number of workers of a run, or drain or kill a worker."""
     if drain is None and within_s is not None:
         raise SpecError("--within-s is the time of the worker that --drain names")
+    if drain is not None and kill is not None:
+        raise SpecError("--drain lets a worker leave, and --kill does not: give one of them")
     found = find_live_run(name, address, storage_path, storage_option)
     if drain is not None:
         found.drain(drain, within_s)
-        if size is None and min_workers is None:
-            done = f"{drain} leaves once it is replaced"
-            _print_reply({"name": name, "worker": drain}, done, as_json)
-            return
+    if kill is not None:
+        found.kill(kill)
+    if (worker := drain or kill) is not None and size is None and min_workers is None:
+        done = f"{kill} is killed" if kill else f"{drain} leaves once it is replaced"
+        _print_reply({"name": name, "worker": worker}, done, as_json)
+        return
     status = found.status()
     found.scale(size, min_workers=min_workers)
     present = status["world_size"]
@@ -165,19 +173,6 @@ def scale(
     facts = {"name": name, "size": wanted, "present": present}
     facts |= {} if min_workers is None else {"min_workers": min_workers}
     _print_reply(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
-
-
-def kill(
-    name: Name,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
-    storage_path: StoragePath = None,
-    storage_option: StorageOption = None,
-    address: Address = None,
-    as_json: Json = False,
-) -> None:
-    """Kill the process of one worker, to rehearse a loss; `scale --drain` lets one leave."""
-    find_live_run(name, address, storage_path, storage_option).kill(worker)
-    _print_reply({"name": name, "worker": worker}, f"{worker} is killed", as_json)
 
 
 def stop(
@@ -204,7 +199,7 @@ def stop(
 
 
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, logs, scale, kill, stop):
+    for verb in (run, logs, scale, stop):
         app.command()(verb)
 
 

@@ -6,11 +6,10 @@ is found by its storage path, without a cluster.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elastic_dp.cli.store_options import storage_options
 from elastic_dp.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -33,11 +32,27 @@ StoragePath = Annotated[
         help="The run's storage_path; finds a run that has ended, without a cluster.",
     ),
 ]
-AllStoragePath = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="The storage_path of the runs; no cluster is needed."),
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="An option of the store, as in storage_options: endpoint=http://minio:9000. May "
+        "be repeated. Other users "
+        "of the machine can read a command's arguments: put secrets into the environment.",
+    ),
 ]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+
+
+def storage_options(said: list[str] | None) -> dict[str, Any] | None:
+    """true and false are what they say; every other value is a text."""
+    options: dict[str, Any] = {}
+    for each in said or ():
+        name, mark, value = each.partition("=")
+        if not (name and mark):
+            raise typer.BadParameter(f"--storage-option {name[:8]}… must be of the form NAME=VALUE")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return options or None
 
 
 def find_run(

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from elastic_dp.cli.run_options import find_run
-from elastic_dp.cli.store_options import storage_options
+from elastic_dp.cli.run_options import find_run, storage_options
 from elastic_dp.cluster.runs.ended_run import EndedRun, run_names
 from elastic_dp.cluster.runs.run_history import total_steps_of
 from elastic_dp.errors import ClusterError, ElasticError

@@ -71,8 +71,3 @@ class RunFolder:
             if (result := read_result(self._url)) is not None:
                 self._result = StoredEnd(result.step, result.reason, result.inexact_because)
         self._looked_at = time.monotonic()
-
-
-def read_report(name: str, url: StorageURL, now: float) -> Report:
-    """Return the report of the run in this folder. Raises StorageError."""
-    return RunFolder(name, url).report(now)

@@ -1,1 +1,1 @@
-"""Serves the reports of runs while they go on, and steers runs, for those who have the token."""
+"""Serves the report of a run while it goes on, and steers it, for those who have the token."""

@@ -1,7 +1,7 @@
-"""The application, and the server that runs it until Ctrl-C.
+"""The application that serves the report of a run, and the server that runs it until Ctrl-C.
 
-A page asks for the report of its run every second, with the version that it has. Requests that
-steer a run are methods of `Run`, which checks their values.
+The page asks for the report every second, with the version that it has. All clients see the same
+report. Requests that steer the run are methods of `Run`, which checks their values.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
 from elastic_dp.report.report_page import asset, fill_page, plotly_script
+from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.storage import StorageURL
+from elastic_dp.storage.redact import redact
 from elastic_dp.ui.access import AccessCheck, AccessRules
-from elastic_dp.ui.served_runs import ServedRun, ServedRuns
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 _MOST_CONNECTIONS = 256
 _MOST_BYTES = 16 * 1024  # of a request's body
+_LOCAL_S, _REMOTE_S = 0.5, 2.0  # between two looks at a folder
 _FIELDS = {  # of each verb
     "scale": '{"size": number}',
     "drain": '{"worker": text}',
@@ -47,24 +52,39 @@ class ControlledRun(Protocol):
     def stop(self, reason: str = ...) -> None: ...
 
 
-class RunControls(Protocol):
-    """Finds live runs."""
+class ServedRun:
+    """The run. `find_live` returns it if it is live, or raises ClusterError; None: nobody steers.
+    Any thread may call a method."""
 
-    def live(self, name: str, url: StorageURL) -> ControlledRun:
-        """Return the live run of that name in that folder. Raises ClusterError."""
+    def __init__(
+        self, name: str, url: StorageURL, find_live: Callable[[], ControlledRun] | None = None
+    ) -> None:
+        self.name, self.find_live = name, find_live
+        self._url, self._lock = url, threading.Lock()
+        self._folder = RunFolder(name, url)
+        self._usual_s = _LOCAL_S if self._folder.is_local else _REMOTE_S
+        self._json, self._version, self._due = "", 0, -float("inf")
 
-
-class RayControls:
-    """The live runs of the Ray cluster that has the first one that is asked for."""
-
-    def __init__(self, address: str | None) -> None:
-        self._address, self._lock = address, threading.Lock()
-
-    def live(self, name: str, url: StorageURL) -> ControlledRun:
-        from elastic_dp.cluster.runs.attach import find_live
-
+    def newest(self) -> tuple[str, str]:
+        """Return the report of at most a moment ago as JSON in ASCII, and its version. Raises
+        StorageError."""
         with self._lock:
-            return find_live(name, url, self._address)
+            began = time.monotonic()
+            if began >= self._due:
+                before, report = self._json, self._folder.report(time.time())
+                self._json = json.dumps(report.to_json(), allow_nan=False)
+                self._version += self._json != before
+                # Building takes at most a third of the time.
+                self._due = began + max(self._usual_s, 3 * (time.monotonic() - began))
+            return self._json, str(self._version)
+
+    def clean(self, text: str) -> str:
+        """Return a text without credentials."""
+        return redact(text, self._url.options)
+
+    def print_error(self) -> None:
+        """Print the exception that is being handled to standard error, without credentials."""
+        print(self.clean(traceback.format_exc()), file=sys.stderr, flush=True)
 
 
 def act(run: ControlledRun, verb: str, body: Any) -> str:
@@ -85,18 +105,12 @@ def act(run: ControlledRun, verb: str, body: Any) -> str:
     raise SpecError(f"the body of {verb} must be {_FIELDS[verb]}")
 
 
-def serve(
-    runs: ServedRuns,
-    rules: AccessRules,
-    controls: RunControls | None,
-    port: int,
-    ready: Callable[[str], None],
-) -> None:
+def serve(run: ServedRun, rules: AccessRules, port: int, ready: Callable[[str], None]) -> None:
     """Serve until the process is told to end. `ready` gets the address.
 
     Raises SpecError if packages are missing, or the address cannot be listened on.
     """
-    server = web_server(runs, rules, controls)
+    server = web_server(run, rules)
     with listening_socket(rules.host, port) as listening:
         name = f"[{rules.host}]" if ":" in rules.host else rules.host
         ready(f"http://{name}:{listening.getsockname()[1]}/")
@@ -104,14 +118,12 @@ def serve(
             server.run(sockets=[listening])
 
 
-def web_server(
-    runs: ServedRuns, rules: AccessRules, controls: RunControls | None
-) -> uvicorn.Server:
+def web_server(run: ServedRun, rules: AccessRules) -> uvicorn.Server:
     """Return the server, which does not listen yet. Raises SpecError if packages are missing."""
     try:
         import uvicorn
 
-        app = served_app(runs, rules, controls)
+        app = served_app(run, rules)
     except ModuleNotFoundError as missing:
         what = (missing.name or "").partition(".")[0]
         raise SpecError(f"the page needs {what}: pip install 'elastic_dp[ui]'") from None
@@ -130,40 +142,33 @@ def web_server(
     return uvicorn.Server(config)
 
 
-def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | None) -> Starlette:
-    """Return the application. `controls` finds live runs; None: nobody steers."""
+def served_app(run: ServedRun, rules: AccessRules) -> Starlette:
+    """Return the application."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect
-    from starlette.responses import HTMLResponse, RedirectResponse, Response
+    from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
+
+    find_live = run.find_live
 
     def json_response(value: Any, status: int = 200) -> Response:
         """As ASCII: a text of a run may hold half a character."""
         return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
 
-    def page(title: str, settings: dict[str, Any]) -> Response:
+    async def page(request: Request) -> Response:
         scripts = ("plotly.js", "page.js", "live.js")
         text = fill_page(
-            title=title,
+            title=run.name,
             words=(),
             policy="",
             style='<link rel="stylesheet" href="/assets/page.css">',
-            settings=settings | {"control": controls is not None},
+            settings={"mode": "live", "control": find_live is not None},
             report=None,
             scripts="".join(f'<script src="/assets/{name}"></script>\n' for name in scripts),
         )
         return HTMLResponse(text)
-
-    async def start_page(request: Request) -> Response:
-        if runs.only is not None:
-            return RedirectResponse(request.url_for("run_page", run=runs.only).path)
-        return page("Runs", {"mode": "list"})
-
-    async def run_page(request: Request) -> Response:
-        name = request.path_params["run"]
-        return page(name, {"mode": "live", "run": name, "several": runs.only is None})
 
     async def asset_file(request: Request) -> Response:
         name = request.path_params["file"]
@@ -175,19 +180,7 @@ def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | Non
             raise HTTPException(404, "no such file")
         return Response(asset(name), media_type=_ASSETS[name])
 
-    async def list_runs(request: Request) -> Response:
-        rows, number = await asyncio.to_thread(runs.summaries)
-        return json_response({"runs": rows, "number": number})
-
-    async def find(request: Request) -> ServedRun:
-        name = request.path_params["run"]
-        run = await asyncio.to_thread(runs.find, name)
-        if run is None:
-            raise HTTPException(404, f"no run named {name[:80]!r} is here")
-        return run
-
     async def report(request: Request) -> Response:
-        run = await find(request)
         text, version = await asyncio.to_thread(run.newest)
         headers = {"etag": version}
         if request.headers.get("if-none-match") == version:
@@ -195,12 +188,12 @@ def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | Non
         return Response(text, media_type="application/json", headers=headers)
 
     async def steer(request: Request) -> Response:
-        """Ask a live run for something. `AccessCheck` has seen the token."""
+        """Ask the live run for something. `AccessCheck` has seen the token."""
         verb = request.path_params["verb"]
         if verb not in _FIELDS:
             raise HTTPException(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
-        if controls is None:
-            raise HTTPException(403, "this server only shows runs; --control lets it steer them")
+        if find_live is None:
+            raise HTTPException(403, "this server only shows the run; --control lets it steer")
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise HTTPException(415, "the body must be application/json")
         content = b""
@@ -212,15 +205,14 @@ def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | Non
             body = json.loads(content)
         except (ClientDisconnect, ValueError, RecursionError):
             raise HTTPException(400, "the body is not JSON") from None
-        run = await find(request)
 
         def do() -> str:
             try:
-                return act(controls.live(run.name, run.url), verb, body)
+                return act(find_live(), verb, body)
             except ElasticError:
                 raise
             except Exception as error:  # whatever Ray raises
-                runs.print_error()
+                run.print_error()
                 what = f"the run's controller does not answer: {type(error).__name__}"
                 raise HTTPException(503, what) from error
 
@@ -229,7 +221,7 @@ def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | Non
     async def failed(request: Request, error: Exception) -> Response:
         wrong, over = isinstance(error, SpecError), isinstance(error, ClusterError)
         status = 422 if wrong else 409 if over else 503
-        return json_response({"error": runs.clean(str(error))}, status)
+        return json_response({"error": run.clean(str(error))}, status)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -237,14 +229,12 @@ def served_app(runs: ServedRuns, rules: AccessRules, controls: RunControls | Non
 
     return Starlette(
         routes=[
-            Route("/", start_page, methods=["GET"]),
-            Route("/runs/{run}", run_page, methods=["GET"], name="run_page"),
+            Route("/", page, methods=["GET"]),
             Route("/assets/{file}", asset_file, methods=["GET"]),
-            Route("/api/runs", list_runs, methods=["GET"]),
-            Route("/api/runs/{run}", report, methods=["GET"]),
-            Route("/api/runs/{run}/{verb}", steer, methods=["POST"]),
+            Route("/api/report", report, methods=["GET"]),
+            Route("/api/{verb}", steer, methods=["POST"]),
         ],
-        middleware=[Middleware(AccessCheck, rules=rules, print_error=runs.print_error)],
+        middleware=[Middleware(AccessCheck, rules=rules, print_error=run.print_error)],
         exception_handlers={HTTPException: refused, ElasticError: failed},
     )
 

@@ -15,7 +15,7 @@ from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
-    *("run", "status", "logs", "scale", "kill", "stop", "report", "ui", "doctor"),
+    *("run", "status", "logs", "scale", "stop", "report", "doctor"),
     *("data convert", "data inspect"),
     *("checkpoints list", "checkpoints save", "checkpoints verify", "checkpoints export"),
 }
@@ -33,7 +33,6 @@ def test_every_verb_prints_json_where_it_is_asked_to():
 
 STEERING = {
     "scale": ["mine", "2"],
-    "kill": ["mine", "w1"],
     "checkpoints": ["save", "mine"],
     "stop": ["mine"],
 }
@@ -53,7 +52,7 @@ def test_verb_that_steers_a_run_which_has_ended_says_how_it_ended(verb, tmp_path
 
 @pytest.mark.parametrize(
     ("verb", "now"),
-    [("list", "status"), ("top", "status --watch"), ("restart", "run JOB.py --restart")],
+    [("list", "status"), ("top", "status --watch"), ("ui", "report RUN --live")],
 )
 def test_verb_of_an_earlier_version_is_refused_with_the_one_of_today(verb, now):
     said = CliRunner().invoke(app, [verb, "mine"])
@@ -287,5 +286,5 @@ def test_help_of_a_verb_says_where_it_goes_without_an_address():
         return next(p.help for p in verbs[name].params if "--address" in p.opts)
 
     assert "a Ray of the run's own" in told("run")
-    for name in ("status", "logs", "scale", "kill", "stop"):
+    for name in ("status", "logs", "scale", "stop"):
         assert "HOST:6379. Default: the one that the run's folder names" in told(name)

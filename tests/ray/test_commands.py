@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
-from elastic_dp.ui.server import RayControls
+from elastic_dp.cluster.runs.attach import find_live
+from elastic_dp.urls import StorageURL
 from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 from tests.runs import Points
@@ -105,15 +107,16 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     )
     eventually(lambda: list(said("status", "job")["workers"]) == ["w1"])
 
-    with served(tmp_path / "runs", token=TOKEN, controls=RayControls(None)) as page:
-        assert page.post("/api/runs/job/scale", {"size": 1}) == (
+    steering = partial(find_live, "job", StorageURL(str(tmp_path / "runs/job")))
+    with served(tmp_path / "runs/job", token=TOKEN, find_live=steering) as page:
+        assert page.post("/api/scale", {"size": 1}) == (
             202,
             {"done": "1 worker asked for"},
         )
-        status, said_of = page.post("/api/runs/job/scale", {"size": 9})
+        status, said_of = page.post("/api/scale", {"size": 9})
         assert status == 422 and "within 1..4" in said_of["error"]
-        assert page.post("/api/runs/job/drain", {"worker": "nobody"})[0] == 422
-        assert page.json("/api/runs/job")["phase"] == "running"
+        assert page.post("/api/drain", {"worker": "nobody"})[0] == 422
+        assert page.json("/api/report")["phase"] == "running"
 
     asked("checkpoints", "save", "job")  # no other is asked for until the restart
     lines = eventually(
@@ -157,8 +160,8 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "starting 1 worker" in asked("logs", "job", "--events", *there).stdout
     assert "w1  hello from nobody" in asked("logs", "job", "--worker", "w1", *there).stdout
     assert [(row["name"], row["phase"]) for row in said("status", *there)] == [("job", "over")]
-    with served(tmp_path / "runs", token=TOKEN, controls=RayControls(None)) as page:
-        assert page.post("/api/runs/job/stop", {})[0] == 409
+    with served(tmp_path / "runs/job", token=TOKEN, find_live=steering) as page:
+        assert page.post("/api/stop", {})[0] == 409
     gone = edp.attach("job", tmp_path / "runs")
     assert gone.result().step == more
     assert any(line.get("step") == more for line in gone.events(follow=False))

@@ -94,8 +94,11 @@ def test_verb_finds_the_run_of_a_folder_on_the_older_ray_and_kills_its_worker(tw
         return asked("status", "job", "--json", *there)["processes"]
 
     eventually(lambda: processes().keys() == {"w1", "w2"})
-    assert "must be one of w1, w2" in asked("kill", "job", "w9", *there, code=2)
-    assert asked("kill", "job", "w2", "--json", *there) == {"name": "job", "worker": "w2"}
+    assert "must be one of w1, w2" in asked("scale", "job", "--kill", "w9", *there, code=2)
+    assert asked("scale", "job", "--kill", "w2", "--json", *there) == {
+        "name": "job",
+        "worker": "w2",
+    }
     eventually(lambda: processes().keys() == {"w1", "w3"})
     assert "w1" in asked("status", "job", "--json", "--storage-path", newer)["workers"]
 

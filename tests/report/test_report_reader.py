@@ -7,7 +7,7 @@ import pytest
 
 from elastic_dp.coordinator.messages import CheckpointRequested, SizeRequested, StopRequested
 from elastic_dp.report.report_model import EventKind, RunPhase
-from elastic_dp.report.report_reader import RunFolder, read_report
+from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry import journal_reader
@@ -41,7 +41,7 @@ def test_report_of_a_folder_that_grows_is_that_of_the_whole_folder(tmp_path):
     for at in range(0, len(lines), 5):
         write(tmp_path / "a", lines[at : at + 5])
         report = growing.report(T0 + 12)
-    assert report == read_report("night", url(tmp_path / "a"), T0 + 12)
+    assert report == RunFolder("night", url(tmp_path / "a")).report(T0 + 12)
     assert report.phase is RunPhase.FINISHED and len(report.events) == 13
 
 
@@ -55,7 +55,7 @@ def test_folder_on_a_store_whose_objects_are_rewritten_is_followed(monkeypatch):
         store.write(path_in(store, "events.jsonl"), "".join(events).encode())
         report = growing.report(T0 + 12)
     assert not growing.is_local
-    assert report == read_report("night", where, T0 + 12) and report.lost == 1
+    assert report == RunFolder("night", where).report(T0 + 12) and report.lost == 1
 
 
 def test_line_that_is_not_complete_is_taken_when_it_is(tmp_path):
@@ -79,7 +79,7 @@ def test_folder_that_was_replaced_is_read_again(tmp_path):
 
 
 def test_folder_without_a_journal_has_an_empty_report(tmp_path):
-    report = read_report("night", url(tmp_path / "none"), T0)
+    report = RunFolder("night", url(tmp_path / "none")).report(T0)
     assert (report.events, report.step) == ([], 0)
     assert report.verdict[0] == "The run has made no step yet: nothing has happened."
 
@@ -88,7 +88,7 @@ def test_folder_without_a_journal_has_an_empty_report(tmp_path):
 def test_damaged_result_does_not_hide_the_journal(content, tmp_path):
     write(tmp_path, night())
     (tmp_path / "result.json").write_text(content)
-    assert read_report("night", url(tmp_path), T0).phase is RunPhase.FINISHED
+    assert RunFolder("night", url(tmp_path)).report(T0).phase is RunPhase.FINISHED
 
 
 def members(run):
@@ -116,7 +116,7 @@ def test_report_of_a_real_run_with_a_kill_and_a_join_has_both(tmp_path):
         goes_on(run)
         run.controller.post(StopRequested("enough"))
         outcome = run.wait()
-    report = read_report("run", url(tmp_path), 0.0)
+    report = RunFolder("run", url(tmp_path)).report(0.0)
     kinds = {event.kind for event in report.events}
     assert kinds == {"start", "join", "loss", "pause", "checkpoint", "scale", "stop", "end"}
     assert [event.worker for event in report.events if event.kind is EventKind.LOSS] == [killed]

@@ -1,4 +1,4 @@
-"""A served folder in this process, and what asks it."""
+"""A served run in this process, and what asks it."""
 
 import contextlib
 import http.client
@@ -6,8 +6,7 @@ import json
 import threading
 
 from elastic_dp.ui.access import AccessRules
-from elastic_dp.ui.served_runs import ServedRuns
-from elastic_dp.ui.server import listening_socket, web_server
+from elastic_dp.ui.server import ServedRun, listening_socket, web_server
 from elastic_dp.urls import StorageURL
 from tests.patience import eventually
 
@@ -15,28 +14,27 @@ TOKEN = "a-token-that-nobody-guesses"
 
 
 class Recorded:
-    """Runs that note what they are asked for. `error` is raised instead, if it is set."""
+    """A run that notes what it is asked for. `error` is raised instead, if it is set."""
 
     def __init__(self):
         self.asked, self.error = [], None
 
-    def live(self, name, url):
+    def live(self):
         if self.error is not None:
             raise self.error
-        self.name = name
         return self
 
     def scale(self, size=None):
-        self.asked.append(("scale", self.name, size))
+        self.asked.append(("scale", size))
 
     def drain(self, worker):
-        self.asked.append(("drain", self.name, worker))
+        self.asked.append(("drain", worker))
 
     def checkpoint(self):
-        self.asked.append(("checkpoint", self.name))
+        self.asked.append(("checkpoint",))
 
     def stop(self, reason="asked"):
-        self.asked.append(("stop", self.name, reason))
+        self.asked.append(("stop", reason))
 
 
 class Served:
@@ -74,9 +72,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *, token=TOKEN, controls=None, host="127.0.0.1", options=None, only=None):
-    runs = ServedRuns(StorageURL(str(folder), options), only)
-    server = web_server(runs, AccessRules(host, token), controls)
+def served(run, *, token=TOKEN, find_live=None, host="127.0.0.1", options=None):
+    """`run`: the URL of its folder."""
+    shown = ServedRun(str(run).rpartition("/")[2], StorageURL(str(run), options), find_live)
+    server = web_server(shown, AccessRules(host, token))
     with listening_socket("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

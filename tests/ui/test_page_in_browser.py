@@ -12,10 +12,9 @@ from elastic_dp.coordinator.messages import (
     StopRequested,
 )
 from elastic_dp.report.report_model import EventKind
-from elastic_dp.report.report_reader import read_report
+from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing import ProcessRun
-from elastic_dp.ui import served_runs
 from elastic_dp.urls import StorageURL
 from tests.patience import Stalls, eventually
 from tests.report.chromium import Watched, chromium
@@ -32,7 +31,7 @@ class Controlled:
     def __init__(self, run):
         self._post = run.controller.post
 
-    def live(self, name, url):
+    def live(self):
         return self
 
     def scale(self, size=None):
@@ -78,10 +77,11 @@ def live(tmp_path):
     """A run on processes, served with its controls."""
     path = str(tmp_path / "night")
     spec = spec_of(steps=ENDLESS, workers=2, virtual=4, config={"body_s": 0.05})
-    with ProcessRun(spec, plain, journal=Journal(path), url=path) as run:
-        (tmp_path / "night" / "run.json").write_text("{}")
-        with served(tmp_path, token=TOKEN, controls=Controlled(run)) as server:
-            yield run, server, path
+    with (
+        ProcessRun(spec, plain, journal=Journal(path), url=path) as run,
+        served(path, token=TOKEN, find_live=Controlled(run).live) as server,
+    ):
+        yield run, server, path
 
 
 def wait_for(page, kind, worker=""):
@@ -89,19 +89,6 @@ def wait_for(page, kind, worker=""):
         has=page.get_by_role("cell", name=kind, exact=True)
     )
     row.first.wait_for()
-
-
-def test_list_of_many_runs_says_how_many_are_shown(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr(served_runs, "MOST_LISTED", 1)
-    for name in ("one", "two"):
-        write(tmp_path / name, night())
-        (tmp_path / name / "run.json").write_text("{}")
-    with served(tmp_path) as server:
-        watched = Watched(browser)
-        watched.page.goto(f"{server.url}/#token={TOKEN}")
-        watched.page.wait_for_selector("#rest")
-        assert watched.page.locator("#rest").text_content().startswith("1 of 2 runs are shown")
-        assert watched.page.locator("#runs-body tbody tr").count() == 1
 
 
 def test_each_event_of_a_run_is_seen_within_two_seconds_and_buttons_steer_it(browser, live):
@@ -114,7 +101,6 @@ def see_and_steer(browser, run, server, path, stalls):
     page = watched.page
     page.add_init_script(OBSERVE)
     page.goto(f"{server.url}/#token={TOKEN}")
-    page.get_by_role("link", name="night").click()
     page.wait_for_selector("#band-chart .scatterlayer")
     assert TOKEN not in page.url and not any(TOKEN in url for url in watched.requests)
     eventually(lambda: two_train(run), run.controller.status)
@@ -151,7 +137,7 @@ def see_and_steer(browser, run, server, path, stalls):
 
     # The page shows what the journal has, and each event was there within two seconds. A pause is
     # known when it is over.
-    events = read_report("night", StorageURL(path), time.time()).events
+    events = RunFolder("night", StorageURL(path)).report(time.time()).events
     assert page.locator("#events tbody tr").count() == len(events)
     seen = page.evaluate("window.seen")
     allowed_s = 2.0 + stalls.lost_s + page.evaluate("window.late_ms") / 1e3
@@ -164,20 +150,11 @@ def see_and_steer(browser, run, server, path, stalls):
 
 
 def test_page_of_an_ended_run_is_dark_and_narrow_where_the_screen_is(browser, tmp_path):
-    from tests.report.journals import night
-    from tests.report.test_report_reader import write
-
     write(tmp_path / "night", night())
-    (tmp_path / "night" / "run.json").write_text("{}")
-    with served(tmp_path) as server:
+    with served(tmp_path / "night") as server:
         watched = Watched(browser, "dark")
         page = watched.page
         page.goto(f"{server.url}/#token={TOKEN}")
-        page.wait_for_selector("#runs tbody tr")
-        assert watched.faults() == [] and watched.fits()
-        page.keyboard.press("Tab")
-        page.get_by_role("link", name="night").focus()
-        page.keyboard.press("Enter")
         page.wait_for_selector("#band-chart .scatterlayer")
         assert watched.faults() == [] and watched.fits()
         assert page.locator("#control, [data-key^=drain]").count() == 0  # nobody steers here

@@ -6,7 +6,6 @@ import os
 import pytest
 
 from elastic_dp.errors import ClusterError, SpecError
-from elastic_dp.ui import served_runs
 from elastic_dp.ui.access import AccessRules
 from tests.report.journals import T0, event, night
 from tests.report.test_report_reader import write
@@ -15,12 +14,10 @@ from tests.ui.serving import TOKEN, Recorded, served
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs")
-    for name in ("night", "ümlaut 100%"):
-        write(path / name, night())
-        (path / name / "run.json").write_text("{}")
-    (path / "secret.json").write_text("{}")
-    (path / "no run").mkdir()
+    path = tmp_path_factory.mktemp("runs") / "ümlaut 100%"
+    write(path, night())
+    (path / "run.json").write_text("{}")
+    (path.parent / "secret.json").write_text("{}")
     return path
 
 
@@ -37,42 +34,27 @@ def controls():
 
 @pytest.fixture
 def steered(folder, controls):
-    with served(folder, token=TOKEN, controls=controls) as server:
+    with served(folder, token=TOKEN, find_live=controls.live) as server:
         yield server
 
 
-def test_report_is_served_as_json_for_each_run_of_the_folder(shown):
-    names = {row["name"]: row for row in shown.json("/api/runs")["runs"]}
-    assert set(names) == {"night", "ümlaut 100%"}
-    night = names["night"]
-    assert night["health"] == "finished" and 0 < night["goodput"] < 1
-    assert (night["step"], night["loss"], night["began"]) == (6, 1.0, T0)
-    assert shown.json("/api/runs/night")["lost"] == 1
-    assert shown.json("/api/runs/%C3%BCmlaut%20100%25")["name"] == "ümlaut 100%"
+def test_report_is_served_as_json(shown):
+    report = shown.json("/api/report")
+    assert (report["name"], report["lost"], report["step"]) == ("ümlaut 100%", 1, 6)
+    assert report["until"] == pytest.approx(T0 + 12.1)
 
 
 def test_run_with_half_a_character_in_a_name_is_served(tmp_path):
-    lines = [*night(), {"time": T0 + 1, "step": 1, os.fsdecode(b"caf\xe9"): 1.0}]
-    write(tmp_path / "night", lines)
-    (tmp_path / "night" / "run.json").write_text("{}")
+    write(tmp_path, [*night(), {"time": T0 + 1, "step": 1, os.fsdecode(b"caf\xe9"): 1.0}])
     with served(tmp_path) as server:
-        assert "caf\udce9" in server.json("/api/runs/night")["curves"]
-
-
-def test_list_of_many_runs_says_how_many_there_are(folder, monkeypatch):
-    monkeypatch.setattr(served_runs, "MOST_LISTED", 1)
-    with served(folder) as server:
-        listed = server.json("/api/runs")
-        assert ([row["name"] for row in listed["runs"]], listed["number"]) == (["night"], 2)
-        assert server.json("/api/runs/%C3%BCmlaut%20100%25")["name"] == "ümlaut 100%"
+        assert "caf\udce9" in server.json("/api/report")["curves"]
 
 
 def test_pages_hold_nothing_of_a_run_and_their_files_are_served(shown):
-    for path in ("/", "/runs/night", "/runs/nobody"):
-        status, headers, content = shown.ask("GET", path)
-        assert status == 200 and b"worker" not in content
-        assert "script-src 'self'" in headers["content-security-policy"]
-        assert headers["x-content-type-options"] == "nosniff"
+    status, headers, content = shown.ask("GET", "/")
+    assert status == 200 and b"worker" not in content
+    assert "script-src 'self'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
     for file in ("plotly.js", "page.js", "live.js", "page.css"):
         assert f"/assets/{file}".encode() in content
         assert shown.ask("GET", f"/assets/{file}")[0] == 200
@@ -81,22 +63,10 @@ def test_pages_hold_nothing_of_a_run_and_their_files_are_served(shown):
 @pytest.mark.parametrize(
     "path",
     [
-        *("/api/runs/nobody", "/api/runs/no%20run", "/api/runs/..", "/api/runs/%2e%2e"),
-        *(
-            "/api/runs/..%2fruns%2fnight",
-            "/api/runs/%2fetc%2fpasswd",
-            "/api/runs/*",
-            "/api/runs/%00",
-        ),
-        *("/api/runs/night%00", "/api/runs/night/", "/api/runs/./night", "/api/runs/" + "a" * 5000),
-        *("/api/runs/%ff%fe", "/api/runs/secret.json", "/assets/..%2f..%2freport_page.py"),
-        *(
-            "/assets/../report_page.py",
-            "/assets/page.html",
-            "/assets/%2e%2e/__init__.py",
-            "/nothing",
-        ),
-        *("/api/runs/night/steam", "/api/runs/night/..", "//night", "/runs/a/b", "/api/runs/C:%5c"),
+        *("/api/runs", "/api/report/", "/api/..", "/api/%2e%2e", "/api/../secret.json", "/api/%00"),
+        *("/api/%ff%fe", "/assets/..%2f..%2freport_page.py", "/assets/../report_page.py"),
+        *("/assets/page.html", "/assets/%2e%2e/__init__.py", "/nothing", "/api/steam", "//night"),
+        *("/api/" + "a" * 5000, "/api/C:%5c"),
     ],
 )
 def test_path_that_leads_elsewhere_is_not_found(path, shown):
@@ -104,36 +74,23 @@ def test_path_that_leads_elsewhere_is_not_found(path, shown):
     assert status in (404, 405, 307) and b"__init__" not in content and b"root:" not in content
 
 
-def test_server_of_one_run_shows_no_other(folder):
-    with served(folder, only="night") as server:
-        assert [row["name"] for row in server.json("/api/runs")["runs"]] == ["night"]
-        assert server.read("/api/runs/%C3%BCmlaut%20100%25")[0] == 404
-        assert server.ask("GET", "/")[1]["location"] == "/runs/night"
-
-
 def test_report_that_the_page_has_is_not_sent_again(tmp_path):
-    write(tmp_path / "night", night())
-    (tmp_path / "night" / "run.json").write_text("{}")
+    write(tmp_path, night())
     with served(tmp_path) as server:
-        status, headers, content = server.read("/api/runs/night")
+        status, headers, content = server.read("/api/report")
         assert status == 200 and json.loads(content)["lost"] == 1
-        status, _, content = server.read("/api/runs/night", If_None_Match=headers["etag"])
+        status, _, content = server.read("/api/report", If_None_Match=headers["etag"])
         assert (status, content) == (304, b"")
-        assert server.read("/api/runs/night", If_None_Match="0")[0] == 200
+        assert server.read("/api/report", If_None_Match="0")[0] == 200
 
 
 def test_holder_of_the_token_steers_a_run(steered, controls):
-    assert steered.post("/api/runs/night/scale", {"size": 3}) == (
-        202,
-        {"done": "3 workers asked for"},
-    )
-    assert steered.post("/api/runs/night/drain", {"worker": "w1"})[0] == 202
-    assert steered.post("/api/runs/night/checkpoint", {})[0] == 202
-    assert steered.post("/api/runs/night/stop", {})[0] == 202
-    assert controls.asked == [
-        *(("scale", "night", 3), ("drain", "night", "w1")),
-        *(("checkpoint", "night"), ("stop", "night", "asked on the page")),
-    ]
+    assert steered.post("/api/scale", {"size": 3}) == (202, {"done": "3 workers asked for"})
+    assert steered.post("/api/drain", {"worker": "w1"})[0] == 202
+    assert steered.post("/api/checkpoint", {})[0] == 202
+    assert steered.post("/api/stop", {})[0] == 202
+    asked = [("scale", 3), ("drain", "w1"), ("checkpoint",), ("stop", "asked on the page")]
+    assert controls.asked == asked
 
 
 VERBS = ("scale", "drain", "checkpoint", "stop")
@@ -154,10 +111,10 @@ VERBS = ("scale", "drain", "checkpoint", "stop")
 )
 def test_write_without_the_token_is_refused(headers, steered, controls):
     for verb in VERBS:
-        status, answered, _ = steered.ask("POST", f"/api/runs/night/{verb}", {}, **headers)
+        status, answered, _ = steered.ask("POST", f"/api/{verb}", {}, **headers)
         assert (status, answered["www-authenticate"]) == (401, "Bearer")
     # The token in an address would be in logs.
-    assert steered.ask("POST", f"/api/runs/night/stop?token={TOKEN}", {})[0] == 401
+    assert steered.ask("POST", f"/api/stop?token={TOKEN}", {})[0] == 401
     assert controls.asked == []
 
 
@@ -168,17 +125,15 @@ def test_write_from_another_site_is_refused_even_with_the_token(steered, control
         {"Origin": f"http://127.0.0.1:{steered.port + 1}"},
         {"Sec_Fetch_Site": "cross-site"},
     ):
-        assert steered.post("/api/runs/night/stop", {}, **headers)[0] == 403
+        assert steered.post("/api/stop", {}, **headers)[0] == 403
     # What a form of another site can send.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        assert steered.post("/api/runs/night/stop", {}, Content_Type=kind)[0] == 415
-    status, headers, _ = steered.ask(
-        "OPTIONS", "/api/runs/night/stop", Origin="http://evil.example"
-    )
+        assert steered.post("/api/stop", {}, Content_Type=kind)[0] == 415
+    status, headers, _ = steered.ask("OPTIONS", "/api/stop", Origin="http://evil.example")
     assert status == 405 and not [name for name in headers if "access-control" in name.lower()]
     assert controls.asked == []
     same = f"http://127.0.0.1:{steered.port}"
-    assert steered.post("/api/runs/night/stop", {}, Origin=same)[0] == 202
+    assert steered.post("/api/stop", {}, Origin=same)[0] == 202
 
 
 @pytest.mark.parametrize(
@@ -186,12 +141,12 @@ def test_write_from_another_site_is_refused_even_with_the_token(steered, control
 )
 def test_name_of_another_site_is_refused(host, shown):
     """A page of that site, whose name leads here, would read what this server shows."""
-    for path in ("/", "/api/runs", "/assets/page.js"):
+    for path in ("/", "/api/report", "/assets/page.js"):
         assert shown.ask("GET", path, Host=host)[0] == 421
 
 
 def test_server_that_only_shows_refuses_to_steer(shown):
-    assert shown.post("/api/runs/night/stop", {})[0] == 403
+    assert shown.post("/api/stop", {})[0] == 403
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -200,11 +155,10 @@ def test_nobody_reads_of_a_run_without_the_token(host, folder):
     with pytest.raises(SpecError, match="too short"):
         AccessRules(host, "short")
     with served(folder, host=host) as server:
-        for path in ("/api/runs", "/api/runs/night"):
-            assert server.ask("GET", path)[0] == 401
-            assert server.read(path, Authorization="Bearer wrong")[0] == 401
-        assert server.ask("GET", "/runs/night")[0] == 200  # which holds nothing of it
-        assert server.post("/api/runs/night/stop", {})[0] == 403  # without --control
+        assert server.ask("GET", "/api/report")[0] == 401
+        assert server.read("/api/report", Authorization="Bearer wrong")[0] == 401
+        assert server.ask("GET", "/")[0] == 200  # which holds nothing of it
+        assert server.post("/api/stop", {})[0] == 403  # without --control
 
 
 @pytest.mark.parametrize(
@@ -220,15 +174,8 @@ def test_nobody_reads_of_a_run_without_the_token(host, folder):
     ],
 )
 def test_wrong_request_is_refused_by_name(verb, body, status, steered, controls):
-    got, said = steered.post(
-        f"/api/runs/night/{verb}", body, **{"Content-Type": "application/json"}
-    )
+    got, said = steered.post(f"/api/{verb}", body, **{"Content-Type": "application/json"})
     assert got == status and said["error"]
-    assert controls.asked == []
-
-
-def test_run_that_is_not_there_is_not_asked(steered, controls):
-    assert steered.post("/api/runs/nobody/stop", {})[0] == 404
     assert controls.asked == []
 
 
@@ -243,13 +190,13 @@ def test_run_that_is_not_there_is_not_asked(steered, controls):
 )
 def test_error_of_a_run_is_told_without_credentials(error, status, told, steered, controls):
     controls.error = error
-    assert steered.post("/api/runs/night/stop", {}) == (status, {"error": told})
+    assert steered.post("/api/stop", {}) == (status, {"error": told})
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_error_of_ray_is_printed_without_credentials(steered, controls, capfd):
     controls.error = RuntimeError("no answer from s3://key:passed@host/x")
-    assert steered.post("/api/runs/night/stop", {})[0] == 503
+    assert steered.post("/api/stop", {})[0] == 503
     printed = capfd.readouterr().err
     assert "RuntimeError: no answer from s3://host/x" in printed and "passed" not in printed
 
@@ -258,8 +205,8 @@ def test_store_that_does_not_answer_is_told_without_its_secrets(tmp_path):
     secret = "SECRETSECRET"
     options = {"access_key_id": "AKIA", "secret_access_key": secret}
     options["endpoint"] = "http://127.0.0.1:1"
-    with served("s3://bucket/runs", options=options) as server:
-        status, _, content = server.read("/api/runs/night")
+    with served("s3://bucket/runs/night", options=options) as server:
+        status, _, content = server.read("/api/report")
     assert status == 503 and json.loads(content)["error"]
     assert secret.encode() not in content
 
@@ -271,11 +218,6 @@ def test_damaged_folder_is_served_without_a_fault(tmp_path):
     (run / "result.json").write_text("[")
     (run / "events.jsonl").write_bytes(b"\xff\x00{}\n" + json.dumps(event(0, "FailRun")).encode())
     (run / "metrics.jsonl").mkdir()
-    with served(tmp_path) as server:
-        status, _, content = server.read("/api/runs/run")
+    with served(run) as server:
+        status, _, content = server.read("/api/report")
         assert status in (200, 503), content
-        assert server.json("/api/runs")["runs"][0]["name"] == "run"
-
-
-def test_time_of_a_report_is_that_of_now(shown):
-    assert shown.json("/api/runs/night")["until"] == pytest.approx(T0 + 12.1)

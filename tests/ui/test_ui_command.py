@@ -1,4 +1,4 @@
-"""`elastic-dp ui` as a process: the address it prints, and what it refuses to start with."""
+"""`elastic-dp report --live` as a process: its address, and what it refuses to start with."""
 
 import json
 import os
@@ -23,15 +23,16 @@ def stored(tmp_path):
 
 
 def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
-    words = [sys.executable, "-m", "elastic_dp.cli", "ui", *stored, "--port", "0", "--json"]
+    words = [sys.executable, "-m", "elastic_dp.cli", "report", "night", "--live"]
+    words += [*stored, "--port", "0", "--json"]
     env = {name: v for name, v in os.environ.items() if name != "ELASTIC_DP_UI_TOKEN"}
     with subprocess.Popen([*words, "--control"], stdout=subprocess.PIPE, env=env) as process:
         try:
             url, _, token = json.loads(process.stdout.readline())["url"].partition("#token=")
             assert len(token) >= 32
             server = Served(int(url.rstrip("/").rpartition(":")[2]), token)
-            assert server.json("/api/runs/night")["lost"] == 1
-            assert server.ask("POST", "/api/runs/night/stop", {})[0] == 401
+            assert server.json("/api/report")["lost"] == 1
+            assert server.ask("POST", "/api/stop", {})[0] == 401
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
         finally:
@@ -41,17 +42,14 @@ def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--host", "192.0.2.1", "--control"], "--port is 8642: "),
-        (["--host", "no such host", "--control"], "--host is 'no such host': "),
-        (["--token", "short"], "the token is too short"),
-        (["nobody"], "no run named 'nobody'"),
+        (["night", "--live", "--host", "192.0.2.1", "--control"], "--port is 8642: "),
+        (["night", "--live", "--host", "no such host"], "--host is 'no such host': "),
+        (["night", "--live", "--token", "short"], "the token is too short"),
+        (["night", "--control"], "--control and --allow-host are of a served page: add --live"),
+        (["night", "--live", "-o", "x.html"], "--output names a file for the page"),
+        (["nobody", "--live"], "no run named 'nobody'"),
     ],
 )
-def test_ui_refuses_by_name(words, message, stored):
-    said = CliRunner().invoke(app, ["ui", *words, *stored])
+def test_live_report_refuses_by_name(words, message, stored):
+    said = CliRunner().invoke(app, ["report", *words, *stored])
     assert said.exit_code == 2 and message in said.stderr
-
-
-def test_ui_without_a_folder_or_a_run_says_which_option_is_missing():
-    said = CliRunner().invoke(app, ["ui"])
-    assert said.exit_code == 2 and "--storage-path is missing" in said.stderr

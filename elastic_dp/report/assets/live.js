@@ -46,13 +46,11 @@ function askForToken() {
 
 // ----------------------------------------------------------------------------- following
 
-const api = (name) => `/api/runs/${encodeURIComponent(name)}`;
-
 async function followForEver() {
   let version = "";
   for (;;) {
     try {
-      const answer = await ask(api(settings.run), undefined, version);
+      const answer = await ask("/api/report", undefined, version);
       if (answer.status === 401) {
         await askForToken();
       } else if (answer.ok) {
@@ -63,7 +61,6 @@ async function followForEver() {
         show();
       } else if (answer.status !== 304) {
         say((await answer.json()).error);
-        if (answer.status === 404) return;
       }
       if (answer.ok || answer.status === 304) say(["finished", "failed"].includes(report.phase) ? "" : "live");
     } catch (error) {
@@ -79,7 +76,7 @@ async function command(verb, body) {
   const told = $("told");
   told.textContent = "asking…";
   try {
-    const answer = await ask(`${api(settings.run)}/${verb}`, body);
+    const answer = await ask(`/api/${verb}`, body);
     const said = await answer.json();
     if (answer.status === 401) {
       await askForToken();
@@ -121,44 +118,5 @@ function drainButton(row) {
     onclick: () => command("drain", { worker: row.name }) }, "Drain");
 }
 
-// ----------------------------------------------------------------------------- the list
-
-const HEALTH = { healthy: "good", finished: "good", failed: "bad" };
-
-async function listForEver() {
-  fill(main, section("runs", "Runs", true, el("div", { id: "runs-body" }, "reading the journals…")));
-  for (;;) {
-    try {
-      const answer = await ask("/api/runs");
-      const said = await answer.json();
-      if (answer.status === 401) await askForToken();
-      else if (!answer.ok) say(said.error);
-      else {
-        say("live");
-        const rest = said.number > said.runs.length
-          ? el("p", { class: "note", id: "rest" }, `${said.runs.length} of ${said.number} runs are shown, the first by name. The address /runs/NAME shows any other.`)
-          : "";
-        fill($("runs-body"), rest, table("Runs, the one that wrote last first",
-          [["run"], ["health", "kind"], ["step", "number"], ["loss", "number"], ["workers", "number"], ["goodput", "number"],
-            ["started", "time"], ["last written", "time"], ["reason"]],
-          said.runs.map((run) => [
-            el("a", { href: `/runs/${encodeURIComponent(run.name)}`, "data-key": `run ${run.name}` }, run.name),
-            el("span", { class: HEALTH[run.health] || "warn" }, run.health), run.step ?? "",
-            typeof run.loss === "number" ? number(run.loss) : "", run.size ? `${run.world_size} of ${run.size}` : "",
-            typeof run.goodput === "number" ? percent(run.goodput) : "", run.began ? when(run.began) : "", when(run.last_line), run.health_reason,
-          ])));
-      }
-    } catch (error) {
-      say("the connection is lost; trying again");
-    }
-    await wait(3000);
-  }
-}
-
 takeToken();
-if (settings.mode === "list") {
-  listForEver();
-} else {
-  if (settings.several) fill($("up"), el("a", { href: "/" }, "All runs"));
-  followForEver();
-}
+followForEver();

@@ -1,0 +1,133 @@
+"""`elastic-dp report`: a run on a page, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastic_dp.cli.run_options import (
+    Address,
+    Name,
+    StorageOption,
+    StoragePath,
+    find_live_run,
+    storage_options,
+)
+from elastic_dp.errors import SpecError
+from elastic_dp.urls import StorageURL
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run_handle import Run
+
+
+def report(
+    name: Name,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.html", help="Default: RUN.html, here."),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve a page that follows the run, until Ctrl-C.")
+    ] = False,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Let whoever has the token scale, drain, checkpoint and stop it."
+        ),
+    ] = False,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")
+    ] = 8642,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which browsers may call this server, besides localhost and IP "
+            "addresses. May be repeated.",
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ELASTIC_DP_UI_TOKEN",
+            hidden=True,  # other users of the machine can read a command's arguments
+        ),
+    ] = None,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    address: Address = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print the report (with --live, the address) as JSON, and nothing else."
+        ),
+    ] = False,
+) -> None:
+    """Write the report of a run as one HTML file that needs nothing else: loss, workers with every
+    event, goodput, checkpoints, decisions and a verdict. With --live, serve it instead.
+
+    The printed address has the token, without which nobody reads or steers the run: also other
+    users of this machine reach its ports. ELASTIC_DP_UI_TOKEN sets another one.
+    """
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+
+    if (as_json or live) and output is not None:
+        raise SpecError(
+            "--output names a file for the page, and --json and --live write none: give one of them"
+        )
+    if not live and (control or allow_host):
+        raise SpecError("--control and --allow-host are of a served page: add --live")
+    if storage_path is None:
+        found = find_live_run(name, address, None, None).url
+        assert isinstance(found, StorageURL)  # as `attach` finds it
+        url = found
+    else:
+        url = EndedRun(name, storage_path, storage_options(storage_option)).url
+    if not live:
+        _write(name, url, output, as_json)
+        return
+    from elastic_dp.ui.access import AccessRules
+    from elastic_dp.ui.server import ServedRun, serve
+
+    asking = threading.Lock()
+
+    def find_live() -> Run:
+        from elastic_dp.cluster.runs import attach
+
+        with asking:
+            return attach.find_live(name, url, address)
+
+    secret = "" if token else secrets.token_urlsafe(32)
+    rules = AccessRules(host, token or secret, tuple(allow_host or ()))
+
+    def ready(here: str) -> None:
+        shown = f"{here}#token={secret}" if secret else here
+        print(json.dumps({"url": shown}) if as_json else shown, flush=True)
+
+    serve(ServedRun(name, url, find_live if control else None), rules, port, ready)
+
+
+def _write(name: str, url: StorageURL, output: Path | None, as_json: bool) -> None:
+    from elastic_dp.report.report_page import report_page
+    from elastic_dp.report.report_reader import RunFolder
+
+    made = RunFolder(name, url).report(time.time())
+    if as_json:
+        print(json.dumps(made.to_json()))
+        return
+    output = Path(f"{name}.html") if output is None else output
+    page = report_page(made)
+    try:
+        output.write_text(page, "utf-8")
+    except OSError as error:
+        raise SpecError(f"--output is {str(output)!r}, and cannot be written: {error}") from None
+    for sentence in made.verdict:
+        print(sentence)
+    print(f"the page is in {output}")
