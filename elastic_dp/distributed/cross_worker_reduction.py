@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
-from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
+from elastic_dp.distributed.piece_routes import PieceRoute
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
 from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
@@ -71,10 +71,8 @@ class ReductionPlan:
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
-        needed: HeldRanges | None = None,
     ) -> None:
-        """`needed`: which ranks need the sum of which elements; None: all need all."""
-        self.needed, self.on_host = needed, group
+        self.on_host = group
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
@@ -101,35 +99,6 @@ class ReductionPlan:
         received = sum(self.rounds[0].received[0]) * self.chunk(bucket)
         # What is received is shorter only where nodes have different numbers of members.
         return max(received, self.group.world_size * self.chunk(bucket))
-
-    def most_sent_first(self, dtype: torch.dtype) -> int:
-        """Returns the most elements of this dtype of which some rank is the first that needs
-        them."""
-        assert self.needed is not None
-        numel = [0] * self.group.world_size
-        for p, ranges in self.needed.items():
-            for one in ranges if p.dtype == dtype else ():
-                numel[one.ranks[0]] += one.last - one.first
-        return max(numel)
-
-    def route(self, bucket: GradientBucket) -> PieceRoute:
-        """Returns where the finished parts of a bucket go, if not to all."""
-        assert self.needed is not None
-        assert self.rounds, "a sum that is not divided is needed by all"
-        rounding, group, ranges = bucket.rounding, self.group, []
-        for p, cut in zip(bucket.parameters, bucket.cuts, strict=False):
-            at = cut * rounding.block
-            for one in self.needed.get(p, ()):
-                ranges.append(one._replace(first=at + one.first, last=at + one.last))
-        return piece_route(
-            group.rank,
-            group.world_size,
-            self.chunk_blocks(bucket),
-            ranges,
-            bucket.blocks,
-            block=rounding.block,
-            record=rounding.record,
-        )
 
     def chunk(self, bucket: GradientBucket) -> int:
         """Returns the number of elements in the part of one rank, as they are sent."""
@@ -409,8 +378,12 @@ class BucketReduction:
 
     def scale_on_device(self, factor: float) -> None:
         if factor != 1.0:
-            self._overwritten |= self._result is self._flats[0]
+            self.overwrite()
             self._result.mul_(factor)
+
+    def overwrite(self) -> None:
+        """The finished sum is about to be changed in place."""
+        self._overwritten |= self._result is self._flats[0]
 
     def held(self) -> dict[int, torch.Tensor]:
         """Returns the sums of the pieces that this rank needs, each of shape (numel,)."""

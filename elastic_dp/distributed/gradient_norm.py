@@ -1,4 +1,4 @@
-"""The 2-norm of a gradient with the same bits for any number of workers.
+"""The 2-norm of a gradient with the same bits for any number of workers, and clipping.
 
 Each unit of the gradient (`gradient_units.py`) has a sum of squares, and the sums are added along a
 binary tree over the units. Unit 2i is always added to unit 2i + 1, and so on upward. So a worker
@@ -10,7 +10,8 @@ The sums are added in fp64, since their number grows with the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -69,12 +70,77 @@ def gradient_norm(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) 
     `gradients` has one dense tensor for each parameter of the layout, or None. Nothing waits for a
     device.
     """
-    wide = torch.float64 in {g.dtype for g in gradients if g is not None}
-    norm = fold_squares(squares_of_units(layout.pieces(gradients))).sqrt()
-    return norm if wide else norm.float()
+    square = fold_squares(squares_of_units(layout.pieces(gradients)))
+    return GradientNorm(lambda: square, wide=is_wide(gradients)).tensor
 
 
-@torch.no_grad()
-def gradient_square(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) -> float:
-    """Returns the square of the norm of a gradient, as `gradient_norm` takes it."""
-    return float(fold_squares(squares_of_units(layout.pieces(gradients))))
+def is_wide(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Returns whether the norm of these gradients is in fp64."""
+    return torch.float64 in {g.dtype for g in gradients if g is not None}
+
+
+class GradientNorm:
+    """The norm of a step's gradient before clipping, computed when it is first needed."""
+
+    def __init__(self, find: Callable[[], torch.Tensor], *, wide: bool) -> None:
+        """`find` returns the square of the norm, of shape () in fp64."""
+        self._find: Callable[[], torch.Tensor] | None = find
+        self._wide = wide
+        self._square: torch.Tensor | None = None
+        self.value: float | None = None  # once it has been read
+
+    @property
+    def square(self) -> torch.Tensor:
+        """The square of the norm, of shape () in fp64, which may be on a device."""
+        if self._square is None:
+            assert self._find is not None, "the gradients are gone"
+            self._square, self._find = self._find(), None
+        return self._square
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The norm, of shape (): in fp64 if a part of the gradient is, else in fp32."""
+        norm = self.square.sqrt()
+        return norm if self._wide else norm.float()
+
+    def read(self) -> float | None:
+        """Returns the norm, for which the host may wait, or None if the gradients went before it
+        was computed."""
+        if self.value is None and (self._find is not None or self._square is not None):
+            self.value = float(self.tensor)
+        return self.value
+
+    def gradients_go(self) -> None:
+        """From now on the norm is not computed if it has not been."""
+        self._find = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientClipping:
+    """`norm`: the largest norm of a step's gradient. `value`: the largest absolute value of an
+    element. None: no limit."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    @property
+    def clips(self) -> bool:
+        return self.norm is not None or self.value is not None
+
+    @torch.no_grad()
+    def clip(self, gradients: Iterable[torch.Tensor], norm: GradientNorm) -> None:
+        """Clips gradients in place, as `clip_grad_norm_` and then `clip_grad_value_` do."""
+        present = list(gradients)
+        if self.norm is not None:
+            factor = torch.clamp(self.norm / (norm.tensor + 1e-6), max=1.0)
+            groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for one in present:
+                groups.setdefault((one.device, one.dtype), []).append(one)
+            for (device, _), alike in groups.items():
+                torch._foreach_mul_(alike, factor.to(device))
+        if self.value is not None and present:
+            torch._foreach_clamp_min_(present, -self.value)
+            torch._foreach_clamp_max_(present, self.value)
+
+
+NO_CLIPPING = GradientClipping()

@@ -1,11 +1,12 @@
-"""Adds up the gradients of V virtual workers across the members of a generation, during backward.
+"""Adds up the gradients of this worker's virtual workers, during backward, for an exchange with
+those of other members (gradient_exchange.py).
 
 Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world
 size. A worker adds its own subtrees as it computes. The sums form a stack, on which each leaf (the
 turn of one virtual worker) pushes the sum that it completes (`reduction_tree.fold`). After each
 backward pass all gradients are taken from `p.grad` and added together, by a few operators for lists
 of tensors. Only in the backward pass of the last leaf there are hooks, one for each bucket, on the
-parameter that gets its gradient last: they send what is complete (`BucketReduction`).
+parameter that gets its gradient last: they send what is complete.
 
 The invariants are:
 
@@ -22,7 +23,6 @@ The invariants are:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,21 +30,13 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_dp.device.graph_replay import graphs_are_replayed
-from elastic_dp.distributed.cross_worker_reduction import (
-    BucketReduction,
-    GradientBufferPool,
-    ReductionPlan,
-)
+from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
 from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout, Gradients
-from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
+from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_rounding import GradientRounding
-from elastic_dp.distributed.gradient_units import UnitLayout
-from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like, sharded_like
-from elastic_dp.distributed.memory_shortage import allocate_buffers, are_large
-from elastic_dp.distributed.piece_routes import HeldRanges
+from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.received_memory import ReceivedMemory
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
@@ -58,7 +50,7 @@ class SubtreeSum(NamedTuple):
 
 
 class GradientReducer:
-    """Adds up gradients for one model, with the buffers and collectives of the open generation."""
+    """Adds up gradients for one model, in the buffers of `exchange`."""
 
     def __init__(
         self,
@@ -66,6 +58,7 @@ class GradientReducer:
         wire: str | None = None,
         order: GradientOrder | None = None,
         *,
+        exchange: GradientExchange | None = None,
         computes: bool = True,
     ) -> None:
         """`wire`: of the job. `order`: notes that of a step's gradients.
@@ -75,6 +68,7 @@ class GradientReducer:
         """
         self._wire, self.order = wire, order
         self._computes, self._sends = computes, True
+        self.exchange = exchange or GradientExchange(parameters.values())
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
         self._sharded = any(map(is_sharded, self._all))
@@ -84,9 +78,6 @@ class GradientReducer:
         # As gradients come, until their order is known.
         self._arrivals: list[torch.Tensor] = []
         self._plan: ReductionPlan | None = None  # of the present generation
-        self._exchanges: list[BucketReduction] = []  # by the number of the bucket
-        self._turns: list[BucketReduction] = []  # in the order in which they are reduced
-        self._pool, self._received = GradientBufferPool(), ReceivedMemory()
         self._stack: list[SubtreeSum] = []
         # Of the present leaf: its node, to how many sums of the stack it is added, and for the last
         # one its gradients, if they are not in `p.grad`.
@@ -98,10 +89,9 @@ class GradientReducer:
         self.sequential = self.late = False
         # Hooks act only within a step's backward passes, and launch only in the last one.
         self._running = self._is_last = False
-        self._next = self._turns_taken = 0  # the first that is not launched, and not taken
+        self._next = 0  # the first bucket that is not launched
         self._error: GroupError | None = None
-        self._units: UnitLayout | None = None  # in steps that measure the squares of leaves
-        self._square = torch.zeros(())
+        self._early = True
 
     # ----------------------------------------------------------------------- generation
 
@@ -112,62 +102,36 @@ class GradientReducer:
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
-        needed: HeldRanges | None = None,
+        *,
         sends: bool = True,
     ) -> None:
         """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
-        that of the membership. `needed`: which ranks need the sum of which elements; None: all need
-        all. `sends`: or else it only computes."""
+        that of the membership. `sends`: or else it only computes."""
         assert self._wire is None or exact  # `JobSpec` refuses fast mode with it
-        plan = group, shares, virtual_workers, exact, topology, needed
-        self._plan = ReductionPlan(*plan)
+        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology)
         self._sends = sends
         self._lay_out()
 
-    def close(self, *, keeps_memory: bool = True) -> None:
+    def close(self) -> None:
         """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
-        self._received.close()
         self._plan = self._error = None  # its traceback may be the last to hold a communicator
         self._clear()
-        for exchange in self._exchanges:
-            exchange.release(self._pool)
-        self._pool = self._pool if keeps_memory else GradientBufferPool()
-        self._exchanges, self._turns = [], []
+        if self._sends:
+            self.exchange.close()
 
-    def preallocate(self, virtual_workers: int, *, receives: bool = True) -> None:
-        """Touches memory for buffers before a group needs it, also for what it `receives`."""
+    def preallocate(self, virtual_workers: int) -> None:
+        """Touches memory for buffers before a group needs it."""
         self._arrange()
-        self._pool.preallocate(self._layout.buckets, virtual_workers, receives=receives)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the buffers take much memory of the host."""
-        return are_large(p for p in self._all if p.requires_grad)
+        self.exchange.preallocate(self._layout, virtual_workers)
 
     def _lay_out(self) -> None:
         """Makes the buffers. Raises GroupAborted, and ClusterError if the host has no memory."""
         assert self._plan is not None
         self._arrange()
-        allocate_buffers(self._allocate, self._plan.on_host.check, self._is_withheld)
-
-    def _is_withheld(self) -> bool:
-        return self.is_large and (self._pool.is_withheld or self._received.is_withheld)
-
-    def _allocate(self) -> None:
-        assert self._plan is not None
-        self._exchanges = []
-        self._pool.collect()
-        given = self._received.open(self._plan, self._layout.buckets)
-        self._exchanges = [
-            BucketReduction(self._plan, bucket, self._pool, *given.get(bucket.number, ()))
-            for bucket in (self._layout.buckets if self._sends else ())
-        ]
-        self._turns = [one for _ in self._plan.rounds or (None,) for one in self._exchanges]
         self._next = 0
-        self._pool.keep_host_memory_only()
-        if given:
-            self._pool.clear()  # it has memory to receive in, too
+        if self._sends:
+            self.exchange.open(self._plan, self._layout)
 
     def _arrange(self) -> None:
         """Creates buckets for the parameters that require a gradient now."""
@@ -184,7 +148,7 @@ class GradientReducer:
                 self._add_hook(index, self._arrivals.append)
             if self.order is not None:
                 self._note_order(self.order)
-        self._pool.clear()
+        self.exchange.forget_memory()
         self._used, self._in_last = bytearray(count), bytearray(count)
 
     def _remove_hooks(self) -> None:
@@ -220,9 +184,9 @@ class GradientReducer:
 
     # ----------------------------------------------------------------------------- step
 
-    def begin(self, seed: int = 0, *, measures: bool = False) -> None:
+    def begin(self, seed: int = 0, *, early: bool = True) -> None:
         """Starts a step. Follows changes of `requires_grad`. `seed`: for what is drawn in this step
-        to round gradients. `measures`: for `leaf_square`."""
+        to round gradients. `early`: buckets are sent while the last backward pass runs."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -234,10 +198,10 @@ class GradientReducer:
             self.order.begin()
         self.late, self._is_last, self._error = False, False, None
         self._used[:] = bytes(len(self._used))
-        self._units = UnitLayout.of(self._layout.parameters) if measures else None
-        self._next = self._turns_taken = 0
-        for exchange in self._exchanges:
-            exchange.begin()
+        self._early = early
+        self._next = 0
+        if self._sends:
+            self.exchange.begin()
 
     def drop(self) -> None:
         """Drops every gradient, also those of a step that was not committed."""
@@ -299,19 +263,23 @@ class GradientReducer:
                 )
         self._refuse_hooks()
 
-    def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
-        """Adds the gradients after the backward pass, also of a leaf that contributes nothing."""
+    def after_leaf(
+        self, leaf: Leaf, is_last: bool, *, observed: bool = False
+    ) -> dict[torch.Tensor, torch.Tensor | None]:
+        """Adds the gradients after the backward pass, also of a leaf that contributes nothing.
+        Returns them, by parameter, if they are `observed`, which needs a step that is not `early`.
+        """
         self._running = False
         self.check_after_backward()
-        for exchange in self._exchanges[: self._next if is_last else 0]:
-            for p in exchange.bucket.parameters:
+        for bucket in self._layout.buckets[: self._next if is_last else 0]:
+            for p in bucket.parameters:
                 if p.grad is not None:  # it came after its bucket was sent
                     self.late, p.grad = True, None
-        if self._units is not None:
-            leaf_gradients = [local_of(p.grad) for p in self._layout.parameters]
-            self._square = fold_squares(squares_of_units(self._units.pieces(leaf_gradients)))
+        parameters = self._layout.parameters if observed else ()
+        found: dict[torch.Tensor, torch.Tensor | None] = {p: local_of(p.grad) for p in parameters}
         if not is_last:
             self._push(self._take(self._layout.parameters, 0))
+        return found
 
     def check_after_backward(self) -> None:
         """Raises LossError if a parameter has a gradient that required none."""
@@ -323,15 +291,10 @@ class GradientReducer:
                     "ctx.steps, or in its body"
                 )
 
-    def leaf_square(self) -> torch.Tensor:
-        """Returns the sum of squares of the gradient of the leaf that has just ended, of shape ()
-        in fp64. Its bits depend on the leaf alone, and not on the worker that runs it."""
-        return self._square
-
     def send(self) -> None:
         """Launches every bucket that is not launched yet, after the last leaf."""
-        while self._next < len(self._exchanges):
-            self._flush(self._exchanges[self._next])
+        while self._sends and self._next < len(self._layout.buckets):
+            self._flush(self._layout.buckets[self._next])
         if self._error is not None:
             raise self._error
 
@@ -343,10 +306,9 @@ class GradientReducer:
         plan = self._plan
         if plan is None or not plan.exact or self.late:
             return {}
-        sent = self._is_last and self._next == len(self._exchanges)
-        if sent and all(exchange.holds_last_subtree for exchange in self._exchanges):
+        sent = self._sends and self._is_last and self._next == len(self._layout.buckets)
+        if sent and (views := self.exchange.last_subtree()) is not None:
             found = {one.node: one.gradients for one in self._complete()}
-            views = [view for exchange in self._exchanges for view in exchange.keep_last_subtree()]
             found[self._completed_node] = [
                 view if there else None for view, there in zip(views, self._in_last, strict=True)
             ]
@@ -359,95 +321,9 @@ class GradientReducer:
         self.drop()
         return sums
 
-    def reduce(self) -> None:
-        """Finishes the sums of this rank's parts and sends them, bucket by bucket as they
-        arrive."""
-        while self._turns_taken < len(self._turns):
-            self._take_turn()
-
-    def advance(self) -> None:
-        """Does as much of `reduce`, after `send`, as need not wait for other ranks."""
-        turns, is_sent = self._turns, self._next == len(self._exchanges)
-        while is_sent and self._turns_taken < len(turns) and turns[self._turns_taken].has_arrived:
-            self._take_turn()
-
-    def _take_turn(self) -> None:
-        self._turns[self._turns_taken].reduce()
-        self._turns_taken += 1
-
-    def settle(self) -> None:
-        """Waits for what was sent, so that this generation can fill the buffers again."""
-        for exchange in self._exchanges:
-            exchange.settle()
-
     def add_sequentially(self) -> None:
         """Makes later attempts sequential, after a parameter fired twice in one backward."""
         self.sequential = True
-
-    def complete(self, factor: float) -> bool:
-        """Waits until the finished parts of all ranks have arrived and multiplies them by `factor`.
-
-        Returns whether all sums are finite, the same on every rank.
-        """
-        for exchange in self._exchanges:
-            exchange.arrive()
-            exchange.scale(factor)
-        if all(exchange.totals_are_finite() for exchange in self._exchanges):
-            return True
-        return all(exchange.is_finite() for exchange in self._exchanges)
-
-    def complete_held(self, factor: float) -> dict[int, torch.Tensor]:
-        """Instead of `complete` where not all members need all sums: returns those that this rank
-        needs, by number of the piece and multiplied by `factor`, each of shape (numel,)."""
-        for exchange in self._exchanges:
-            exchange.arrive()
-            exchange.scale_on_device(factor)
-        return self.held()
-
-    def held(self) -> dict[int, torch.Tensor]:
-        """Returns what `complete_held` does, on a device, after `finish`."""
-        return {piece: flat for one in self._exchanges for piece, flat in one.held().items()}
-
-    @property
-    def received_memory(self) -> Mapping[torch.dtype, torch.Tensor]:
-        """Memory by dtype that is free from `complete_held` until the next step begins."""
-        return self._received.by_dtype
-
-    def used_parameters(self, used: Sequence[int]) -> set[torch.Tensor]:
-        """Returns the parameters that have a gradient in this step. `used`: see `assign`."""
-        return {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
-
-    def arrive(self) -> list[torch.Tensor]:
-        """On a device, instead of `complete`, whose waits would stop the host: orders what follows
-        behind the finished parts of all ranks. Returns for each bucket what `finish` needs to know
-        of it."""
-        for exchange in self._exchanges:
-            exchange.arrive()
-        return [exchange.extremes() for exchange in self._exchanges]
-
-    def finish(self, factor: float, extremes: Sequence[torch.Tensor]) -> bool:
-        """Multiplies the sums by `factor`. Returns whether they are finite, the same on every rank.
-
-        `extremes` are those of `arrive`, on the host. They are rounded as all elements are, so
-        where they are finite, all elements are.
-        """
-        for exchange in self._exchanges:
-            exchange.scale_on_device(factor)
-        return all(math.isfinite(x) for pair in extremes for x in pair.mul(factor).tolist())
-
-    def assign(self, used: Sequence[int]) -> None:
-        """Gives every used parameter its gradient, a view into the buckets. The others keep None.
-
-        The gradients are valid until the next `begin` or `open`.
-        """
-        for flag, (p, view) in zip(used, self.totals(), strict=True):
-            gradient = sharded_like(view, p) if self._sharded else view
-            p.grad = gradient if flag else None
-
-    def totals(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns the parameters in layout order, each with its finished sum."""
-        views = [view for exchange in self._exchanges for view in exchange.total_views]
-        return list(zip(self._layout.parameters, views, strict=True))
 
     @property
     def parameters(self) -> tuple[int, ...]:
@@ -547,29 +423,30 @@ class GradientReducer:
 
     def _launch_complete(self, parameter: torch.Tensor) -> None:
         """The hook of the buckets: in the last backward pass, launches those that are complete."""
-        launches = self._running and self._is_last and self._units is None and not self.sequential
-        while launches and self._next < len(self._exchanges):
-            exchange = self._exchanges[self._next]
-            if [p for p in exchange.bucket.parameters if p.grad is None]:
+        launches = self._running and self._is_last and self._sends
+        launches = launches and self._early and not self.sequential
+        while launches and self._next < len(self._layout.buckets):
+            bucket = self._layout.buckets[self._next]
+            if [p for p in bucket.parameters if p.grad is None]:
                 return
-            self._flush(exchange)
+            self._flush(bucket)
 
-    def _flush(self, exchange: BucketReduction) -> None:
+    def _flush(self, bucket: GradientBucket) -> None:
         """Writes this worker's sums of one bucket to its buffers and launches its exchange."""
-        bucket, complete = exchange.bucket, self._complete()
+        complete, of_subtrees = self._complete(), self.exchange.views(bucket)
         here = slice(bucket.first, bucket.last)
-        for views, one in zip(exchange.views, complete, strict=False):
+        for views, one in zip(of_subtrees, complete, strict=False):
             self._sum_up(bucket, views, one.gradients[here], one.node, ())
         given = self._last
         leaf = self._take(bucket.parameters, bucket.first) if given is None else given[here]
         self._check_memory(leaf, bucket.first)
         below = self._stack[len(complete) :]
-        self._in_last[here] = self._sum_up(bucket, exchange.views[-1], leaf, self._node, below)
+        self._in_last[here] = self._sum_up(bucket, of_subtrees[-1], leaf, self._node, below)
         self._next += 1
         if self._error is not None:
             return
         try:
-            exchange.launch()
+            self.exchange.bucket_ready(bucket)
         except GroupError as error:  # must not pass through autograd; `send` raises it
             self._error = error
 

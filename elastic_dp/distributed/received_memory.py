@@ -1,9 +1,8 @@
 """Memory of the buckets for what is received where the finished sums go to some members only.
 
 What is received first of all buckets is in one piece for each dtype. Then it is free until the next
-step, for the updated parameters of all members, and for the squares of the gradient's units, which
-travel with them. Sums that are rounded (gradient_rounding.py) lie in the memory for the parameters,
-too. What a member needs of the finished sums is in another piece.
+step, for the updated parameters of all members. Sums that are rounded (gradient_rounding.py) lie in
+that memory, too. What a member needs of the finished sums is in another piece.
 
 A generation uses the memory of the last one again, unless an operation may still access it.
 """
@@ -17,9 +16,8 @@ import torch
 
 from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
 from elastic_dp.distributed.gradient_buckets import GradientBucket
-from elastic_dp.distributed.gradient_units import elements_per_unit
 from elastic_dp.distributed.memory_shortage import are_large
-from elastic_dp.distributed.piece_routes import PieceRoute
+from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 # What memory is for, and its dtype; that of the generation before, and the operations of that
@@ -51,25 +49,27 @@ class ReceivedMemory:
         return any(map(_is_accessed, self._before.values()))
 
     def open(
-        self, plan: ReductionPlan, buckets: Sequence[GradientBucket]
+        self,
+        plan: ReductionPlan,
+        buckets: Sequence[GradientBucket],
+        needed: HeldRanges | None,
     ) -> dict[int, BucketMemory]:
         """Returns for each bucket, by its number, memory for what is received of it first, its
-        route, and memory for what this member needs of its finished sum."""
+        route, and memory for what this member needs of its finished sum. `needed`: which ranks need
+        the sum of which elements; None: all need all."""
         before, self._before, self.by_dtype, self._pieces = self._before, {}, {}, {}
-        if plan.needed is None:
+        if needed is None:
             return {}
         self._group = plan.on_host
         self._is_small = not plan.on_device and not are_large(
             p for bucket in buckets for p in bucket.parameters
         )
-        added_bytes = _most_units(plan) * torch.float64.itemsize
-        routes = {bucket.number: plan.route(bucket) for bucket in buckets}
+        routes = {bucket.number: _route(plan, bucket, needed) for bucket in buckets}
         first: dict[int, torch.Tensor] = {}
         for dtype in {bucket.dtype for bucket in buckets}:
             mine = [bucket for bucket in buckets if bucket.dtype == dtype]
             sizes = [_room(plan.first_received(b), b.rounding.dtype, dtype) for b in mine]
-            added = math.ceil(added_bytes / dtype.itemsize)
-            updated = (plan.most_sent_first(dtype) + added) * plan.group.world_size
+            updated = _most_sent_first(plan, dtype, needed) * plan.group.world_size
             numel = max(sum(sizes), updated)
             memory = self._take(before, ("first", dtype), numel, mine[0].device)
             for bucket, part in zip(mine, memory[: sum(sizes)].split(sizes), strict=True):
@@ -105,16 +105,32 @@ class ReceivedMemory:
         self.by_dtype, self._pieces, self._group = {}, {}, None
 
 
-def _most_units(plan: ReductionPlan) -> int:
-    """Returns the most units of which some rank is the first that needs them. It sends a number for
-    each of them with the parameters."""
-    assert plan.needed is not None
-    units = [0] * plan.group.world_size
-    for p, ranges in plan.needed.items():
-        size = elements_per_unit(p.dtype)
-        for one in ranges:
-            units[one.ranks[0]] += math.ceil((one.last - one.first) / size)
-    return max(units)
+def _most_sent_first(plan: ReductionPlan, dtype: torch.dtype, needed: HeldRanges) -> int:
+    """Returns the most elements of this dtype of which some rank is the first that needs them."""
+    numel = [0] * plan.group.world_size
+    for p, ranges in needed.items():
+        for one in ranges if p.dtype == dtype else ():
+            numel[one.ranks[0]] += one.last - one.first
+    return max(numel)
+
+
+def _route(plan: ReductionPlan, bucket: GradientBucket, needed: HeldRanges) -> PieceRoute:
+    """Returns where the finished parts of a bucket go."""
+    assert plan.rounds, "a sum that is not divided is needed by all"
+    rounding, ranges = bucket.rounding, []
+    for p, cut in zip(bucket.parameters, bucket.cuts, strict=False):
+        at = cut * rounding.block
+        for one in needed.get(p, ()):
+            ranges.append(one._replace(first=at + one.first, last=at + one.last))
+    return piece_route(
+        plan.group.rank,
+        plan.group.world_size,
+        plan.chunk_blocks(bucket),
+        ranges,
+        bucket.blocks,
+        block=rounding.block,
+        record=rounding.record,
+    )
 
 
 def _room(numel: int, dtype: torch.dtype, room: torch.dtype) -> int:

@@ -56,7 +56,7 @@ class Step:
         gradients are gone, unless it was read there or `clip_norm` needed it.
         """
         if self._session.state.record is self._record and self._session.loop.in_body:
-            self._session.step_runner.complete_record()
+            self._session.transaction.complete_record()
         if self._record.grad_norm is None:
             raise LoopError(
                 f"grad_norm of step {self.number} is read too late: its gradients are "

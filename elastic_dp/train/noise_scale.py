@@ -14,7 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
+from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.errors import SpecError
+from elastic_dp.train.step.micro_batch import MicroBatchResult
+from elastic_dp.train.step.participants import LeafGradients, Results, StepParticipant
+from elastic_dp.train.step.step_gradient import StepGradient
 
 LEAF_SQUARE = "elastic_dp.leaf_square"  # among the metrics of a virtual worker's micro-batch
 _SQUARE, _TRACE = "elastic_dp.gradient_square", "elastic_dp.gradient_trace"  # of a step
@@ -25,6 +30,43 @@ class GradientNoise(NamedTuple):
 
     square: float
     trace: float
+
+
+class NoiseScaleEstimates(StepParticipant):
+    """Measures the noise in each `every`-th step."""
+
+    name = "noise_scale"
+
+    def __init__(self, every: int, gradient: StepGradient, results: Results) -> None:
+        self._every, self._gradient, self._results = every, gradient, results
+        self._found: dict[str, float] = {}
+
+    def observes_leaves(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def leaf_ended(self, result: MicroBatchResult, gradients: LeafGradients) -> None:
+        # Its bits depend on the leaf alone, and not on the worker that runs it.
+        pieces = UnitLayout.of(gradients).pieces([*gradients.values()])
+        result.measure(LEAF_SQUARE, fold_squares(squares_of_units(pieces)))
+
+    def begin(self, step: int) -> None:
+        self._found, self._step = {}, step
+
+    def prepare(self) -> None:
+        if not self.observes_leaves(self._step):
+            return
+        exchange, leaves = self._gradient.exchange, self._gradient.leaves
+        scaled = leaves.expected_weight(self._step) / leaves.scale
+        results = self._results.of_all.values()
+        squares = [result.take_leaf_square(LEAF_SQUARE, scaled) for result in results]
+        if exchange.finite and exchange.norm is not None:
+            self._found = estimated(squares, float(exchange.norm.square))
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._found
+
+    def undo(self) -> None:
+        self._found = {}
 
 
 def estimated(leaves: Sequence[tuple[float, float]], square: float) -> dict[str, float]:

@@ -66,8 +66,9 @@ from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed
-from elastic_dp.train.step.step_runner import StepRunner
+from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.training_parts import StepsArguments, TrainingParts
 from elastic_dp.train.user_loop import UserLoop
@@ -156,8 +157,12 @@ class WorkerSession:
         return self._parts.weights
 
     @property
-    def step_runner(self) -> StepRunner:
-        return self._parts.step_runner
+    def transaction(self) -> Transaction:
+        return self._parts.transaction
+
+    @property
+    def micro_batches(self) -> MicroBatchRunner:
+        return self._parts.micro_batches
 
     def report(self, phase: str) -> None:
         self.reporter.report(phase)
@@ -201,11 +206,12 @@ class WorkerSession:
             self.control,
             self.reporter,
             self.status.write_speed,
+            None if self.checkpoints is None else self._plans_checkpoint,
             self.gang,
         )
-        self._groups.expect_buffers(large=self.step_runner.sums.is_large)
+        self._groups.expect_buffers(large=self.transaction.gradient.exchange.is_large)
         self.faults.watch(list(self.state.parameters.values()))
-        ours = self.state, self.step_runner.buffers, self.weights, self.data, self.progress
+        ours = self.state, self.transaction.leaves.buffers, self.weights, self.data, self.progress
         told = self.control, self.reporter, self.device, self.total_steps, self.gang
         self._transfer = StateTransfer(*ours, *told)
         kind = machine_kind(self.device, self.spec.exact)
@@ -230,8 +236,8 @@ class WorkerSession:
 
     def _try_out(self, trial: TrialRun) -> None:
         """Runs a micro-batch before the first step, and undoes it."""
-        of_buckets = self.state.sharding is None  # else one piece for all that is received
-        self.step_runner.sums.preallocate(self.step_runner.schedule.least, receives=of_buckets)
+        leaves = self.transaction.leaves
+        leaves.gradients.preallocate(leaves.shares.least)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
@@ -265,7 +271,7 @@ class WorkerSession:
                 continue
             try:
                 self._groups.check_connection()
-                outcome = self.step_runner.attempt(self.position.step + 1)
+                outcome = self.transaction.attempt(self.position.step + 1)
             except GroupError as error:
                 self.leave(error, self._groups.unreachable)
                 continue
@@ -337,8 +343,8 @@ class WorkerSession:
         if isinstance(reason, GroupError) and fault_of(reason) is not None:
             raise reason
         if self.loop.in_body:
-            self.step_runner.complete_record()
-        self.step_runner.close()
+            self.transaction.complete_record()
+        self.transaction.close()
         if self.state.sharding is not None:
             self.state.sharding.close()
         generation = self.control.leave()
@@ -375,7 +381,8 @@ class WorkerSession:
         payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
         state_group = self._groups.formed()
         if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
-            self.step_runner.forget_finished()  # and its memory, before there is more to hold
+            # and its memory, before there is more to hold
+            self.transaction.gradient.forget_finished()
         formed_at = time.time()
         taken = self._get_state(membership, plan.role, state_group, payload)
         copied_at = time.time()
@@ -384,7 +391,7 @@ class WorkerSession:
         assert self._groups.main is not None
         taken += self._get_pieces(membership)
         next_step, lineage_id = self.position.step + 1, self.progress.lineage_id
-        self.step_runner.open(
+        self.transaction.open(
             self._groups.main,
             membership,
             next_step,
@@ -430,8 +437,9 @@ class WorkerSession:
         return nbytes
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
-        share = self.step_runner.share(membership, self.rank, next_step)
-        self.step_runner.data.read_ahead(next_step, share)
+        leaves = self.transaction.leaves
+        mine = leaves.shares.of_rank(membership, self.rank, next_step)
+        leaves.data.read_ahead(next_step, mine)
 
     def _post_stopped(
         self,
@@ -452,7 +460,7 @@ class WorkerSession:
                 at_head=not self.loop.in_body,
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
-                finished=self.step_runner.finished_nodes(self.position.step + 1),
+                finished=self.transaction.gradient.finished_nodes(self.position.step + 1),
                 partial=self.progress.has_state and not self.state.is_whole,
                 lacks_copies=self.state.lacks_copies(generation),
                 pieces_lost=pieces_lost,
@@ -500,8 +508,6 @@ class WorkerSession:
         names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")
         options = {name: getattr(given, name) for name in names}
         checkpoints.open(self.state, self._signature, job, told, self.control, options)
-        total = self.total_steps
-        self.step_runner.expect_checkpoints(lambda step: checkpoints.planned(step, total))
         self._requested_checkpoints = RequestedCheckpoints(
             checkpoints,
             self.state,
@@ -511,6 +517,10 @@ class WorkerSession:
             self.control,
             self.reporter,
         )
+
+    def _plans_checkpoint(self, step: int) -> bool:
+        assert self.checkpoints is not None
+        return self.checkpoints.planned(step, self.total_steps)
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
         if self._requested_checkpoints is not None:

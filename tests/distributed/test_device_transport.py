@@ -100,6 +100,16 @@ def values_of(virtual_worker: int, step: int) -> torch.Tensor:
     return torch.randn(40, generator=generator) * sizes[torch.randperm(40, generator=generator)]
 
 
+def finish_on_device(gradients: GradientReducer, group: ProcessGroup, factor: float) -> bool | None:
+    """Give the parameter its gradient. Return whether it is finite."""
+    exchange = gradients.exchange
+    exchange.reduce()
+    exchange.take(transport_of(group).read(exchange.unread()))
+    exchange.finish(factor, [1])
+    exchange.assign()
+    return exchange.finite
+
+
 def steps_of(
     group: ProcessGroup,
     shares: Sequence[tuple[int, int]],
@@ -125,10 +135,7 @@ def steps_of(
             (parameter * values_of(leaf.virtual_worker, step)).sum().backward()
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
-        gradients.reduce()
-        extremes = transport_of(group).read(gradients.arrive())
-        assert gradients.finish(0.5, extremes)
-        gradients.assign([1])
+        assert finish_on_device(gradients, group, 0.5)
         assert parameter.grad is not None
         bits.append(parameter.grad.view(torch.int32).tolist())
     gradients.close()
@@ -171,9 +178,7 @@ def test_gradients_that_are_not_finite_are_seen_by_all_members():
             (parameter[3] * value * 0.5).backward()
             gradients.after_leaf(leaf, True)
             gradients.send()
-            gradients.reduce()
-            extremes = transport_of(group).read(gradients.arrive())
-            found.append(gradients.finish(factor, extremes))
+            found.append(finish_on_device(gradients, group, factor))
         return found
 
     assert of_each(2, finite) == [[False, False, True, False]] * 2
@@ -445,7 +450,9 @@ def test_gradient_memory_is_the_same_after_fifty_generations(monkeypatch):
             parameter[0].sum().backward()
             gradients.after_leaf(leaf, True)
             gradients.send()
-        addresses[group.rank] |= {m.data_ptr() for e in gradients._exchanges for m in e._memory}
+        addresses[group.rank] |= {
+            m.data_ptr() for e in gradients.exchange._buckets for m in e._memory
+        }
         group.abort()
         gradients.drop()
         gradients.close()

@@ -67,6 +67,15 @@ def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parame
     return {str(number): parameter for number, parameter in enumerate(parameters)}
 
 
+def finish(gradients: GradientReducer, factor: float) -> bool | None:
+    """Give all parameters their gradients. Return whether these are finite."""
+    exchange = gradients.exchange
+    exchange.reduce()
+    exchange.finish(factor, [1] * len(gradients.parameters))
+    exchange.assign()
+    return exchange.finite
+
+
 def leaves_of(share: Share, count: int) -> list[Leaf]:
     return [leaf for one in share for leaf in fold(*one, count)]
 
@@ -87,9 +96,7 @@ def summed(group: ProcessGroup, shares: Sequence[Share], exact: bool) -> list[li
             (sum(p.sum() for p in own) * (leaf.virtual_worker + 1)).backward()
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
-        gradients.reduce()
-        assert gradients.complete(0.5)
-        gradients.assign([1, 1])
+        assert finish(gradients, 0.5)
     return [p.grad.tolist() for p in parameters]
 
 
@@ -121,7 +128,7 @@ def test_all_members_see_that_the_sum_is_not_finite(
         parameter = torch.nn.Parameter(torch.zeros(5))
         gradients = GradientReducer(named([parameter]))
         one_each(gradients, group, lambda: parameter[3] * value)
-        return gradients.complete(factor)
+        return finish(gradients, factor)
 
     assert of_each(members, finite) == [False] * members
 
@@ -139,7 +146,7 @@ def one_each(
     loss().backward()
     gradients.after_leaf(leaf, True)
     gradients.send()
-    gradients.reduce()
+    gradients.exchange.reduce()
 
 
 def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
@@ -159,7 +166,7 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
         gradients = GradientReducer(named(two))
         one_each(gradients, group, lambda: two[0].sum() + two[1].sum())
         group.wait = told("arrived", group.wait)  # type: ignore[method-assign]
-        assert gradients.complete(0.5)
+        assert finish(gradients, 0.5)
         return order[threading.get_ident()]
 
     total = told("summed", cross_worker_reduction._total_of_elements)
@@ -211,9 +218,7 @@ def sum_of_replays(leaves: int, exact: bool) -> list[float]:
         function.apply(weight, leaf.virtual_worker + 1.0).backward()
         gradients.after_leaf(leaf, leaf is mine[-1])
     gradients.send()
-    gradients.reduce()
-    assert gradients.complete(1.0)
-    gradients.assign([1])
+    assert finish(gradients, 1.0)
     assert weight.grad is not None
     return weight.grad.tolist()
 
@@ -328,10 +333,8 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
         gradients.close()
         gradients.open(group, after, COUNT, exact=True)
         ran = run_leaves(gradients, parameters, after[group.rank], COUNT, finished, None)
-        gradients.reduce()
-        assert gradients.complete(1.0)
+        assert finish(gradients, 1.0)
         used = gradients.used
-        gradients.assign([1, 1])
         return [p.grad.tolist() for p in parameters], ran, [nodes, used]
 
     of_all = of_each(world_size, act)
@@ -374,9 +377,9 @@ def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits
         gradients = GradientReducer(named(parameters))
         gradients.open(group, shares, COUNT, True, topology)
         run_leaves(gradients, parameters, shares[group.rank], COUNT, {}, None)
-        gradients.reduce()
+        gradients.exchange.reduce()
         if factor is not None:
-            assert gradients.complete(factor)
+            assert finish(gradients, factor)
         finished = gradients.finished()
         nodes = list(finished)
         gradients.drop()
@@ -385,9 +388,7 @@ def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits
         gradients.open(group, shares, COUNT, True, topology)
         ran = run_leaves(gradients, parameters, shares[group.rank], COUNT, finished, None)
         assert ran == ([COUNT - 1] if len(shares) == 1 and factor == 0.5 else [])
-        gradients.reduce()
-        assert gradients.complete(1.0)
-        gradients.assign([1, 1])
+        assert finish(gradients, 1.0)
         return [p.grad.tolist() for p in parameters], nodes
 
     (whole,) = of_each(1, lambda group: undisturbed(group))
@@ -410,25 +411,24 @@ def test_two_reducers_share_the_work_of_one(shares: list[Share], topology: Any) 
         sends = GradientReducer(named(parameters), computes=False)
         computes.open(group, shares, COUNT, True, topology, sends=False)
         sends.open(group, shares, COUNT, True, topology)
-        sends.advance()  # nothing is there yet
+        sends.exchange.advance()  # nothing is there yet
         run_leaves(computes, parameters, shares[group.rank], COUNT, {}, None, sends=False)
         sums = computes.take_sums()
         assert list(sums) == cover_share(shares[group.rank], COUNT)
         sends.begin()
-        sends.advance()
+        sends.exchange.advance()
         if group.rank == 0:
             others_have_sent.wait()
         for node, gradients in sums.items():
             sends.add_finished(node, gradients, 0, node == max(sums))
         sends.send()
-        sends.advance()
+        sends.exchange.advance()
         if group.rank != 0:
             others_have_sent.wait()
         run_leaves(computes, parameters, shares[group.rank], COUNT, {}, None, sends=False)
-        eventually(lambda: sends.advance() or sends._turns_taken == len(sends._turns))
-        sends.reduce()
-        assert sends.complete(1.0)
-        sends.assign([1, 1])
+        exchange = sends.exchange
+        eventually(lambda: exchange.advance() or exchange._turns_taken == len(exchange._turns))
+        assert finish(sends, 1.0)
         return [p.grad.tolist() for p in parameters]
 
     (whole,) = of_each(1, lambda group: undisturbed(group))
@@ -448,7 +448,7 @@ def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
         gradients.drop()
         gradients.close()
         gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
-        for exchange in gradients._exchanges:
+        for exchange in gradients.exchange._buckets:
             for view in exchange.views[-1]:
                 view.fill_(7.0)
         return before, [one.tolist() for one in kept if one is not None]
@@ -469,12 +469,12 @@ def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(
     shares = BEFORE[2]
     gradients.open(group, shares, COUNT, exact=True)
     run_leaves(gradients, parameters, shares[0], COUNT, {}, None)
-    held = [memory for exchange in gradients._exchanges for memory in exchange._memory]
+    held = [memory for exchange in gradients.exchange._buckets for memory in exchange._memory]
     gradients.drop()
     gradients.close()
     group.transport.is_over = lambda _: at_open
     gradients.open(group, shares, COUNT, exact=True)
-    taken = [memory for exchange in gradients._exchanges for memory in exchange._memory]
+    taken = [memory for exchange in gradients.exchange._buckets for memory in exchange._memory]
     again = {one.data_ptr() for one in held} & {one.data_ptr() for one in taken}
     assert len(again) == (len(held) if at_open else 0)
 
@@ -484,10 +484,10 @@ def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generation
     group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
     gradients.open(group, BEFORE[2], COUNT, exact=True)
     on_host, on_device = torch.zeros(900), torch.zeros(900, device="meta")
-    gradients._pool.give_back([on_host, on_device])
+    gradients.exchange._pool.give_back([on_host, on_device])
     gradients.open(group, BEFORE[2], COUNT, exact=True)
-    assert any(memory is on_host for memory in gradients._pool._free)
-    assert {memory.device.type for memory in gradients._pool._free} == {"cpu"}
+    assert any(memory is on_host for memory in gradients.exchange._pool._free)
+    assert {memory.device.type for memory in gradients.exchange._pool._free} == {"cpu"}
 
 
 def test_step_without_gradients_begins_with_nothing_finished() -> None:
@@ -523,7 +523,5 @@ def undisturbed(group: ProcessGroup) -> list[Any]:
     gradients = GradientReducer(named(parameters))
     gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
     run_leaves(gradients, parameters, [(0, COUNT)], COUNT, {}, None)
-    gradients.reduce()
-    assert gradients.complete(1.0)
-    gradients.assign([1, 1])
+    assert finish(gradients, 1.0)
     return [p.grad.tolist() for p in parameters]

@@ -26,6 +26,7 @@ from tests.distributed.test_gradient_reducer import (  # noqa: F401
     OTHER,
     Aborted,
     _dropped_here,
+    finish,
     leaves_of,
     named,
     of_each,
@@ -82,9 +83,7 @@ def summed(
             sum((p * g).sum() for p, g in pairs if g is not None).backward()  # type: ignore[union-attr]
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
-        gradients.reduce()
-        assert gradients.complete(FACTOR)
-        gradients.assign([1] * len(parameters))
+        assert finish(gradients, FACTOR)
     return [bits_of(p.grad) for p in parameters]
 
 
@@ -164,9 +163,7 @@ def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
         gradients.close()
         gradients.open(group, after, COUNT, exact=True)
         ran = run_leaves(gradients, parameters, after[group.rank], COUNT, finished, None)
-        gradients.reduce()
-        assert gradients.complete(1.0)
-        gradients.assign([1, 1])
+        assert finish(gradients, 1.0)
         return [bits_of(p.grad) for p in parameters], kept, ran
 
     def leaf(number: int) -> Callable[[int], Numbers | None]:
@@ -216,8 +213,7 @@ def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
                 for p, v in zip(parameters, values, strict=True)
             ),
         )
-        assert gradients.complete(FACTOR)
-        gradients.assign([1, 1, 1])
+        assert finish(gradients, FACTOR)
         return [p.grad.tolist() for p in parameters]  # type: ignore[union-attr]
 
     (*narrow, wide), _, (*as_without, other), _ = (
@@ -247,7 +243,7 @@ def test_all_members_see_whether_the_rounded_sum_is_finite(
         parameter = torch.nn.Parameter(torch.zeros(5))
         gradients = GradientReducer(named([parameter]), wire)
         one_each(gradients, group, lambda: parameter[3] * value)
-        return gradients.complete(factor)
+        return finish(gradients, factor)
 
     assert of_each(members, seen) == [finite] * members
 

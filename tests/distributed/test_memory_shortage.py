@@ -24,6 +24,7 @@ from elastic_dp.distributed.process_group import (
 )
 from elastic_dp.errors import ClusterError, GroupAborted
 from tests.distributed.test_gradient_reducer import CPU, leaves_of, named
+from tests.distributed.test_reduction_to_holders import in_pieces
 from tests.patience import PATIENCE_S
 
 NUMEL, SHARES, V = 700, [[(0, 3)], [(3, 6)], [(6, 8)]], 8
@@ -89,8 +90,8 @@ def sum_of(gradients: GradientReducer, p: torch.nn.Parameter, rank: int, *, ends
     gradients.send()
     if not ends:
         return {}
-    gradients.reduce()
-    return gradients.complete_held(1.0)
+    gradients.exchange.reduce()
+    return gradients.exchange.sums_of_pieces(1.0)[0]
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -104,25 +105,25 @@ def test_next_generation_uses_memory_again_that_operations_of_the_last_one_kept(
 
     def first(group):
         p = torch.nn.Parameter(torch.zeros(NUMEL))
-        gradients = GradientReducer(named([p]))
         needed = {p: [HeldRange(0, 0, NUMEL, (0, 1))]}
-        gradients.open(group, SHARES, V, True, (), needed)
+        gradients = GradientReducer(named([p]), exchange=in_pieces([p], needed))
+        gradients.open(group, SHARES, V, True)
         if group.rank in launches:
             sum_of(gradients, p, group.rank, ends=False)
         elif group.rank == 0:
             group.all_gather(torch.zeros(3), torch.zeros(1))  # it keeps other memory
-        return gradients, p, needed, gradients.received_memory[torch.float32]
+        return gradients, p, gradients.exchange.received_memory[torch.float32]
 
     def second(group, made):
-        before, (gradients, p, needed, memory) = made
+        before, (gradients, p, memory) = made
         gradients.drop()
         gradients.close()
         before.close()
         group.gather_bytes(b"")  # all have left it
         if large:
             drop_abandoned_groups(0.0)  # as `GenerationGroups` does
-        gradients.open(group, SHARES, V, True, (), needed)
-        used_again = gradients.received_memory[torch.float32] is memory
+        gradients.open(group, SHARES, V, True)
+        used_again = gradients.exchange.received_memory[torch.float32] is memory
         for held in sum_of(gradients, p, group.rank, ends=True).values():
             assert torch.equal(held, torch.full((NUMEL,), float(sum(range(V)))))
         gradients.close()

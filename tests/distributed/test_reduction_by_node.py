@@ -13,7 +13,7 @@ from elastic_dp.distributed import process_group
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import fold
-from tests.distributed.test_gradient_reducer import named, of_each
+from tests.distributed.test_gradient_reducer import finish, named, of_each
 from tests.distributed.test_reduction_rounds import (
     EVERY,
     Shares,
@@ -56,9 +56,7 @@ def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2
             (parameter * gradient(leaf.virtual_worker)).sum().backward()
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
-        gradients.reduce()
-        assert gradients.complete(0.5)
-        gradients.assign([1])
+        assert finish(gradients, 0.5)
     assert parameter.grad is not None
     return parameter.grad.view(torch.int32).tolist()
 

@@ -13,8 +13,10 @@ from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.piece_routes import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.train.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import (
     _dropped_here,  # noqa: F401  a fixture
+    finish,
     leaves_of,
     named,
     of_each,
@@ -23,13 +25,19 @@ from tests.distributed.test_gradient_reducer import (
 V = 8
 
 
+def in_pieces(parameters, needed):
+    """An exchange that gives each rank what it needs."""
+    holding = types.SimpleNamespace(needed=lambda: needed, pieces=[], norms=None)
+    return PieceReduction(parameters, holding)
+
+
 def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
     """Returns the gradients after two steps: whole ones, or those of the pieces by number."""
     draw = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (700, 3, 129)]
-    gradients = GradientReducer(named(parameters), wire)
     needed = needed_of(parameters)
-    gradients.open(group, shares, V, True, topology, needed)
+    gradients = GradientReducer(named(parameters), wire, exchange=in_pieces(parameters, needed))
+    gradients.open(group, shares, V, True, topology)
     assert len(gradients._layout.buckets) == 2
     values = torch.randn(2, V, 832, generator=draw)
     for step in range(2):
@@ -42,12 +50,11 @@ def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
             (flat * values[step, leaf.virtual_worker]).sum().backward()
             gradients.after_leaf(leaf, leaf is leaves[-1])
         gradients.send()
-        gradients.reduce()
         if needed is not None:
-            held = gradients.complete_held(0.3)
+            gradients.exchange.reduce()
+            held, _ = gradients.exchange.sums_of_pieces(0.3)
         else:
-            assert gradients.complete(0.3)
-            gradients.assign([1, 1, 1])
+            assert finish(gradients, 0.3)
     if needed is not None:
         return {n: flat.clone() for n, flat in held.items()}
     return [p.grad.clone() for p in parameters]
@@ -105,12 +112,12 @@ def test_next_generation_receives_in_the_same_memory_unless_something_accesses_i
 
     def act(group):
         p = torch.nn.Parameter(torch.zeros(700))
-        gradients = GradientReducer(named([p]))
-        needed = {p: [HeldRange(0, 0, 700, (0, 1))]}
-        gradients.open(group, shares, V, True, (), needed)
-        before = gradients.received_memory[torch.float32]
+        exchange = in_pieces([p], {p: [HeldRange(0, 0, 700, (0, 1))]})
+        gradients = GradientReducer(named([p]), exchange=exchange)
+        gradients.open(group, shares, V, True)
+        before = exchange.received_memory[torch.float32]
         gradients.close()
-        gradients.open(group, shares, V, True, (), needed)
-        return gradients.received_memory[torch.float32] is before
+        gradients.open(group, shares, V, True)
+        return exchange.received_memory[torch.float32] is before
 
     assert of_each(len(shares), act) == [is_over] * len(shares)

@@ -91,7 +91,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
                 BucketReduction, method, _passing(point, session, getattr(BucketReduction, method))
             )
         train(ctx)
-        assert len(session.step_runner.gradients._layout.buckets) >= 3
+        assert len(session.transaction.leaves.gradients._layout.buckets) >= 3
 
     return cut
 

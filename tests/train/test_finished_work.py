@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.state_transfer import StateTransfer
@@ -23,7 +24,6 @@ from elastic_dp.train.step.finished_work import (
 )
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.micro_batch import MicroBatchResult
-from elastic_dp.train.step.step_runner import StepRunner
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
@@ -146,17 +146,18 @@ def waits_for_the_others(train: Any, folder: Path, what: str, step: int = STEP) 
     that method of theirs: "send", or "reduce", which adds to what they received."""
 
     def waits(ctx: Any) -> None:
-        session, does = ctx._session, getattr(GradientReducer, what)
+        session, owner = ctx._session, GradientReducer if what == "send" else GradientExchange
+        does = getattr(owner, what)
 
         def came_through(rank: int) -> Path:
             return folder / f"{what}-{rank}"
 
-        def notes(reducer: GradientReducer) -> None:
-            does(reducer)
+        def notes(summing: Any) -> None:
+            does(summing)
             if session.position.step + 1 == step:
                 came_through(session.rank).touch()
 
-        setattr(GradientReducer, what, notes)
+        setattr(owner, what, notes)
         send = GradientReducer.send
 
         def sends(reducer: GradientReducer) -> None:
@@ -196,7 +197,7 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
         received = StateTransfer.receive
 
         def receive(transfer: Any, *given: Any) -> int:
-            kept = ctx._session.step_runner._finished
+            kept = ctx._session.transaction.leaves._finished
             (tmp_path / ctx._session.worker).write_text(str(kept and [*kept.nodes]))
             return received(transfer, *given)
 
@@ -226,56 +227,62 @@ def test_lost_worker_around_a_change_of_the_loss_scale_only_its_leaves_run_again
     assert float(scales[str(SMALL_LOSS)]) == float(scales[str(LARGE_LOSS)]) / 2
 
 
-CHANGES: dict[str, Callable[[StepRunner], None]] = {
-    "lineage": lambda runner: setattr(runner, "_lineage_id", 3),
-    "mode": lambda runner: setattr(runner, "exact", False),
-    "loss scale": lambda runner: setattr(runner.state, "loss_scale", LossScale(2.0)),
-    "bad row groups": lambda runner: runner.state.bad_row_groups.add(3),
-    "layout": lambda runner: setattr(runner.gradients, "parameters", (1,)),
+CHANGES: dict[str, Callable[[LeafRunner], None]] = {
+    "lineage": lambda leaves: setattr(leaves, "lineage_id", 3),
+    "mode": lambda leaves: setattr(leaves, "exact", False),
+    "loss scale": lambda leaves: setattr(leaves.state, "loss_scale", LossScale(2.0)),
+    "bad row groups": lambda leaves: leaves.state.bad_row_groups.add(3),
+    "layout": lambda leaves: setattr(leaves.gradients, "parameters", (1,)),
+    "weight": lambda leaves: setattr(leaves.data, "rows", lambda step, v: 4.0),
 }
 
 
-def runner_with_finished_work() -> StepRunner:
-    """In step 6, with a node of it that is finished."""
-    runner: Any = object.__new__(StepRunner)
-    runner.state = SimpleNamespace(loss_scale=LossScale(), bad_row_groups=set())
-    runner.gradients = SimpleNamespace(parameters=(1, 2))
-    runner.exact, runner._lineage_id, runner._finished = True, 1, None
-    runner._begin_finished(6, None, 48.0)
-    runner._finished.add((0, 4), node_of(0))
-    return runner
+class Leaves(LeafRunner):
+    """Has work of step 6 that is finished, and runs nothing."""
 
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(loss_scale=LossScale(), bad_row_groups=set())
+        self.gradients = SimpleNamespace(parameters=(1, 2))
+        self.data = SimpleNamespace(rows=lambda step, v: 6.0)
+        self.shares = SimpleNamespace(
+            of_all=lambda step: [()], rank=0, virtual_workers=lambda step: 8
+        )
+        self.exact, self.lineage_id = True, 1
+        self.run_step(6)
+        self._finished.add((0, 4), node_of(0))
 
-def node_of(first: int) -> FinishedNode:
-    return FinishedNode([None], {first: MicroBatchResult(1.0, 4.0, {})}, {})
+    def run(self, *given: Any, **more: Any) -> Any: ...
 
 
 def test_finished_work_of_the_same_inputs_is_kept():
-    runner = runner_with_finished_work()
-    runner._begin_finished(6, None, 48.0)
-    assert list(runner._finished.nodes) == [(0, 4)]
+    leaves = Leaves()
+    leaves.run_step(6)
+    assert list(leaves._finished.nodes) == [(0, 4)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_finished_work_of_another_input_is_forgotten(change):
-    runner = runner_with_finished_work()
-    CHANGES[change](runner)
-    runner._begin_finished(6, None, 48.0)
-    assert runner._finished.nodes == {}
+    leaves = Leaves()
+    CHANGES[change](leaves)
+    leaves.run_step(6)
+    assert leaves._finished.nodes == {}
 
 
-@pytest.mark.parametrize(("step", "expected"), [(7, 48.0), (6, 44.0)], ids=["step", "weight"])
-def test_finished_work_of_another_step_or_weight_is_forgotten(step, expected):
-    runner = runner_with_finished_work()
-    runner._begin_finished(step, None, expected)
-    assert runner._finished.nodes == {}
+def test_finished_work_of_another_step_is_forgotten():
+    leaves = Leaves()
+    leaves.run_step(7)
+    assert leaves._finished.nodes == {}
 
 
 def test_finished_work_is_forgotten_when_a_stop_is_requested():
     """No leaf runs then, so the headers of all say that there is nothing to add."""
-    runner = runner_with_finished_work()
-    runner._begin_finished(6, "enough", 48.0)
-    assert runner._finished is None
+    leaves = Leaves()
+    leaves.run_step(6, idle=True)
+    assert leaves._finished is None
+
+
+def node_of(first: int) -> FinishedNode:
+    return FinishedNode([None], {first: MicroBatchResult(1.0, 4.0, {})}, {})
 
 
 def test_finished_node_is_taken_once_and_only_where_it_lies_in_the_range():

@@ -237,10 +237,10 @@ def hears_of_the_end_late(train, dead):
             if waits and (control._attempting or 0) > after_step:
                 end(generation, after_step)
 
-        def runs(runner, leaf, is_last, step, *given):
-            run_leaf(runner, leaf, is_last, step, *given)
-            after_step = told.get(session.generation, step)
-            if is_last and step > after_step:
+        def runs(runner, turn, **given):
+            run_leaf(runner, turn, **given)
+            after_step = told.get(session.generation, turn.step)
+            if turn.is_last and turn.step > after_step:
                 if dead is not None and session.world_size > 1 and is_first(dead):
                     os.kill(os.getpid(), signal.SIGKILL)
                 end(session.generation, after_step)

@@ -266,9 +266,12 @@ def of_many_pieces(ctx):
 
 def copies_slowly(train, dead, told):
     """Behind the loss, copies for new backups take many steps. The body of the first of them waits
-    until the coordinator has been told of what comes next."""
+    until the coordinator has been told of what comes next. A replacement starts only then: one that
+    were ready before would end the generation while members wait here."""
 
     def cut(ctx):
+        if dead.exists():
+            eventually(told.exists)
         backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
         backup_copies.STEP_PART = 1 << 20
         session, commits = ctx._session, ctx._session._committed

@@ -115,20 +115,19 @@ def test_run_on_a_device_has_the_local_digest_over_both_transports(train, worker
 # Who reads what is on the host also where a GPU computes; and torch's optimizers, whose counts are.
 ON_THE_HOST = {
     "DeviceTransport.read",  # counted as a wait
-    "GradientReducer.finish",
+    "GradientExchange._complete",
     "ModuleBuffers.payload",
     "ModuleBuffers.take",
     "RecordGather._make_room",
     "RecordGather.collect",
-    "PendingNorm.agreed",  # of a sharded optimizer: what it has read
     "ShardedOptimizer.gather",
     "ProcessGroup.gather_bytes",
     "ProcessGroup.gather_equal",
     "take_read",
     "_sampled_view",  # nothing of a device's
     "digest_of",
+    "GradientClipping.clip",
     "squares_of_units",  # to the device of the gradients themselves
-    "_clip_grads_with_norm_",
 }
 OPTIMIZERS = os.path.dirname(torch.optim.__file__)
 

@@ -415,7 +415,7 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
     def ordered(ctx: Any) -> None:
         session = ctx._session
         launch, run_leaf, reduce = (
-            DelayedGradient.launch,
+            DelayedGradient._launch,
             LeafRunner._run_leaf,
             BucketReduction.reduce,
         )
@@ -425,11 +425,11 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
         def file(step: int) -> Path:
             return folder / f"rank 0 has run a leaf of step {step}"
 
-        def launches(gradient: DelayedGradient, *given: Any) -> None:
+        def launches(gradient: DelayedGradient) -> None:
             step = session.position.step + 1
             if session.world_size == 2 and session.rank == 1 and step > 3:
                 eventually(file(step).exists)
-            launch(gradient, *given)
+            launch(gradient)
             reduced.clear()
             ran.clear()
 
@@ -437,18 +437,19 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
             reduced.append(exchange.bucket.number)
             reduce(exchange)
 
-        def runs(leaves: LeafRunner, leaf: Any, is_last: bool, step: int, *given: Any) -> None:
+        def runs(leaves: LeafRunner, turn: Any, **given: Any) -> None:
+            step = turn.step
             if session.world_size == 2 and session.rank == 0 and step > 3:
                 if ran:
                     file(step).touch()
                 if len(ran) == 3:
-                    eventually(lambda: leaves._meanwhile() or reduced)
+                    eventually(lambda: leaves.meanwhile() or reduced)
                     with open(folder / "order", "a", encoding="utf-8") as order:
                         order.write(f"{step} {len(reduced)} of the sum, then leaf {len(ran)}\n")
-                ran.append(leaf.virtual_worker)
-            run_leaf(leaves, leaf, is_last, step, *given)
+                ran.append(turn.virtual_worker)
+            run_leaf(leaves, turn, **given)
 
-        DelayedGradient.launch, LeafRunner._run_leaf = launches, runs
+        DelayedGradient._launch, LeafRunner._run_leaf = launches, runs
         BucketReduction.reduce = reduces
         train(ctx)
 

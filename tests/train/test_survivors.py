@@ -12,6 +12,7 @@ import pytest
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.distributed import device_connection
+from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
@@ -49,7 +50,7 @@ def goes_last(train, folder):
     launched cannot end without it."""
 
     def last(ctx):
-        session, send, reduce = ctx._session, GradientReducer.send, GradientReducer.reduce
+        session, send, reduce = ctx._session, GradientReducer.send, GradientExchange.reduce
 
         def launched(rank):
             return folder / f"launched-{session.generation}-{session.position.step}-{rank}"
@@ -64,12 +65,12 @@ def goes_last(train, folder):
                 over = session.control._over
                 eventually(lambda: all(launched(r).exists() for r in (0, 2)) or over())
 
-        def reduces(reducer):
-            reduce(reducer)
+        def reduces(exchange):
+            reduce(exchange)
             if used():
                 launched(session.rank).touch()
 
-        GradientReducer.send, GradientReducer.reduce = sends, reduces
+        GradientReducer.send, GradientExchange.reduce = sends, reduces
         train(ctx)
 
     return last

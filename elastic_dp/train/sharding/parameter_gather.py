@@ -5,15 +5,12 @@ one after another, with room as for the largest part. All-gathers of a limited s
 to all members: Gloo receives each of them in memory of its own, and copies it. On a device there is
 one all-gather, since NCCL writes to the memory itself.
 
-Each member may add a few bytes to its part, which all members have then, too.
-
 A member launches the all-gathers only after it has the gradient of everything that it holds, and
 has updated what it is the primary of. So who has received all parts knows that all members have.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,11 +37,9 @@ class ParameterGather:
         holders: Sequence[Holders],
         updated: Collection[int],
         memory: Mapping[torch.dtype, torch.Tensor],
-        added_bytes: int = 0,
     ) -> None:
-        """`memory`: for what is gathered, by dtype; none of it is read before. `added_bytes`: how
-        many bytes each member adds; see `add`."""
-        self.memory, self._added_bytes = memory, added_bytes
+        """`memory`: for what is gathered, by dtype; none of it is read before."""
+        self.memory = memory
         self._group, self._parameters, self._pieces = group, parameters, pieces
         self._flats: list[torch.Tensor] = []
         self._flying: list[Any] = []
@@ -69,9 +64,6 @@ class ParameterGather:
             parts[holders[number].primary].append(number)
         # At least one element, so that each member sends something to each other one.
         size = max(1, *(sum(self._pieces[n].numel for n in part) for part in parts))
-        if not self._flats:
-            self._added_at = size
-            size += math.ceil(self._added_bytes / dtype.itemsize)
         flat = self.memory.get(dtype)
         if flat is None or flat.numel() < world_size * size:
             device = self._parameter(numbers[0]).device
@@ -92,27 +84,6 @@ class ParameterGather:
 
     def _parameter(self, number: int) -> torch.Tensor:
         return self._parameters[self._pieces[number].parameter]
-
-    @property
-    def _added(self) -> torch.Tensor:
-        """The bytes that are added, of shape (world size, added_bytes or more)."""
-        rows = self._flats[0].view(self._group.world_size, -1)
-        return rows[:, self._added_at :].view(torch.uint8)
-
-    @property
-    def can_add(self) -> bool:
-        """Whether something is gathered, to which bytes can be added."""
-        return bool(self._flats)
-
-    def add(self, content: torch.Tensor) -> None:
-        """Adds the bytes of a tensor, `added_bytes` of them, to what this member sends next."""
-        mine = self._added[self._group.rank]
-        mine[: self._added_bytes].copy_(content.view(torch.uint8))
-
-    def added(self) -> torch.Tensor:
-        """Returns what all members have added, of shape (world size, added_bytes), once it is
-        here."""
-        return self._added[:, : self._added_bytes]
 
     def launch(self) -> None:
         """Sends this member's part to all others. Raises GroupError."""

@@ -44,7 +44,7 @@ from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_d
 from elastic_dp.train.sharding.kept_copies import copies_to_keep
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
-from elastic_dp.train.sharding.piece_norm import PendingNorm, PieceNorm, clip
+from elastic_dp.train.sharding.piece_norm import GatheredNorm, PieceNorm
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
 
@@ -97,9 +97,7 @@ class ShardedOptimizer:
         self._copies: BackupCopies | None = None  # of this generation
         self._left_early = False  # the last one, before they were made
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
-        self._gather: ParameterGather | None = None  # of this step, and its norm
-        self._adding: PendingNorm | None = None
-        self._norm: torch.Tensor | None = None  # once it has arrived
+        self._gather: ParameterGather | None = None  # of this step
         self.absorb()
         optimizer.register_state_dict_pre_hook(refuse_state_dict)
 
@@ -143,12 +141,12 @@ class ShardedOptimizer:
         self._group, self._generation, self.holders = group, generation, holders
         self._copies, self._left_early = copies, False
         self._small = self._small_pieces()
-        self._norms = PieceNorm(group, self._parameters, self.pieces, holders)
+        self.norms = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
-        self._group = self._gather = self._adding = self._norm = None
+        self._group = self._gather = None
         self._kept_gather = None  # an abandoned operation may still write to its memory
         self._left_early |= not self.backups_are_made
         self._copies = None
@@ -174,7 +172,7 @@ class ShardedOptimizer:
                 'by load_state_dict: with sharding="optimizer" each worker holds a part of it, '
                 "elsewhere. Load it before the loop, or leave sharding out"
             )
-        self._prepared = self._gather = self._adding = self._norm = None
+        self._prepared = self._gather = None
         if self._copies is not None:
             self._take_copies()
             self._copies.begin(self.held)
@@ -211,57 +209,27 @@ class ShardedOptimizer:
     def prepare(
         self,
         step: int,
-        held: Mapping[int, torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
         used: AbstractSet[torch.Tensor],
-        clip_norm: float | None,
         memory: Mapping[torch.dtype, torch.Tensor],
-        finite: bool | None = None,
-    ) -> bool:
-        """Updates copies of what this member sends, and begins to add up the norm of the gradient.
-        Raises GroupError.
+    ) -> None:
+        """Updates copies of what this member sends.
 
-        Where the gradient is clipped by its norm, this waits for the norm. Returns False, and
-        prepares nothing, if not all of the gradient is finite. On a device the host does not wait,
-        and `gather` says whether it is.
-
-        `held` has the gradients of the pieces that this member holds, of shape (numel,). Those of
-        parameters that are not in `used` do not count. `memory`: see `ParameterGather`; the same
-        in all steps of a generation. `finite`: whether all that is held is; None: not known, and it
-        is on the host.
+        `gradients`: of the pieces that this member holds, shaped as `StatePiece.within` shapes
+        them; of the parameters in `used`, which are the same on all members. `memory`: see
+        `ParameterGather`; the same in all steps of a generation.
         """
-        assert self._group is not None
         self._take_copies()
-        gradients = {
-            n: flat
-            for n, flat in held.items()
-            if self._parameters[self.pieces[n].parameter] in used
-        }
-        wide = any(p.dtype == torch.float64 for p in used)
-        adding = self._norms.begin(gradients, wide=wide, finite=finite)
         gather = self._gather_of([p in used for p in self._parameters], memory)
-        if clip_norm is not None or self._group.on_device is not None or not gather.can_add:
-            adding.launch()
-        else:
-            gather.add(adding.mine)
-        shaped = {
-            n: self.pieces[n].within(flat, self._parameters[self.pieces[n].parameter])
-            for n, flat in gradients.items()
-        }
-        if clip_norm is not None:
-            self._norm = adding.arrive()
-            if self._group.on_device is None and adding.agreed(self._norm) is None:
-                return False
-            clip(shaped.values(), clip_norm, self._norm)  # one without dimensions in another way
-        shaped = {n: shaped[n] for n in [*gather.targets, *gather.backed] if n in self.held}
-        self._prepared = prepared = _PreparedStep(step, self._generation, shaped, {})
+        mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
+        self._prepared = prepared = _PreparedStep(step, self._generation, mine, {})
 
         def keep(number: int, _: torch.Tensor, state: State) -> None:
             if number in self._small:
                 prepared.states[number] = state
 
-        self._update_copies(gather.targets, shaped, keep, gather.targets)
-        self._gather, self._adding = gather, adding
-        return True
+        self._update_copies(gather.targets, mine, keep, gather.targets)
+        self._gather = gather
 
     def _gather_of(
         self, used: list[bool], memory: Mapping[torch.dtype, torch.Tensor]
@@ -278,21 +246,21 @@ class ShardedOptimizer:
             if used[piece.parameter] and self._updates.has(number)
         ]
         layout = self._group, self._parameters, self.pieces, self.holders
-        gather = ParameterGather(*layout, updated, memory, self._norms.nbytes)
+        gather = ParameterGather(*layout, updated, memory)
         self._kept_gather = used, gather
         return gather
 
     @torch.no_grad()
-    def gather(self, *, compares: bool) -> tuple[float | None, set[int]]:
-        """Sends the updated parameters to all members and waits for theirs. Raises GroupError.
+    def gather(self, norm: GatheredNorm, *, compares: bool) -> set[int]:
+        """Sends the updated parameters to all members, and waits for theirs and for the norm of the
+        gradient. Raises GroupError.
 
         With `compares` it updates copies of what this member is the backup of, meanwhile. Returns
-        the norm of the gradient, or None if not all of it is finite, and the primaries that have
-        sent other bits, this member's own rank with them; empty if all are equal.
+        the primaries that have sent other bits, this member's own rank with them; empty if all are
+        equal.
         """
-        gather, prepared, adding = self._gather, self._prepared, self._adding
-        assert gather is not None and prepared is not None and adding is not None
-        on_device = adding.group.on_device
+        group, gather, prepared = self._group, self._gather, self._prepared
+        assert group is not None and gather is not None and prepared is not None
         digests: dict[int, torch.Tensor] = {}
         gather.launch()
         if compares:
@@ -305,18 +273,15 @@ class ShardedOptimizer:
             backed = [n for n in gather.backed if n in self.held]
             self._update_copies(backed, prepared.gradients, note)
         gather.wait()
-        if adding.is_open:
-            adding.take(gather.added())
-        told = [adding.arrive() if self._norm is None else self._norm]
+        told = [norm.tensor]
         if digests:
             told.append(gather.differ(digests))
-        if on_device is not None:
-            told = on_device.read(told)
-        norm, *differ = told
-        agreed = adding.agreed(norm, confirms=on_device is not None)
-        pairs = zip(digests, differ[0].tolist(), strict=True) if differ else ()
+        if group.on_device is not None:
+            told = group.on_device.read(told)
+        norm.value = float(told[0])
+        pairs = zip(digests, told[1].tolist(), strict=True) if digests else ()
         odd = {self.holders[number].primary for number, differs in pairs if differs}
-        return agreed, odd | {adding.group.rank} if odd else odd
+        return odd | {group.rank} if odd else odd
 
     def _update_copies(
         self,
@@ -381,7 +346,7 @@ class ShardedOptimizer:
         assert self._prepared is not None and self._gather is not None
         self._advance(self._prepared)
         self._gather.install()
-        self._prepared = self._gather = self._adding = self._norm = None
+        self._prepared = self._gather = None
 
     def step_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates all parameters where each member holds everything. `gradients` has one for each

@@ -62,7 +62,7 @@ def evaluate(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
     # of this body; what the evaluation changes is undone
-    session.step_runner.buffers.take_extra_state()
+    session.transaction.leaves.buffers.take_extra_state()
     progress = session.progress
     index = progress.evaluation_begins()
     known: Results = {}
@@ -134,7 +134,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with autocast(session.step_runner.micro_batches.precision, session.device):
+    with autocast(session.micro_batches.precision, session.device):
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     result = MicroBatchResult(float(loss), weight, metrics)
     return result.loss, result.weight, result.metrics, left_out
@@ -155,7 +155,7 @@ def _quietly(session: WorkerSession, model: torch.nn.Module) -> Iterator[torch.n
         for module, training in modes:
             module.training = training
         reshard(model)
-        session.step_runner.buffers.undo()
+        session.transaction.leaves.buffers.undo()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         torch.set_rng_state(generators[2])

@@ -9,9 +9,11 @@ that does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
 
 
 class InnerRows:
@@ -64,3 +66,20 @@ class InnerRows:
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         self._each.mark_bad(row_groups)
+
+
+class InnerMicroBatches(MicroBatchRunner):
+    """Runs the micro-batches of inner steps, each with a number of its own, in the place of that of
+    the virtual worker."""
+
+    rows: InnerRows
+
+    def _virtual_worker(self, step: int, v: int) -> int:
+        return self.rows.virtual_worker(step, v)
+
+    def _name(self, step: int, v: int) -> str:
+        return self.rows.name(step, v)
+
+    def _without_gradient(self, step: int, v: int, result: MicroBatchResult) -> NoReturn:
+        where, described = self.rows.name(step, v), self._data.describe(step, v)
+        raise not_finite_loss(result.loss, step, where, described)

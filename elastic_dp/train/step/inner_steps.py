@@ -15,7 +15,7 @@ State that is to go on is written to parameters that need no gradient of the los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,13 @@ from torch import nn
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.errors import GroupError
 from elastic_dp.sampling.seeds import inner_seed
 from elastic_dp.train.inner_moments import InnerMoments
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.inner_rows import InnerRows
+from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 
@@ -61,43 +63,76 @@ class InnerStepsResult(MicroBatchResult):
 
 @dataclass(frozen=True)
 class InnerSteps:
-    """Makes the inner steps of one model. `outer` is the optimizer of `ctx.steps`, `make_optimizer`
-    and `clip_norm` are its `inner_optimizer` and `inner_clip_norm`, `seed` is that of the job."""
+    """Makes the inner steps of one model. Implements `Leaf`. `outer` is the optimizer of
+    `ctx.steps`, `make_optimizer` and `clip_norm` are its `inner_optimizer` and `inner_clip_norm`,
+    `seed` is that of the job. `gradients`: checks what the loss function leaves."""
 
     model: nn.Module
     outer: torch.optim.Optimizer
     micro_batches: MicroBatchRunner
     rows: InnerRows
+    gradients: GradientReducer
     speed: ComputeSpeed
     make_optimizer: InnerOptimizerFn
     clip_norm: float | None
     seed: int
+    makes: str = "pseudo-gradient"
 
-    def batches(self, step: int, v: int) -> Iterator[tuple[int, Any]]:
-        """Reads the micro-batches of a virtual worker, each with its number."""
-        for key in self.rows.keys_with_rows(step, v):
-            yield key, self.micro_batches.batch(step, key)
+    def run(self, turn: Turn) -> None:
+        """Runs a leaf to its end, also where the group is lost meanwhile: the next generation needs
+        it."""
+        lost: list[GroupError] = []
 
-    def run(
+        def passes(point: str) -> None:
+            if point == "backward" and not lost:
+                try:
+                    turn.meanwhile()
+                except GroupError as error:
+                    lost.append(error)
+            turn.passes(point)
+
+        step, v = turn.step, turn.virtual_worker
+        found: PseudoGradients = {}
+        result: MicroBatchResult | None = None
+        if self.rows.rows(step, v) > 0:
+            keys = self.rows.keys_with_rows(step, v)
+            batches = ((key, self.micro_batches.batch(step, key)) for key in keys)
+            found, result = self._make(step, v, batches, turn.expected, passes)
+        turn.runner.add_given(turn, result, found)
+        if lost:
+            raise lost.pop()
+
+    def first_batch(self, virtual_worker: int) -> int:
+        return self.rows.keys_with_rows(1, virtual_worker)[0]
+
+    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
+        expected = float(self.rows.rows(1, virtual_worker))
+        batches = [(self.first_batch(virtual_worker), batch)]
+        with self.micro_batches.trial():
+            found, result = self._make(1, virtual_worker, batches, expected, lambda point: None)
+        for p, gradient in found.items():
+            p.grad = gradient
+        return result if result.weight else None
+
+    def _make(
         self,
         step: int,
         v: int,
         batches: Iterable[tuple[int, Any]],
         expected: float,
-        gradients: GradientReducer,
         passes: Callable[[str], None],
     ) -> tuple[PseudoGradients, MicroBatchResult]:
         """Makes an inner step with each of `batches`.
 
         Returns the pseudo-gradients of the parameters that had a gradient in any of them or were
-        written to, and the result of them together. `expected`: the weight of the step.
-        `gradients`: checks what the loss function leaves. `passes`: is told the points of each
-        inner step. Raises LossError, ModelError, and what `passes` raises.
+        written to, and the result of them together. `expected`: the weight of the step. `passes`:
+        is told the points of each inner step. Raises LossError, ModelError, and what `passes`
+        raises.
         """
         start = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
         versions = {p: p._version for p in start}
         try:
-            used, results = self._train(step, v, batches, gradients, passes)
+            used, results = self._train(step, v, batches, passes)
             used |= {p for p, version in versions.items() if p._version != version}
             result = InnerStepsResult.of(results)
             scale = result.weight / expected
@@ -115,7 +150,6 @@ class InnerSteps:
         step: int,
         v: int,
         batches: Iterable[tuple[int, Any]],
-        gradients: GradientReducer,
         passes: Callable[[str], None],
     ) -> tuple[set[torch.Tensor], list[MicroBatchResult]]:
         """Returns the parameters that had a gradient, and the results with a weight."""
@@ -131,11 +165,11 @@ class InnerSteps:
                 passes("before_forward")
                 loss, result = self.micro_batches.forward(batch, step, key, None)
                 passes("forward")
-                gradients.check_after_loss()
+                self.gradients.check_after_loss()
                 if loss is not None:
                     passes("backward")
                     loss.backward()
-                    gradients.check_after_backward()
+                    self.gradients.check_after_backward()
                     used |= self._update(optimizer)
                     results.append(result)
                 self.speed.end_micro_batch()

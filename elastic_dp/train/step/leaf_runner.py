@@ -1,67 +1,202 @@
-"""Runs a worker's share of the virtual workers of a step. Each is a leaf of the reduction tree: a
-forward and a backward pass, or several inner steps, whose gradients are added to those before it.
+"""Runs a worker's share of the virtual workers of a step. Each is a leaf of the reduction tree, and
+a `Leaf` makes its gradient.
 
-What the worker has finished of the step before it was aborted is used in place of its leaves.
+A lost peer ends the step of all members. The weights have not moved, the rows are the same, and the
+sums follow one tree, so the sum of a subtree that this worker has finished is still right, bit for
+bit. In the next generation it is used where the subtree lies within the worker's range of virtual
+workers (`FinishedWork`): only what is missing runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
+
+from elastic_dp.coordinator.messages import whole_blocks
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
-from elastic_dp.errors import GroupError
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.distributed.reduction_tree import Leaf as TreeLeaf
+from elastic_dp.distributed.reduction_tree import Node, Share, fold
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.noise_scale import LEAF_SQUARE
 from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.finished_work import FinishedWork
-from elastic_dp.train.step.gang_step import refuse_none
-from elastic_dp.train.step.inner_steps import InnerSteps, PseudoGradients
+from elastic_dp.train.step.finished_work import (
+    FinishedNode,
+    FinishedWork,
+    StepInputs,
+    finished_of,
+)
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.participants import StepParticipant
+from elastic_dp.train.step.work_shares import WorkShares
+
+
+class Leaf(Protocol):
+    """How a virtual worker makes its gradient in a step."""
+
+    @property
+    def makes(self) -> str:
+        """What it makes, for messages."""
+
+    def run(self, turn: Turn) -> None:
+        """Runs a virtual worker, which may have no rows, and adds its gradient by `LeafRunner.add`
+        or `add_given`. Raises GroupError if the group was lost meanwhile."""
+
+    def first_batch(self, virtual_worker: int) -> int:
+        """Returns the number of its first micro-batch in step 1."""
+
+    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
+        """Runs on this micro-batch before the first step, and leaves the gradient in `p.grad`.
+        Returns None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The turn of one virtual worker in a step."""
+
+    step: int
+    leaf: TreeLeaf
+    is_last: bool  # of this worker, and its gradient is sent in its backward pass
+    expected: float  # the weight of the step
+    runner: LeafRunner
+
+    @property
+    def virtual_worker(self) -> int:
+        return self.leaf.virtual_worker
+
+    def passes(self, point: str) -> None:
+        """Passes a named point; see fault_injection.py."""
+        self.runner.pass_point(point, self.step)
+
+    def meanwhile(self) -> None:
+        """Does what can be done for gradients that are on their way. Raises GroupError."""
+        self.runner.meanwhile()
+
+    def sends(self) -> None:
+        """The gradient is about to be sent. Raises GroupError."""
+        if self.is_last:
+            self.runner.send_first()
+
+
+@dataclass
+class OnePass:
+    """One forward and one backward pass. `refuses_none`: raises the error for a virtual worker
+    without a loss to run backward from, where there must be one. Implements `Leaf`."""
+
+    micro_batches: MicroBatchRunner
+    data: RowSource
+    refuses_none: Callable[[int, int], None] = lambda step, virtual_worker: None
+    makes: str = "gradient"
+
+    def run(self, turn: Turn) -> None:
+        v, loss, result = turn.virtual_worker, None, None
+        if self.data.rows(turn.step, v) > 0:
+            turn.passes("before_forward")
+            batch = self.micro_batches.batch(turn.step, v)
+            loss, result = self.micro_batches.forward(batch, turn.step, v, turn.expected)
+            turn.passes("forward")
+            turn.runner.gradients.before_backward()
+        turn.meanwhile()
+        if loss is None:
+            self.refuses_none(turn.step, v)
+        else:
+            turn.sends()
+            turn.passes("backward")
+            loss.backward()
+        turn.runner.add(turn, result, contributes=loss is not None)
+
+    def first_batch(self, virtual_worker: int) -> int:
+        return virtual_worker
+
+    def try_out(self, virtual_worker: int, batch: Any) -> MicroBatchResult | None:
+        expected = float(self.data.rows(1, virtual_worker))
+        with self.micro_batches.trial():
+            loss, result = self.micro_batches.forward(batch, 1, virtual_worker, expected)
+        if loss is None:
+            self.refuses_none(1, virtual_worker)
+            return None
+        loss.backward()
+        return result
 
 
 @dataclass
 class LeafRunner:
+    """`leaf`: makes the gradient of a virtual worker. `keeps_finished`: whether what is finished of
+    an aborted step can be used again."""
+
+    leaf: Leaf
     data: RowSource
-    micro_batches: MicroBatchRunner
+    state: TrainState
     gradients: GradientReducer
     buffers: ModuleBuffers
+    shares: WorkShares
     control: WorkerControl
     speed: ComputeSpeed
-    pass_point: Callable[[str, int], None]  # see fault_injection.py
-    gang: Gang | None = None
-    noise_scale_every: int | None = None
-    inner: InnerSteps | None = None
-    # Sends what all members send before their gradients, which the last backward pass sends. Called
-    # before that pass, if there is one, and behind it, where it does nothing any more.
-    send_first: Callable[[], None] | None = None
-    _meanwhile: Callable[[], None] | None = None  # see `run`
+    pass_point: Callable[[str, int], None]
+    exact: bool
+    keeps_finished: bool = True
+    micro_batches: Callable[[int], int] = lambda step: 1  # of a virtual worker, by step
+    lineage_id: int = 0  # of the state; see `Membership.lineage_id`
+    # Does what can be done meanwhile for gradients of an earlier step.
+    meanwhile: Callable[[], None] = lambda: None
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
+    _finished: FinishedWork | None = None  # of a step that was aborted
+    _participants: Sequence[StepParticipant] = ()
+    _observers: Sequence[StepParticipant] = ()
+
+    # ----------------------------------------------------------------------------- a step
+
+    def begin(self, step: int, participants: Sequence[StepParticipant]) -> None:
+        self._participants = [p for p in participants if type(p).send is not StepParticipant.send]
+        self._observers = [p for p in participants if p.observes_leaves(step)]
+
+    @property
+    def scale(self) -> float:
+        """What each loss is multiplied by."""
+        return self.state.loss_scale.scale if self.state.loss_scale else 1.0
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a participant observes the gradients of this step's leaves."""
+        return bool(self._observers)
+
+    def expected_weight(self, step: int) -> float:
+        """Returns the weight of a step: the rows of all its virtual workers."""
+        numbers = range(self.shares.virtual_workers(step))
+        return float(sum(self.data.rows(step, v) for v in numbers))
+
+    def run_step(
+        self, step: int, *, sends: bool = True, idle: bool = False
+    ) -> dict[int, MicroBatchResult]:
+        """Runs this worker's share of the step; see `run`. Forgets what was finished of another
+        step, or from other inputs."""
+        # An idle worker has nothing to send with what is finished.
+        self._finished = None if idle else finished_of(self._inputs(step), self._finished)
+        share = self.shares.of_all(step)[self.shares.rank]
+        return self.run(step, share, self._finished, sends=sends, idle=idle)
 
     def run(
         self,
         step: int,
         share: Share,
-        virtual_workers: int,
-        expected: float,
         finished: FinishedWork | None,
         *,
-        meanwhile: Callable[[], None] | None,
-        stop: bool = False,
+        sends: bool,
+        idle: bool = False,
     ) -> dict[int, MicroBatchResult]:
         """Runs the leaves of `share` that are not `finished`. Returns the results of all of them.
 
-        `virtual_workers`: of the step, with the weight `expected` in all. Without `meanwhile`, the
-        gradients of the last leaf are sent in its backward pass. With it, it is called between two
-        passes, and nothing is sent. With `stop` no leaf runs. Raises GroupAborted.
+        With `sends`, the gradients of the last leaf are sent in its backward pass. An `idle` worker
+        runs none. Raises GroupError.
         """
-        self._meanwhile = meanwhile
-        last = share[-1][1] if meanwhile is None else None
-        results = self.results = {}
+        self.speed.begin(self.micro_batches(step))
+        last = share[-1][1] if sends else None
+        virtual_workers, expected = self.shares.virtual_workers(step), self.expected_weight(step)
+        self.results = {}
         for first, limit in share:
             leaves = fold(first, limit, virtual_workers)
             reused_until = first
@@ -72,79 +207,97 @@ class LeafRunner:
                 self.control.may_continue()
                 taken = finished.take(v, limit) if finished is not None else None
                 if taken is None:
-                    run_leaf = self._run_leaf if self.inner is None else self._run_inner_steps
-                    run_leaf(leaf, v + 1 == last, step, stop, expected)
+                    turn = Turn(step, leaf, v + 1 == last, expected, self)
+                    self._run_leaf(turn, idle=idle)
                     continue
                 node, work = taken
                 reused_until = node[1]
                 merges = leaves[reused_until - 1 - first].merges
                 merges -= fold(*node, virtual_workers)[-1].merges
                 self.gradients.add_finished(node, work.gradients, merges, reused_until == last)
-                results.update(work.results)
+                self.results |= work.results
                 self.buffers.reuse(work.buffers)
-        if self.send_first is not None:
-            self.send_first()
-        return results
+        self.send_first()
+        return self.results
 
-    def end(self) -> None:
-        """Drops the results of a step."""
+    def _run_leaf(self, turn: Turn, *, idle: bool) -> None:
+        self.gradients.before_leaf(turn.leaf, turn.is_last)
+        if idle:
+            self.meanwhile()
+            self.add(turn, None, contributes=False)
+        else:
+            self.leaf.run(turn)
+        self.speed.end_micro_batch()
+        self.meanwhile()
+
+    def add(self, turn: Turn, result: MicroBatchResult | None, *, contributes: bool) -> None:
+        """Adds what a backward pass has left in `p.grad`, and the buffers."""
+        if result is not None:
+            self.results[turn.virtual_worker] = result
+        self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
+        observed = self.gradients.after_leaf(turn.leaf, turn.is_last, observed=self.is_observed)
+        if result is not None and contributes:
+            for participant in self._observers:
+                participant.leaf_ended(result, observed)
+
+    def add_given(
+        self,
+        turn: Turn,
+        result: MicroBatchResult | None,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Adds gradients by parameter, which are given up, and the buffers."""
+        if result is not None:
+            self.results[turn.virtual_worker] = result
+        contributes = result is not None and result.weight > 0
+        self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
+        self.gradients.add_leaf(turn.leaf, gradients, turn.is_last)
+
+    def send_first(self) -> None:
+        """Sends what all members send before their gradients. Called before the pass that sends
+        them, if there is one, and after it, where it does nothing any more. Raises GroupError."""
+        for participant in self._participants:
+            participant.send()
+
+    # ------------------------------------------------------------------------ finished work
+
+    def _inputs(self, step: int) -> StepInputs:
+        """Returns what the gradients of a step depend on."""
+        scale = self.state.loss_scale
+        return StepInputs(
+            step,
+            self.lineage_id,
+            self.exact,
+            self.expected_weight(step),
+            scale.scale if scale else None,
+            frozenset(self.state.bad_row_groups),
+            self.gradients.parameters,
+        )
+
+    def end(self, *, aborted: bool) -> None:
+        """Ends a step. Keeps what is finished of one that was aborted."""
+        if not aborted:
+            self._finished = None
+        elif self.keeps_finished and self._finished is not None:
+            self._keep(self._finished)
         self.results = {}
 
-    def measures_noise(self, step: int) -> bool:
-        return self.noise_scale_every is not None and step % self.noise_scale_every == 0
+    def _keep(self, work: FinishedWork) -> None:
+        assert work.inputs is not None
+        for node, gradients in self.gradients.finished().items():
+            results = {v: r for v, r in self.results.items() if node[0] <= v < node[1]}
+            if not any(self.data.bad_row_groups(work.inputs.step, v) for v in results):
+                buffers = self.buffers.finished(range(*node))
+                work.add(node, FinishedNode(gradients, results, buffers))
 
-    def _run_leaf(self, leaf: Leaf, is_last: bool, step: int, stop: bool, expected: float) -> None:
-        v = leaf.virtual_worker
-        self.gradients.before_leaf(leaf, is_last)
-        loss = None
-        if not stop and self.data.rows(step, v) > 0:
-            self.pass_point("before_forward", step)
-            batch = self.micro_batches.batch(step, v)
-            loss, self.results[v] = self.micro_batches.forward(batch, step, v, expected)
-            self.pass_point("forward", step)
-            self.gradients.before_backward()
-        if self._meanwhile is not None:
-            self._meanwhile()
-        if loss is None and not stop:
-            refuse_none(self.gang, step, v)
-        if loss is not None:
-            if is_last and self.send_first is not None:
-                self.send_first()
-            self.pass_point("backward", step)
-            loss.backward()
-        self.buffers.after_leaf(v, contributes=loss is not None)
-        self.gradients.after_leaf(leaf, is_last)
-        if loss is not None and self.measures_noise(step):
-            self.results[v].measure(LEAF_SQUARE, self.gradients.leaf_square())
-        self.speed.end_micro_batch()
-        if self._meanwhile is not None:
-            self._meanwhile()
+    def finished_nodes(self, step: int) -> tuple[Node, ...]:
+        """Returns the subtrees that are finished of an aborted attempt at `step`, as ranges of
+        those that a membership distributes."""
+        work = self._finished
+        if work is None or work.inputs is None or work.inputs.step != step:
+            return ()
+        return whole_blocks(work.nodes, self.shares.least, self.shares.virtual_workers(step))
 
-    def _run_inner_steps(
-        self, leaf: Leaf, is_last: bool, step: int, stop: bool, expected: float
-    ) -> None:
-        """Runs a leaf of several inner steps to its end, also where the group is lost meanwhile:
-        the next generation needs it."""
-        v, inner = leaf.virtual_worker, self.inner
-        assert inner is not None
-        lost: list[GroupError] = []
-
-        def passes(point: str) -> None:
-            if point == "backward" and self._meanwhile is not None and not lost:
-                try:
-                    self._meanwhile()
-                except GroupError as error:
-                    lost.append(error)
-            self.pass_point(point, step)
-
-        found: PseudoGradients = {}
-        if not stop and self.data.rows(step, v) > 0:
-            given = inner.batches(step, v), expected, self.gradients, passes
-            found, self.results[v] = inner.run(step, v, *given)
-        contributes = v in self.results and self.results[v].weight > 0
-        self.buffers.after_leaf(v, contributes=contributes)
-        self.gradients.add_leaf(leaf, found, is_last)
-        if lost:
-            raise lost.pop()
-        if self._meanwhile is not None:
-            self._meanwhile()
+    def forget_finished(self) -> None:
+        """Forgets what is finished of an aborted step: the state is about to change."""
+        self._finished = None

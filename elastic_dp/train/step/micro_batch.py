@@ -1,8 +1,4 @@
-"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss.
-
-Where it makes several inner steps, each has a micro-batch with a number of its own, in the place of
-that of the virtual worker (`InnerRows.keys`).
-"""
+"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.inner_rows import InnerRows
 from elastic_dp.train.step.loss_result import parse_loss
 from elastic_dp.train.step.precision import autocast
 
@@ -89,14 +84,12 @@ class MicroBatchRunner:
         exact: bool,
         precision: str | None,
         gang: Gang | None = None,
-        inner: InnerRows | None = None,
     ) -> None:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._device, self._seed, self._speed, self._report = device, seed, speed, report
         self._exact, self.precision = exact, precision
         # The number by which random ones are drawn.
         self._key = gang.micro_batch if gang is not None else int
-        self._inner = inner
         self._is_trial = False  # this is the micro-batch before the first step
         self._writes_back = False  # see `_check_written`
 
@@ -123,7 +116,7 @@ class MicroBatchRunner:
         for v in sorted(results):
             result = results[v]
             if result.weight and not math.isfinite(result.loss) and self._state.loss_scale is None:
-                raise _not_finite(result.loss, step, f"virtual worker {v}", describe(step, v))
+                raise not_finite_loss(result.loss, step, f"virtual worker {v}", describe(step, v))
         return {v: results[v] for v in sorted(results) if results[v].weight}
 
     def batch(self, step: int, v: int) -> Any:
@@ -166,9 +159,7 @@ class MicroBatchRunner:
         if weight == 0.0:
             return None, result
         if not later and not math.isfinite(result.loss) and self._state.loss_scale is None:
-            if self._inner is not None:
-                raise _not_finite(value, step, self._name(step, v), self._data.describe(step, v))
-            return None, result  # the header tells all; they raise together
+            return self._without_gradient(step, v, result)
         if not loss.requires_grad:
             raise LossError(
                 f"the loss of step {step} on {self._name(step, v)} has no gradient: it was "
@@ -181,10 +172,17 @@ class MicroBatchRunner:
         return loss * scale, result
 
     def _virtual_worker(self, step: int, v: int) -> int:
-        return v if self._inner is None else self._inner.virtual_worker(step, v)
+        return v
 
     def _name(self, step: int, v: int) -> str:
-        return f"virtual worker {v}" if self._inner is None else self._inner.name(step, v)
+        """Returns a name of the micro-batch for messages."""
+        return f"virtual worker {v}"
+
+    def _without_gradient(
+        self, step: int, v: int, result: MicroBatchResult
+    ) -> tuple[None, MicroBatchResult]:
+        """The loss is not finite. The header tells all members; they raise together."""
+        return None, result
 
     def _check_written(self, name: str) -> None:
         """Raises LossError if the loss function has changed a parameter.
@@ -202,7 +200,7 @@ class MicroBatchRunner:
             )
 
 
-def _not_finite(loss: float, step: int, where: str, rows: str) -> LossError:
+def not_finite_loss(loss: float, step: int, where: str, rows: str) -> LossError:
     return LossError(
         f"the loss of step {step} is {loss} on {where} ({rows}). Give such a micro-batch the "
         "weight 0 to leave it out"

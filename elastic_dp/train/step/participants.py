@@ -4,10 +4,13 @@ A step has a list of participants, the same on all members and in the same order
 an entry of its own in the step's header, which every member sends to all others:
 
     begin     the step begins
+    send      what others need is sent, before gradients are
     propose   this member's entry, once its micro-batches have run
     agree     the entries of all: go on, stop, or do the step again
     prepare   what needs a further exchange; the last call that may raise
-    commit    the step is committed
+    commit    the step is committed; the last participant first
+    update    the gradient is there: before the optimizer's step
+    ended     the optimizer has made its step, if there was a gradient for it
     undo      the step is not committed, and nothing of it may be left
 
 `agree` must depend on the entries alone: all members have the same ones, so all decide alike.
@@ -15,17 +18,15 @@ an entry of its own in the step's header, which every member sends to all others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
 import torch
 
-from elastic_dp.distributed.gradient_order import GradientOrder
-from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.errors import ModelError
+from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.parameter_groups import (
@@ -38,7 +39,7 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class RetryStep:
 
 
 Verdict = StopAgreed | RetryStep | None  # None: the step goes on
+LeafGradients = Mapping[torch.Tensor, torch.Tensor | None]
 
 
 class StepParticipant:
@@ -67,6 +69,27 @@ class StepParticipant:
 
     def begin(self, step: int) -> None:
         """Begins a step. It may have been attempted before."""
+
+    def observes_leaves(self, step: int) -> bool:
+        """Returns whether `leaf_ended` is to be called in this step. Then gradients are sent only
+        after the last backward pass."""
+        return False
+
+    def leaf_ended(self, result: MicroBatchResult, gradients: LeafGradients) -> None:
+        """A virtual worker of this member has these gradients, by parameter, which belong to the
+        step. The result keeps what is found, also where the step is done again."""
+
+    def send(self) -> None:
+        """Sends what other members need, before gradients are sent. Called once or twice. Raises
+        GroupError."""
+
+    def unread(self) -> list[torch.Tensor]:
+        """Returns tensors on a device whose values this member needs for its entry. The host waits
+        once for those of all participants. Called only where training is on a device."""
+        return []
+
+    def take(self, read: Sequence[torch.Tensor]) -> None:
+        """Takes what `unread` returned, on the host."""
 
     def propose(self) -> bytes:
         """Returns this member's entry. Empty entries are not sent."""
@@ -83,6 +106,20 @@ class StepParticipant:
 
     def commit(self) -> None:
         """The step is committed. Cannot fail."""
+
+    def update(self) -> None:
+        """The optimizer is about to make its step."""
+
+    def ended(self) -> None:
+        """The optimizer has made its step. Not all steps have a gradient for it."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns metrics of the committed step, the same on all members."""
+        return {}
+
+    def stopped(self) -> None:
+        """All members have agreed to end the run. Before they leave, they do what others need of
+        them. Raises GroupError."""
 
     def undo(self) -> None:
         """Discards the step. May be called more than once."""
@@ -127,9 +164,15 @@ class Results(StepParticipant):
         """The results of this member's virtual workers."""
         return self._own
 
-    def take(self, results: Mapping[int, MicroBatchResult]) -> None:
+    def ran(self, results: Mapping[int, MicroBatchResult]) -> None:
         """Takes the results of this member's virtual workers."""
         self._own = results
+
+    def unread(self) -> list[torch.Tensor]:
+        return [value for result in self._own.values() for value in result.unread.values()]
+
+    def take(self, read: Sequence[torch.Tensor]) -> None:
+        take_read(self._own, read)
 
     def propose(self) -> bytes:
         number = self._gang.micro_batch if self._gang is not None else int
@@ -297,53 +340,6 @@ class DeviceConnections(StepParticipant):
         return None
 
 
-class GradientFlags(StepParticipant):
-    """Which parameters got a gradient, and whether a hook fired twice: then the step is done again
-    one leaf at a time."""
-
-    name = "gradients"
-
-    def __init__(self, gradients: GradientReducer, sums: Callable[[], GradientReducer]) -> None:
-        """`sums` returns what adds up the gradient that the step applies."""
-        self._gradients, self._sums = gradients, sums
-        self.used = b""  # per parameter of the layout, whether any virtual worker gave it one
-
-    def propose(self) -> bytes:
-        return bytes([self._gradients.late]) + self._sums().used
-
-    def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        either = _or(proposals)
-        self.used = either[1:]
-        return RetryStep() if either[0] else None
-
-    def undo(self) -> None:
-        self.used = b""
-
-
-class GradientOrders(StepParticipant):
-    """In which order the processes of a worker got their gradients: torch pairs what they send by
-    its order."""
-
-    name = "gradient_order"
-
-    def __init__(self, gang: Gang, order: GradientOrder) -> None:
-        self._gang, self._order = gang, order
-
-    def propose(self) -> bytes:
-        return self._order.digest()
-
-    def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        size = self._gang.size
-        for first in range(0, len(proposals), size):
-            if len(set(proposals[first : first + size])) > 1:
-                raise ModelError(
-                    "the processes of a worker have got the gradients of this step in different "
-                    "orders: the model runs other layers for other rows. torch pairs what the "
-                    "processes send by its order, so all must run the same layers in the same order"
-                )
-        return None
-
-
 class ParameterGroups(StepParticipant):
     """The fields of the optimizer's parameter groups, which the loop's body may have set."""
 
@@ -392,7 +388,7 @@ class Buffers(StepParticipant):
     def __init__(
         self,
         buffers: ModuleBuffers,
-        virtual_workers: Callable[[], int],
+        virtual_workers: Callable[[int], int],
         pass_point: Callable[[str, int], None],
         gang: Gang | None = None,
     ) -> None:
@@ -410,12 +406,18 @@ class Buffers(StepParticipant):
         self._step, self._changed, self._combined = step, [], {}
         self._buffers.begin()
 
+    def unread(self) -> list[torch.Tensor]:
+        return self._buffers.unread()
+
+    def take(self, read: Sequence[torch.Tensor]) -> None:
+        self._buffers.take(read)
+
     def propose(self) -> bytes:
         flags = self._buffers.changed()
         return flags if any(flags) else b""
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        flags = _or([p for p in proposals if p] or [b""])
+        flags = either_of([p for p in proposals if p] or [b""])
         self._changed = [i for i, flag in enumerate(flags) if flag]
         return None
 
@@ -431,7 +433,7 @@ class Buffers(StepParticipant):
         assert self._values is not None
         self._values.launch(self._buffers.payload(self._changed))
         self._pass_point("buffers", self._step)
-        values, virtual_workers = self._values.collect(), self._virtual_workers()
+        values, virtual_workers = self._values.collect(), self._virtual_workers(self._step)
         self._combined = self._buffers.combine(values, self._changed, virtual_workers)
 
     def commit(self) -> None:
@@ -442,9 +444,54 @@ class Buffers(StepParticipant):
         self._buffers.undo()
 
 
-def _or(rows: Sequence[bytes]) -> bytes:
+def either_of(rows: Sequence[bytes]) -> bytes:
     """Combines rows of one length byte by byte."""
     either = 0
     for row in rows:
         either |= int.from_bytes(row, "little")
     return either.to_bytes(len(rows[0]), "little")
+
+
+class Participants:
+    """All participants of a step, in order, and the exchange of their entries. Some of them have
+    what a step itself needs."""
+
+    def __init__(
+        self,
+        results: Results,
+        stop: StopWish,
+        checkpoint: CheckpointWish,
+        groups: ParameterGroups,
+        others: Sequence[StepParticipant],
+        gang: Gang | None = None,
+    ) -> None:
+        """`others`: begin after `results`, in their order. `gang`: the processes of this worker,
+        if there are several."""
+        self.results, self.stop, self.checkpoint, self.groups = results, stop, checkpoint, groups
+        self.all: Sequence[StepParticipant] = [stop, checkpoint, groups, results, *others]
+        names = [one.name for one in self.all]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError(f"two participants of a step have the name {name!r}")
+        self._gang = gang
+
+    def __iter__(self) -> Iterator[StepParticipant]:
+        return iter(self.all)
+
+    def __reversed__(self) -> Iterator[StepParticipant]:
+        return reversed(self.all)
+
+    def open(self, group: ProcessGroup, workers: Sequence[str], joined_after: int) -> None:
+        """Begins a generation; see `Transaction.open`."""
+        self._header = RecordGather(group)
+        self.groups.open_among(workers, joined_after)
+        for participant in self.all:
+            participant.open(group)
+
+    def propose(self) -> None:
+        """Sends this member's entries to all."""
+        self._header.launch(propose_all(self.all, self._gang))
+
+    def agree(self) -> Verdict:
+        """Waits for the entries of all members, and returns what they decide."""
+        return agree_all(self.all, self._header.collect())

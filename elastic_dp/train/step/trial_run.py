@@ -22,8 +22,7 @@ from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.gang_step import refuse_none
-from elastic_dp.train.step.inner_steps import InnerSteps
+from elastic_dp.train.step.leaf_runner import Leaf
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
 
 
@@ -36,21 +35,20 @@ class TrialRun:
         loss_fn: LossFn,
         data: RowSource,
         micro_batches: MicroBatchRunner,
+        leaf: Leaf,
         gradients: GradientReducer,
         buffers: ModuleBuffers,
         virtual_workers: int,
         device: torch.device,
         report: Callable[[str], None],
-        gang: Gang | None = None,
-        inner: InnerSteps | None = None,
         *,
         exact: bool,
+        gang: Gang | None = None,
     ) -> None:
         self.device, self.exact = device, exact
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
-        self._virtual_workers, self._report, self._gang = virtual_workers, report, gang
-        self._inner = inner
+        self._virtual_workers, self._report, self._leaf = virtual_workers, report, leaf
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
             suppress_errors_of_code if gang is None else nullcontext
@@ -94,8 +92,7 @@ class TrialRun:
             "its weight", result_of_batch.weight
         )
         for name, p in self._state.parameters.items():
-            kind = "gradient" if self._inner is None else "pseudo-gradient"
-            result |= facts_of(f"the {kind} of model.{name}", p.grad)
+            result |= facts_of(f"the {self._leaf.makes} of model.{name}", p.grad)
         for name, buffer in model.named_buffers():
             result |= facts_of(f"the buffer model.{name}", buffer)
         left, kept = self.holds()
@@ -117,33 +114,11 @@ class TrialRun:
         return max(range(self._virtual_workers), key=lambda v: self._data.rows(1, v))
 
     def _batch(self) -> Any:
-        return self._micro_batches.batch(1, self._number())
-
-    def _number(self) -> int:
-        """Returns the number of the micro-batch."""
-        v = self._largest()
-        return v if self._inner is None else self._inner.rows.keys_with_rows(1, v)[0]
+        return self._micro_batches.batch(1, self._leaf.first_batch(self._largest()))
 
     def _run_once(self, batch: Any) -> MicroBatchResult | None:
         self._gradients.drop()  # those that the user's code has left before the loop
-        v = self._largest()
-        if self._inner is not None:
-            return self._run_inner_step(self._inner, v, batch)
-        with self._micro_batches.trial():
-            loss, result = self._micro_batches.forward(batch, 1, v, float(self._data.rows(1, v)))
-        if loss is None:
-            refuse_none(self._gang, 1, v)
-            return None
-        loss.backward()
-        return result
-
-    def _run_inner_step(self, inner: InnerSteps, v: int, batch: Any) -> MicroBatchResult | None:
-        expected, batches = float(self._data.rows(1, v)), [(self._number(), batch)]
-        with self._micro_batches.trial():
-            found, result = inner.run(1, v, batches, expected, self._gradients, lambda point: None)
-        for p, gradient in found.items():
-            p.grad = gradient
-        return result if result.weight else None
+        return self._leaf.try_out(self._largest(), batch)
 
     def _undo(self, *, tried: bool = False) -> None:
         self._gradients.drop()

@@ -14,9 +14,9 @@ import torch
 from torch import optim
 
 from elastic_dp.distributed import gradient_units, process_group
-from elastic_dp.distributed.gradient_norm import gradient_norm
+from elastic_dp.distributed.gradient_exchange import GradientExchange
+from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import (
     GroupFormation,
     ProcessGroup,
@@ -95,9 +95,10 @@ def digest(group: ProcessGroup, kind, options, dtype, exact: bool) -> str:
     ]
     optimizer = kind(parameters, **options)
     shares = equal_shares(group.world_size)
-    gradients = GradientReducer({str(number): p for number, p in enumerate(parameters)})
+    exchange = GradientExchange(parameters, clipping=GradientClipping(CLIP_NORM))
+    named = {str(number): p for number, p in enumerate(parameters)}
+    gradients = GradientReducer(named, exchange=exchange)
     gradients.open(group, shares, VIRTUAL, exact)
-    units = UnitLayout.of(parameters)
     found = hashlib.sha256()
     leaves: list[Leaf] = [leaf for one in shares[group.rank] for leaf in fold(*one, VIRTUAL)]
     for step in range(STEPS):
@@ -113,12 +114,12 @@ def digest(group: ProcessGroup, kind, options, dtype, exact: bool) -> str:
             sum((torch.sin(3 * p) * x).sum() for p, x in pairs).backward()
             gradients.after_leaf(leaf, is_last)
         gradients.send()
-        gradients.reduce()
-        assert gradients.complete(1 / VIRTUAL)
-        gradients.assign([1] * len(parameters))
-        norm = gradient_norm(units, [p.grad for p in parameters])
+        exchange.reduce()
+        exchange.finish(1 / VIRTUAL, [1] * len(parameters))
+        assert exchange.finite
+        exchange.assign()
+        norm = exchange.norm.tensor
         assert norm > CLIP_NORM
-        torch.nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, norm)
         optimizer.step()
         for tensor in (norm, *parameters, *(p.grad for p in parameters)):
             found.update(tensor.detach().view(-1).view(torch.uint8).numpy().tobytes())

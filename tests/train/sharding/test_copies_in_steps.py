@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork
-from elastic_dp.train.step.leaf_runner import LeafRunner
+from elastic_dp.train.step.leaf_runner import LeafRunner, OnePass
+from elastic_dp.train.step.participants import StepParticipant
 
 
 @pytest.mark.parametrize(
@@ -28,20 +29,29 @@ def test_copies_are_sent_before_the_pass_that_sends_gradients(finished, expected
     made in each case, and sends nothing that is sent already."""
     told: list[str] = []
 
+    class Copies(StepParticipant):
+        def send(self) -> None:
+            told.append("copies")
+
     def forward(batch, step, v, expected):
         loss = torch.ones((), requires_grad=True)
         loss.register_hook(lambda _: told.append(f"backward {v}"))
         return loss * 1.0, SimpleNamespace()
 
+    data = MagicMock(rows=lambda step, v: 1)
     gradients = MagicMock()
     gradients.add_finished.side_effect = lambda node, *_: told.append(f"finished {node[0]}")
     runner = LeafRunner(
-        MagicMock(rows=lambda step, v: 1),
-        SimpleNamespace(batch=lambda step, v: {}, forward=forward),
+        OnePass(SimpleNamespace(batch=lambda step, v: {}, forward=forward), data),
+        data,
+        MagicMock(),
         gradients,
-        *(MagicMock() for _ in range(4)),
-        send_first=lambda: told.append("copies"),
+        MagicMock(),
+        SimpleNamespace(virtual_workers=lambda step: 2),
+        *(MagicMock() for _ in range(3)),
+        exact=True,
     )
+    runner.begin(1, [Copies()])
     work = FinishedWork(nodes={(v, v + 1): FinishedNode([], {}, {}) for v in finished})
-    runner.run(1, [(0, 2)], 2, 2.0, work, meanwhile=None)
+    runner.run(1, [(0, 2)], work, sends=True)
     assert told == expected

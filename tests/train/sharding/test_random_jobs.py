@@ -13,8 +13,11 @@ from torch import optim
 from torch.optim.lr_scheduler import OneCycleLR
 
 from elastic_dp.distributed import gradient_buckets, process_group
+from elastic_dp.distributed.gradient_exchange import GradientExchange
+from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.master_weights import MasterWeights
+from elastic_dp.train.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import leaves_of, of_each
 from tests.train.exactness.test_clipped_steps import FUSED, VARIANTS, VIRTUAL, equal_shares
 from tests.train.sharding import test_sharded_state as of_state
@@ -68,6 +71,8 @@ class Job:
         if is_fused_sgd and "momentum" in options:  # is refused then
             self.rare = self.frozen = set()
         self.clip_norm = rng.choice([None, 0.5])
+        by_value = self.clip_norm is None and len(self.shapes) % 2 > 0
+        self.clipping = GradientClipping(self.clip_norm, 0.1 if by_value else None)
         self.wire = None if DOUBLE in used else rng.choice([None, None, "bf16", "int8"])
 
     def optimizer(self, parameters: list[torch.nn.Parameter]) -> optim.Optimizer:
@@ -86,7 +91,11 @@ class Worker(Member):
 
     def __init__(self, job: Job, shard: bool = True) -> None:
         super().__init__(job.optimizer, job.shapes, job.dtypes, shard, job.clip_norm)
-        self.job, self.reducer = job, GradientReducer(self.parameters, job.wire)
+        self.job, parameters, clipping = job, self.parameters, job.clipping
+        exchange = GradientExchange(parameters.values(), clipping=clipping)
+        if self.sharding is not None:
+            exchange = PieceReduction(parameters.values(), self.sharding, clipping=clipping)
+        self.reducer = GradientReducer(parameters, job.wire, exchange=exchange)
         cycles = "betas" in self.optimizer.defaults
         self.scheduler = OneCycleLR(self.optimizer, 0.1, 200, cycle_momentum=cycles)
 
@@ -114,7 +123,7 @@ class Worker(Member):
             loss.backward()
             self.reducer.after_leaf(leaf, is_last)
         self.reducer.send()
-        self.reducer.reduce()
+        self.reducer.exchange.reduce()
 
     def attempt(self, share, until: str = "committed") -> None:
         sharding, step = self.sharding, self.step + 1
@@ -123,22 +132,22 @@ class Worker(Member):
         self.compute(share, step)
         if until == "sent":
             return
-        used, parameters = self.used(step), self.parameters.values()
+        used, exchange = self.used(step), self.reducer.exchange
+        exchange.finish(1 / VIRTUAL, [p in used for p in self.reducer._layout.parameters])
         if sharding is None or sharding.all_hold_all:
-            assert self.reducer.complete(1 / VIRTUAL)
-            self.reducer.assign([p in used for p, _ in self.reducer.totals()])
-            self.clip()
+            assert exchange.finite
+            exchange.assign()
         else:
-            held, memory = self.reducer.complete_held(1 / VIRTUAL), self.reducer.received_memory
-            assert sharding.prepare(step, held, used, self.clip_norm, memory)
+            sharding.prepare(step, exchange.gradients(), used, exchange.received_memory)
             if until == "prepared":
                 return
-            norm, odd = sharding.gather(compares=step % 2 == 0)
-            assert norm is not None and not odd
+            assert not sharding.gather(exchange.norm, compares=step % 2 == 0)
+            exchange.agree_finite()
+            assert exchange.finite
         if until != "committed":
             return
         if sharding is not None:
-            sharding.step_ends([p.grad for p in parameters])
+            sharding.step_ends([p.grad for p in self.parameters.values()])
             self.reducer.drop()
         self.optimizer.step()
         self.reducer.drop()
@@ -149,8 +158,7 @@ class Worker(Member):
 
     def train(self, group, shares, untils: list[str]) -> None:
         """Steps of one generation, each of them up to this point."""
-        needed = None if self.sharding is None else self.sharding.needed()
-        self.reducer.open(group, shares, VIRTUAL, True, (), needed)
+        self.reducer.open(group, shares, VIRTUAL, True)
         for until in untils:
             self.attempt(shares[group.rank], until)
         group.gather_bytes(b"")

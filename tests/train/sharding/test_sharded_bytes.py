@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units
+from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.train.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
 from tests.train.sharding.test_sharded_state import ADAM, Member
 
@@ -62,8 +64,10 @@ def test_step_sends_little_more_than_a_replicated_one(
         if group.rank:
             sharding.forget(0)
         sharding.open(group, 1, ())
-        gradients = GradientReducer(member.parameters, wire)
-        gradients.open(group, shares, world_size, True, (), sharding.needed())
+        clipping = GradientClipping(clip_norm)
+        exchange = PieceReduction(parameters, sharding, clipping=clipping)
+        gradients = GradientReducer(member.parameters, wire, exchange=exchange)
+        gradients.open(group, shares, world_size, True)
         for step in (1, 2):
             sent[threading.get_ident()] = 0
             sharding.begin()
@@ -74,13 +78,15 @@ def test_step_sends_little_more_than_a_replicated_one(
             sum((p * p).sum() for p in parameters).backward()
             gradients.after_leaf(leaf, True)
             gradients.send()
-            gradients.reduce()
-            held = gradients.complete_held(1.0)
-            memory = gradients.received_memory
-            assert sharding.prepare(step, held, set(parameters), clip_norm, memory)
+            exchange.reduce()
+            exchange.finish(1.0, [1] * len(parameters))
+            memory = exchange.received_memory
+            sharding.prepare(step, exchange.gradients(), set(parameters), memory)
             (flat,) = sharding._gather._flats  # no memory is made for it
             assert flat.data_ptr() == memory[torch.float32].data_ptr()
-            assert sharding.gather(compares=True)[0] is not None
+            sharding.gather(exchange.norm, compares=True)
+            exchange.agree_finite()
+            assert exchange.finite
             sharding.commit()
         return sent[threading.get_ident()]
 
@@ -96,7 +102,11 @@ def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatc
     made = [Member(ADAM, SHAPES, torch.float32) for _ in range(4)]
     for member in made[1:]:
         member.take_over(made[0], joins=True)
-    members = [(member, GradientReducer(member.parameters)) for member in made]
+    exchanges = [PieceReduction(one.parameters.values(), one.sharding) for one in made]
+    members = [
+        (member, GradientReducer(member.parameters, exchange=exchange))
+        for member, exchange in zip(made, exchanges, strict=True)
+    ]
 
     def places(group):
         torch.set_num_threads(1)
@@ -104,9 +114,10 @@ def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatc
         member.sharding.open(group, group.world_size, ())
         shares = [[(rank, rank + 1)] for rank in range(3)]
         shares.append([(3, 4)]) if group.world_size == 4 else shares[2].append((3, 4))
-        gradients.open(group, shares, 4, True, (), member.sharding.needed())
-        (exchange,) = gradients._exchanges
-        memory = exchange._total, gradients.received_memory[torch.float32]
+        gradients.open(group, shares, 4, True)
+        exchange = gradients.exchange
+        (bucket,) = exchange._buckets
+        memory = bucket._total, exchange.received_memory[torch.float32]
         gradients.close()
         member.sharding.close()
         return len(memory[0]), [x.data_ptr() for x in memory]

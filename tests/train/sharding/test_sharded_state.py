@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units, process_group
-from elastic_dp.distributed.gradient_norm import gradient_norm
+from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
@@ -108,9 +108,15 @@ class Member:
                 and (p := list(given)[piece.parameter]) in used
             }
             finite = None if sharding._group.on_device is None else True
-            assert sharding.prepare(step, held, used, self.clip_norm, memory or {}, finite=finite)
-            norm, self.odd = sharding.gather(compares=True)
-            assert norm is not None
+            wide = any(p.dtype == torch.float64 for p in used)
+            norm = sharding.norms.launch(held, wide=wide, finite=finite)
+            for n, piece in enumerate(sharding.pieces):
+                if n in held:
+                    held[n] = piece.within(held[n], list(given)[piece.parameter])
+            GradientClipping(self.clip_norm).clip(held.values(), norm)
+            sharding.prepare(step, held, used, memory or {})
+            self.odd = sharding.gather(norm, compares=True)
+            assert norm.agree_finite(confirms=finite is not None)
         if commits:
             self.step = step
             sharding.step_ends(gradients)

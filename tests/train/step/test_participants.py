@@ -13,10 +13,12 @@ from torch import nn
 
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang.gang_step import GradientOrders
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step import participants as p
 from elastic_dp.train.step.micro_batch import MicroBatchResult
+from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 
 STEP = 7
 
@@ -70,7 +72,7 @@ def counting(step: int, results: Any, describe: Any) -> Any:
 def results_of(*numbers: int) -> p.Results:
     made = p.Results(SimpleNamespace(counting=counting), Rows())  # type: ignore[arg-type]
     made.begin(STEP)
-    made.take({v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers})
+    made.ran({v: MicroBatchResult(0.5 * v, 2.0, {"m": 1.0 + v}) for v in numbers})
     return made
 
 
@@ -81,9 +83,17 @@ def control(**values: Any) -> Any:
     return made
 
 
-def flags(late: bool, used: bytes) -> p.GradientFlags:
-    reducer: Any = SimpleNamespace(late=late, used=used)
-    return p.GradientFlags(reducer, lambda: reducer)
+def flags(late: bool, used: bytes) -> StepGradient:
+    reducer = SimpleNamespace(late=late, used=used, drop=lambda: None, begin=lambda *_, **__: None)
+    exchange = SimpleNamespace(finish=lambda *_: None, assign=lambda: None, divided_by=1)
+    leaves = SimpleNamespace(gradients=reducer, is_observed=False, expected_weight=lambda _: 2.0)
+    given: Any = leaves, exchange, results_of(0), None, SimpleNamespace(loss_scale=None)
+    return StepGradient(*given, exact=True, seed=0)
+
+
+def finite() -> FiniteGradient:
+    gradient: Any = SimpleNamespace(exchange=SimpleNamespace(finite=True))
+    return FiniteGradient(gradient, SimpleNamespace(loss_scale=None), results_of(0))  # type: ignore[arg-type]
 
 
 def weights(value: float) -> p.WeightDigests:
@@ -98,7 +108,7 @@ def groups(lr: float) -> p.ParameterGroups:
 
 def buffers(value: float) -> p.Buffers:
     model = nn.BatchNorm1d(2)
-    made = p.Buffers(ModuleBuffers(model), lambda: 2, lambda point, step: None)
+    made = p.Buffers(ModuleBuffers(model), lambda step: 2, lambda point, step: None)
     made.model = model  # type: ignore[attr-defined]
     made.writes = value  # type: ignore[attr-defined]
     return made
@@ -126,6 +136,7 @@ PARTICIPANTS: dict[str, Callable[[int], p.StepParticipant]] = {
     "devices": lambda i: p.DeviceConnections(),
     "parameter_groups": lambda i: groups(0.1),
     "buffers": lambda i: buffers(3.0),
+    "finite": lambda i: finite(),
 }
 
 
@@ -189,7 +200,12 @@ def test_commit_of_a_prepared_step_raises_nothing(name):
 def test_names_are_unique_in_a_step():
     kinds = {type(make(0)) for make in PARTICIPANTS.values()}
     assert len({kind.name for kind in kinds}) == len(kinds)
-    assert kinds | {p.GradientOrders} == set(p.StepParticipant.__subclasses__())
+    of_a_plain_step = {
+        kind
+        for kind in p.StepParticipant.__subclasses__()
+        if kind.__module__.startswith("elastic_dp.train.step.")
+    }
+    assert kinds == of_a_plain_step
 
 
 def test_results_are_those_of_all_members_that_count():
@@ -311,7 +327,7 @@ class Told:
 def test_gradients_in_other_orders_on_a_process_of_a_worker_are_refused(same):
     order: Any = SimpleNamespace(digest=lambda: b"one")
     gang = Gang(0, 2, None, Told())  # type: ignore[arg-type]
-    one = p.GradientOrders(gang, order)
+    one = GradientOrders(gang, order)
     entries = [one.propose(), b"one" if same else b"other", b"else", b"else"]
     if same:
         assert one.agree(entries) is None

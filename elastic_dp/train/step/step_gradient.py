@@ -1,0 +1,175 @@
+"""The gradient of a step: from the gradients of virtual workers to the one that is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_dp.distributed.gradient_exchange import GradientExchange
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.reduction_tree import Node
+from elastic_dp.sampling.seeds import rounding_seed
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.step.leaf_runner import LeafRunner
+from elastic_dp.train.step.loss_result import not_finite, total_weight
+from elastic_dp.train.step.participants import (
+    Results,
+    RetryStep,
+    StepParticipant,
+    Verdict,
+    either_of,
+)
+from elastic_dp.train.step.work_shares import WorkShares
+
+
+class StepGradient(StepParticipant):
+    """The gradient of the step itself. Members agree on which parameters have one, and whether a
+    hook fired twice: then the step is done again, and sends nothing before a backward pass ends."""
+
+    name = "gradients"
+
+    def __init__(
+        self,
+        leaves: LeafRunner,
+        exchange: GradientExchange,
+        results: Results,
+        shares: WorkShares,
+        state: TrainState,
+        *,
+        exact: bool,
+        seed: int,
+    ) -> None:
+        self.leaves, self.exchange, self.shares = leaves, exchange, shares
+        self._results, self._state, self._exact, self._seed = results, state, exact, seed
+        self.sums = leaves.gradients  # what sends the gradient that is applied
+        self.used = b""  # by parameter of the layout, whether any virtual worker gave it a gradient
+        self._step = 0
+        self._group: ProcessGroup | None = None
+        self.applies = True  # whether there is a gradient to apply, from the commit on
+        self.weight = 0.0  # of the step's micro-batches
+        self._factor = 1.0  # of the step's own gradient
+
+    # ----------------------------------------------------------------------- generation
+
+    def open(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def distribute(self, step: int) -> None:
+        """Gives the members the virtual workers of `step`. The gradients of the step before go."""
+        self._open_reducer(self.leaves.gradients, step, sends=True)
+
+    def _open_reducer(self, reducer: GradientReducer, step: int, *, sends: bool) -> None:
+        membership, shares = self.shares.membership, self.shares.of_all(step)
+        assert self._group is not None and membership is not None
+        virtual_workers = self.shares.virtual_workers(step)
+        reducer.close()
+        given = self._group, shares, virtual_workers, self._exact, membership.topology
+        reducer.open(*given, sends=sends)
+
+    def close(self) -> None:
+        """Ends the generation."""
+        self.sums.drop()
+        self.sums.close()
+        self._group = None
+
+    def finished_nodes(self, step: int) -> tuple[Node, ...]:
+        """Returns the subtrees that this worker need not run in the next attempt at `step`."""
+        return self.leaves.finished_nodes(step)
+
+    def forget_finished(self) -> None:
+        """The state is about to change: nothing that is finished can be used again."""
+        self.leaves.forget_finished()
+
+    # ----------------------------------------------------------------------------- step
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self.leaves.gradients.begin(
+            rounding_seed(self._seed, step), early=not self.leaves.is_observed
+        )
+
+    @property
+    def late_sums(self) -> bool:
+        """Whether what leaves add up is sent in a later step."""
+        return False
+
+    def sent(self) -> None:
+        """The leaves have run. What is not sent yet is sent."""
+        self.sums.send()
+
+    def reduce(self) -> None:
+        """Does what other members need for their part of the gradient."""
+        self.exchange.reduce()
+
+    def unread(self) -> list[torch.Tensor]:
+        return self.exchange.unread()
+
+    def take(self, read: Sequence[torch.Tensor]) -> None:
+        self.exchange.take(read)
+
+    def propose(self) -> bytes:
+        return bytes([self.leaves.gradients.late]) + self.sums.used
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        either = either_of(proposals)
+        self.used = either[1:]
+        return RetryStep() if either[0] else None
+
+    def retry(self) -> None:
+        """The members do the step again in the same generation. Raises GroupError."""
+        self.exchange.settle()
+        self.leaves.gradients.add_sequentially()
+
+    def prepare(self) -> None:
+        weight = self.weight = total_weight(self._step, self._results.of_all.values())
+        expected = self.leaves.expected_weight(self._step) * self.exchange.divided_by
+        loss_scale = self._state.loss_scale
+        self._factor = (expected / weight if weight else 1.0) / (
+            loss_scale.scale if loss_scale else 1.0
+        )
+        self.exchange.finish(self.factor, self.used)
+
+    @property
+    def factor(self) -> float:
+        """What the sum is multiplied by."""
+        return self._factor
+
+    @property
+    def computed_in(self) -> int:
+        """The step whose micro-batches it is of."""
+        return self._step
+
+    def commit(self) -> None:
+        self.exchange.assign()
+
+    def ended(self) -> None:
+        # A member that takes the step over has no gradients for its body, so no member's body has.
+        self.leaves.gradients.drop()
+
+    def undo(self) -> None:
+        self.used = b""
+        self.leaves.gradients.drop()
+
+    def aborted(self) -> None:
+        """The group was lost before the commit."""
+
+
+class FiniteGradient(StepParticipant):
+    """Whether the gradient is finite: the same bits on all members. With a loss scale, a step whose
+    gradient overflows is committed, and changes the scale alone."""
+
+    name = "finite"
+
+    def __init__(self, gradient: StepGradient, state: TrainState, results: Results) -> None:
+        self._gradient, self._state, self._results = gradient, state, results
+
+    def prepare(self) -> None:
+        if not self._gradient.exchange.finite and self._state.loss_scale is None:
+            step, describe = self._gradient.computed_in, self._gradient.leaves.data.describe
+            raise not_finite(step, self._results.of_all, describe)
+
+    def ended(self) -> None:
+        if self._state.loss_scale is not None and self._gradient.applies:
+            self._state.loss_scale.step_ended(overflow=not self._gradient.exchange.finite)
