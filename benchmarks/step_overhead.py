@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +30,7 @@ from benchmarks.report import conclude, median_interval, of_pairs
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
-from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.rendezvous import GroupName, MemberRecord, Rendezvous
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.train_function import train_until_released
 from elastic_dp.train.worker_session import WorkerSession
@@ -48,22 +49,35 @@ PAIRS = {
 TARGETS, TARGET_ACCUMULATING = {"fast": 1.0, "exact": 1.03}, 1.02
 
 
+class TcpRendezvous(Rendezvous):
+    """For processes without a controller: they meet in a store of torch."""
+
+    def __init__(self, host: str, port: int, job: str) -> None:
+        super().__init__(job, b"secret", lambda record: None)
+        self._host, self._port, self._job = host, port, job
+
+    def store(self, group: GroupName, rank: int, world_size: int, timeout: timedelta) -> Any:
+        store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
+        return dist.PrefixStore(f"{self._job}/{group}", store)
+
+
 class StaticLink:
     """A controller that forms one generation of all workers, once."""
 
-    def __init__(
-        self, control: WorkerControl, membership: Membership, rendezvous: Rendezvous
-    ) -> None:
-        self._control, self._membership, self._rendezvous = control, membership, rendezvous
+    def __init__(self, control: WorkerControl, membership: Membership) -> None:
+        self._control, self._membership = control, membership
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
-            self._control.form(self._membership, self._rendezvous)
+            self._control.form(self._membership)
         elif type(event).__name__ == "WorkerFinished":
             self._control.release("finished")
         elif type(event).__name__ == "WorkerFailed":
             print(event.traceback, file=sys.stderr)  # type: ignore[union-attr]
             os._exit(1)
+
+    def register(self, record: MemberRecord) -> None:
+        pass
 
     def log(self, step: int, call: int, metrics: Any) -> None:
         pass
@@ -144,10 +158,18 @@ def session_of(
         for r in range(workers)
     )
     control = WorkerControl()
-    rendezvous = Rendezvous(host, port, spec.name, b"secret")
-    link = StaticLink(control, Membership(1, members, "w0", 60.0), rendezvous)
+    link = StaticLink(control, Membership(1, members, "w0", 60.0))
     return WorkerSession(
-        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
+        spec,
+        f"w{rank}",
+        data,
+        torch.device("cpu"),
+        connects_devices=False,
+        link=link,
+        status=link,
+        control=control,
+        is_source=rank == 0,
+        rendezvous=TcpRendezvous(host, port, spec.name),
     )
 
 
@@ -155,10 +177,10 @@ def timed_on_workers(
     target: Callable[..., None], *args: Any, workers: int = WORLD, host: str = "127.0.0.1"
 ) -> list[Any]:
     """Runs `target(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
-    rank. `host`: address of the rendezvous store, which is in this process. Raises RuntimeError if
-    one ends without a word."""
+    rank. `host`: address of the store in which they meet, which is in this process. Raises
+    RuntimeError if one ends without a word."""
     context = multiprocessing.get_context("spawn")
-    store = open_rendezvous_store(host, b"secret")
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         given = (store.port, f"{folder}/store", *args, out)

@@ -199,6 +199,10 @@ class FormingFailed(GroupError):
     """The process group of a generation could not be formed within its deadline."""
 
 
+class MembersMissing(FormingFailed):
+    """Some members of a generation did not register in time to form its process group."""
+
+
 class PiecesLost(GroupError):
     """Both holders of a piece of the optimizer's sharded state were lost: the run goes on from a
     checkpoint."""

@@ -446,7 +446,7 @@ BUDGETS = {
     "data": (9_260, 5_600),
     "dataprep": (1_815, 1_100),
     "device": (680, 620),
-    "distributed": (5_090, 3_100),
+    "distributed": (4_800, 3_100),
     "integrations": (1_620, 950),
     "materialization": (426, 330),
     "report": (1_390, 800),

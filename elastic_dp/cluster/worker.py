@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +39,8 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
-from elastic_dp.distributed.process_group import Rendezvous, use_interface
+from elastic_dp.distributed.process_group import use_interface
+from elastic_dp.distributed.rendezvous import GroupRecords, Rendezvous
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from elastic_dp.storage.disk_cache import on_cached_read
@@ -63,7 +63,7 @@ class WorkerJob:
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None
-    run: str  # unique; prefix of the rendezvous keys
+    run: str  # unique; prefix of the names of its actors
     url: str | None  # the run's folder; None: nothing is stored
     controller: ControllerAddress  # where the worker sends its heartbeats
     secret: bytes = field(repr=False)  # of the run
@@ -87,12 +87,7 @@ class WriteParts:
     units: tuple[str, ...] = ()
 
 
-Request = Command | WriteParts
-
-
-def serialize_request(command: Request, rendezvous: Rendezvous | None) -> bytes:
-    """Return what `pickle.loads` turns into the arguments of `Worker.deliver`."""
-    return pickle.dumps((command, rendezvous), pickle.HIGHEST_PROTOCOL)
+Request = Command | WriteParts | GroupRecords  # that a controller sends to workers
 
 
 class Worker:
@@ -125,7 +120,8 @@ class Worker:
         )
         if isinstance(self._control, LeaderControl):
             connections = [follower.connection for follower in followers]
-            self._control.lead(connections, link.post, self._page.write_fault)
+            self._control.lead(connections, link.post, link.register, self._page.write_fault)
+        self._rendezvous = Rendezvous(identity, job.secret, link.register)
         torch.set_num_threads(spec.scaling.num_threads)
         # Not with the variables that a process is started with: here the user's own are seen.
         for text in set_nccl_environment(os.environ):
@@ -140,19 +136,23 @@ class Worker:
         """Send heartbeats to this controller: the first one, or one that took over."""
         self._page.point_at(controller)
 
-    def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
+    def deliver(self, command: Request) -> None:
         control = self._control
         match command:
             case BeginTraining(is_source=is_source):
                 self._is_source = is_source
                 self._begin.set()
             case FormGeneration(membership=membership):
-                assert rendezvous is not None
-                control.form(membership, rendezvous)
+                control.form(membership)
             case PrepareGroup():
-                assert rendezvous is not None
                 if self._session is not None:
-                    self._session.prepare(command, rendezvous)
+                    self._session.prepare(command)
+            case GroupRecords(group=group):
+                if group.process == 0:
+                    self._rendezvous.deliver(command)
+                else:
+                    assert isinstance(control, LeaderControl)
+                    control.deliver(command)
             case EndGeneration(generation=generation, after_step=after_step):
                 control.end(generation, after_step)
             case AbortGeneration(generation=generation):
@@ -225,6 +225,7 @@ class Worker:
             code=code_fingerprint(self._train, constants=False),
             faults=FaultInjector(self._job.faults, self.identity),
             gang=gang,
+            rendezvous=self._rendezvous,
         )
         return train_until_released(self._train, self._session)
 

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from elastic_dp.cluster.worker import Request
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.distributed.process_group import Rendezvous
 
 
 class WorkerGroup(Protocol):
@@ -19,9 +18,7 @@ class WorkerGroup(Protocol):
         """Request one more process with this identity; it may never start."""
         ...
 
-    def send(
-        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
-    ) -> None:
+    def send(self, workers: Sequence[WorkerId], command: Request) -> None:
         """Send a command to these workers. It is serialized once: one that forms a generation names
         all members."""
         ...

@@ -56,9 +56,9 @@ class WorkerStopped:
     the next.
 
     It answers AbortGeneration and EndGeneration, and is also sent when a collective or the forming
-    failed (`unreachable` lists the workers that could not be reached) or the lease expired. The
-    worker never resumes in `generation`. A worker that is told to leave a generation that it never
-    entered answers all the same.
+    failed or the lease expired. `unreachable` lists the members that did not register in time; the
+    controller adds it where `members_missing` is set. The worker never resumes in `generation`. A
+    worker that is told to leave a generation that it never entered answers all the same.
     """
 
     worker: WorkerId
@@ -81,6 +81,7 @@ class WorkerStopped:
     lacks_copies: bool = False  # some part has one holder, as far as this worker knows
     # Some part was held by lost workers alone, so no member can continue.
     pieces_lost: bool = False
+    members_missing: bool = False  # not all members registered in time
 
 
 @dataclass(frozen=True, slots=True)

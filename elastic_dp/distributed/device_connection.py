@@ -18,7 +18,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -34,7 +34,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0  # before the next attempt; doubled
 _POLL_S = 0.02
 # A launch takes microseconds. One that finds no room on a device that spins ends by the abort only.
 _LAUNCH_LIMIT_S = 1.0
-_NAMES = 8  # that a message lists
 
 
 def load_kernels(accelerator: Accelerator) -> DeviceConnection:
@@ -43,30 +42,30 @@ def load_kernels(accelerator: Accelerator) -> DeviceConnection:
     Nothing waits for it. If it fails, the generation that connects next finds that out.
     """
     alone = DeviceConnection(
-        accelerator, dist.HashStore, "kernels", rank=0, world_size=1, timeout_s=CONNECTING_LIMIT_S
+        accelerator,
+        lambda attempt: dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout_s=CONNECTING_LIMIT_S,
     )
     return alone.start(then=alone.abort)
 
 
 class DeviceConnection:
-    """`open_client` returns a client of the rendezvous store; nothing else uses `prefix`. `names`
-    are those of the members, by rank, for messages."""
+    """`open_store` returns a store for an attempt, in which the members meet."""
 
     def __init__(
         self,
         accelerator: Accelerator,
-        open_client: Callable[[], dist.Store],
-        prefix: str,
+        open_store: Callable[[int], dist.Store],
         *,
         rank: int,
         world_size: int,
         timeout_s: float,
-        names: Sequence[str] = (),
     ) -> None:
-        self._accelerator, self._open_client, self._prefix = accelerator, open_client, prefix
-        self._client: dist.Store | None = None  # kept, since torch holds only its C++ part
+        self._accelerator, self._open_store = accelerator, open_store
+        self._stores: list[dist.Store] = []  # kept, since torch holds only their C++ part
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._names = names or [f"rank {r}" for r in range(world_size)]
         self._changed = threading.Condition()
         self._in_use = threading.Lock()  # held by a launch
         self._communicator: Communicator | None = None  # one that stands
@@ -76,7 +75,7 @@ class DeviceConnection:
         self._fault: FormingFailed | None = None  # this device has failed
         # Of the present attempt:
         self._attempt, self._begins_at = 0, 0.0
-        self._present: set[int] = set()
+        self._members_began = False
         self._error: Exception | None = None
 
     def start(self, then: Callable[[], None] = lambda: None) -> DeviceConnection:
@@ -123,12 +122,10 @@ class DeviceConnection:
                 return f"connecting the devices failed: {_first_line(self._error)}"
             if time.monotonic() < self._deadline():
                 return None
-            absent = [self._names[r] for r in range(self._world_size) if r not in self._present]
-        if not absent:
-            return f"connecting the devices takes more than {self._timeout_s:g} s"
-        more = ["…"] if len(absent) > _NAMES else []
-        listed = ", ".join([*absent[:_NAMES], *more])
-        return f"not in {self._timeout_s:g} s did these begin to connect their devices: {listed}"
+            limit = f"{self._timeout_s:g} s"
+            if self._members_began:
+                return f"connecting the devices takes more than {limit}"
+            return f"not all members began to connect their devices within {limit}"
 
     def try_again(self) -> float:
         """Ends the present attempt and begins the next one after a pause, whose seconds it returns.
@@ -138,7 +135,7 @@ class DeviceConnection:
             pause_s = min(FIRST_PAUSE_S * 2.0**self._attempt, LONGEST_PAUSE_S)
             self._attempt += 1
             self._begins_at = time.monotonic() + pause_s
-            self._present, self._error = set(), None
+            self._members_began, self._error = False, None
             self._changed.notify_all()
         self._end(communicator)
         return pause_s
@@ -165,10 +162,9 @@ class DeviceConnection:
                 raise GroupAborted("the generation, or this attempt to connect, was ended")
 
         try:
-            if self._client is None:
-                self._client = self._open_client()
-            store = dist.PrefixStore(f"{self._prefix}/{attempt}", self._client)
-            if self._wait_for_presence(store, check):
+            store = self._open_store(attempt)
+            self._stores.append(store)
+            if self._wait_for_members(store, check):
                 self._connect_members(store, check)
         except GroupAborted:
             pass
@@ -195,22 +191,18 @@ class DeviceConnection:
             if not stands:
                 _abort_here(communicator)
 
-    def _wait_for_presence(self, store: dist.Store, check: Callable[[], None]) -> bool:
-        def key(rank: int) -> str:
-            return f"connecting/{rank}"
-
-        store.set(key(self._rank), "1")
-        present: set[int] = set()
-        while len(present) < self._world_size:
-            for rank in set(range(self._world_size)) - present:
-                if store.check([key(rank)]):
-                    present.add(rank)
+    def _wait_for_members(self, store: dist.Store, check: Callable[[], None]) -> bool:
+        keys = [f"connecting/{rank}" for rank in range(self._world_size)]
+        store.set(keys[self._rank], "1")
+        while not store.check(keys):
             with self._changed:
                 check()
-                self._present = set(present)
                 if time.monotonic() > self._deadline():
-                    return False  # `failure` says who is absent
-            time.sleep(_POLL_S if len(present) < self._world_size else 0.0)
+                    return False
+            time.sleep(_POLL_S)
+        with self._changed:
+            check()
+            self._members_began = True
         return True
 
     def _next_attempt(self, last: int) -> int | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -15,33 +13,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.device.gpu import backends_of_mesh, is_gpu
 from elastic_dp.device.nccl_communicator import options_of_mesh
-from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, Rendezvous, prove
-from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
+from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, prove
 from elastic_dp.errors import ClusterError
 
-LOOPBACK = "127.0.0.1"
 _FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def open_local_mesh(
-    meet: Rendezvous,
-    number: int,
-    dimensions: Mapping[str, int],
-    device: torch.device,
+    path: str,
+    name: str,
     *,
+    secret: bytes,
+    number: int,
+    size: int,
+    device: torch.device,
     shares_gpu: bool = False,
 ) -> DeviceMesh:
-    """Makes torch's default process group of these processes, each with its `device`. Returns the
-    mesh of it. `dimensions`: the sizes of its one or two dimensions, by name. `shares_gpu`: all
-    processes have the same one.
+    """Makes torch's default process group of `size` processes, each with its `device`. Returns the
+    mesh of it. `shares_gpu`: all processes have the same one.
 
-    They meet at a store on this machine. The mesh lives as long as the process, and its collectives
-    cannot be aborted. Raises ConnectionError if a peer does not hold the secret, and ClusterError
-    if the GPUs cannot be connected.
+    They meet in the file at `path`, and prove to each other that they hold `secret`. No other mesh
+    has the same `name`. The mesh lives as long as the process, and its collectives cannot be
+    aborted. Raises ConnectionError if a peer does not hold the secret, and ClusterError if the GPUs
+    cannot be connected.
     """
-    size = math.prod(dimensions.values())
-    store = RendezvousStoreClient(meet.host, meet.port, meet.secret, _FORMING_LIMIT)
+    store = dist.FileStore(path, size)
+    store.set_timeout(_FORMING_LIMIT)
     connects = is_gpu(device) and not shares_gpu
     try:
         with _on_loopback():
@@ -62,24 +60,10 @@ def open_local_mesh(
         raise ClusterError(f"the GPUs of a worker cannot be connected: {first}") from error
     group = dist.group.WORLD
     assert group is not None
-    prove(group._get_backend(torch.device("cpu")), meet, number, size)
+    backend = group._get_backend(torch.device("cpu"))
+    prove(backend, secret, name, rank=number, world_size=size)
     # Not `init_device_mesh`, which would make a second group where torch finds a GPU.
-    names = tuple(dimensions)
-    if len(names) == 1:
-        return DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
-    ranks = torch.arange(size).view(*dimensions.values())
-    groups = [_group_of(number, every.tolist(), meet) for every in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
-
-
-def _group_of(number: int, every: list[list[int]], meet: Rendezvous) -> dist.ProcessGroup:
-    """Makes a process group for each of these lists of processes. Returns that of this process."""
-    with _on_loopback():
-        groups = [dist.new_group(ranks) for ranks in every]
-    ranks, group = next(pair for pair in zip(every, groups, strict=True) if number in pair[0])
-    meet = dataclasses.replace(meet, prefix=f"{meet.prefix}/{ranks}")
-    prove(group._get_backend(torch.device("cpu")), meet, ranks.index(number), len(ranks))
-    return group
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
 
 
 @contextlib.contextmanager

@@ -8,15 +8,15 @@ Three invariants hold:
   destructor blocks until its last operation ends.
 - An abandoned operation may still write to its buffers: group, operations and buffers are handed
   together to a background thread, which drops them when they have ended.
-- Forming happens on a thread that can be abandoned, too, with a store client of its own, since an
-  absent peer blocks the constructor.
+- Forming happens on a thread that can be abandoned, too, since an absent peer blocks the
+  constructor.
 
 The group itself is always Gloo's, among the hosts: what the members agree on never waits for a
 device. Gradients travel by `transport`, which for tensors on a device is a `DeviceTransport`.
 
-A process without the run's secret cannot join: addresses are exchanged in a store that accepts only
-holders of the secret, each two members prove to each other that they hold it before the group is
-used, and Gloo's port is closed while no group forms.
+A process without the run's secret cannot join: addresses travel over the links to the controller,
+each two members prove to each other that they hold the secret before the group is used, and Gloo's
+port is closed while no group forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import hashlib
 import hmac
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -40,8 +39,8 @@ from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceC
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gloo_device import GlooDevice
-from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
-from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
+from elastic_dp.distributed.rendezvous import GroupName, Rendezvous, RendezvousStore
+from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted, MembersMissing
 from elastic_dp.threads import background
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
@@ -291,45 +290,33 @@ def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: Tr
 # forming
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the members of a generation meet: a store that outlives it, and a unique prefix."""
-
-    host: str
-    port: int
-    prefix: str
-    secret: bytes = field(repr=False)  # of the run
-
-
-def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
-    """At this address of this machine, until it is closed; see its `port`."""
-    return RendezvousStoreServer(host, secret)
-
-
 class GroupFormation:
     """Forms one process group on a thread of its own.
 
-    `wait` returns the group. It raises FormingFailed, whose `absent` names the ranks that did not
-    arrive, or GroupAborted after `abort`, and leaves the thread to end by itself.
+    `wait` returns the group. It raises FormingFailed, or GroupAborted after `abort`, and leaves the
+    thread to end by itself.
     """
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        rendezvous: Rendezvous | None,
+        name: GroupName,
         *,
         rank: int,
         world_size: int,
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.absent: list[int] = []
-        self._rendezvous, self._rank, self._world_size = rendezvous, rank, world_size
+        """`rendezvous` may be None for a group of one member."""
+        self._rendezvous, self._name = rendezvous, name
+        self._rank, self._world_size = rank, world_size
         self._device, self._timeout_s = device, timeout_s
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._aborted = False
         self._group: ProcessGroup | None = None
         self._error: Exception | None = None
+        self._store: RendezvousStore | None = None
 
     def start(self) -> GroupFormation:
         if self._world_size == 1:
@@ -361,85 +348,45 @@ class GroupFormation:
             if self._aborted:
                 raise GroupAborted("the generation was ended while it formed")
             if self._error is not None:
-                raise FormingFailed(str(self._error).splitlines()[0]) from self._error
+                failed = FormingFailed if self._store is None or self._store.met else MembersMissing
+                raise failed(str(self._error).splitlines()[0]) from self._error
             assert self._group is not None
             return self._group
 
     def _form(self) -> None:
         timeout = timedelta(seconds=self._timeout_s)
-        meet, store = self._rendezvous, None
+        assert self._rendezvous is not None
+        rank, world_size = self._rank, self._world_size
         try:
-            store = _store_client(meet, timeout)
-            prefixed = dist.PrefixStore(meet.prefix, store)
-            prefixed.set(f"present/{self._rank}", "1")
-            store.asks_for_all(self._rank, self._world_size)
-            backend = _form_gloo(prefixed, meet, self._rank, self._world_size, timeout)
-            group = ProcessGroup(backend, self._rank, self._world_size, self._device, store)
+            self._store = self._rendezvous.store(self._name, rank, world_size, timeout)
+            backend = self._form_gloo(self._store, self._rendezvous.secret, timeout)
+            group = ProcessGroup(backend, rank, world_size, self._device, self._store)
         except Exception as error:  # the store's and the backend's errors have many types
-            if store is not None:
-                self.absent = _absent(store, meet.prefix, self._world_size)
             self._error = error
         else:
             with self._lock:
                 aborted = self._aborted
                 self._group = None if aborted else group
-            if aborted:  # and the next one has a client of its own by now
+            if aborted:
                 group.close()
-            else:
-                _keep_client(meet, store)
         self._ended.set()
 
-
-def connect_devices(
-    group: ProcessGroup,
-    rendezvous: Rendezvous,
-    timeout_s: float = CONNECTING_LIMIT_S,
-    names: Sequence[str] = (),
-) -> None:
-    """Starts to connect the devices of the members of `group`, if there are several. See
-    `DeviceTransport`. `rendezvous` has a prefix that nothing else uses. `names` are those of the
-    members, for messages."""
-    if group.on_device is None or group.world_size == 1:
-        return
-
-    meet, timeout = rendezvous, timedelta(seconds=timeout_s)
-    connection = DeviceConnection(
-        group.on_device.accelerator,
-        # Not the idle client, which the next forming uses.
-        lambda: RendezvousStoreClient(meet.host, meet.port, meet.secret, timeout),
-        meet.prefix,
-        rank=group.rank,
-        world_size=group.world_size,
-        timeout_s=timeout_s,
-        names=names,
-    )
-    group.on_device.connect(connection.start())
-
-
-_clients: dict[
-    tuple[str, int, bytes], RendezvousStoreClient
-] = {}  # connected, idle; the newest server's
-_clients_lock = threading.Lock()
-
-
-def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient:
-    """Returns a client that no other forming uses.
-
-    An abandoned forming may block in its own client for long.
-    """
-    with _clients_lock:
-        client = _clients.pop((meet.host, meet.port, meet.secret), None)
-    if client is None:
-        return RendezvousStoreClient(meet.host, meet.port, meet.secret, timeout)
-    client.set_timeout(timeout)
-    return client
-
-
-def _keep_client(meet: Rendezvous, client: RendezvousStoreClient) -> None:
-    """Keeps a connected client: connecting takes a millisecond or two, in which a group waits."""
-    with _clients_lock:
-        _clients.clear()
-        _clients[meet.host, meet.port, meet.secret] = client
+    def _form_gloo(self, store: RendezvousStore, secret: bytes, timeout: timedelta) -> Any:
+        rank, world_size = self._rank, self._world_size
+        if _gloo_device is None:
+            use_interface(None)
+        assert _gloo_device is not None
+        if _gloo_device.spent:
+            use_interface(_gloo_device.address)
+        else:  # the store waits longer: when Gloo waits, all members have registered
+            timeout = min(timeout, _CONNECTING_LIMIT + world_size * _CONNECTING_LIMIT_OF_A_RANK)
+        with _gloo_device.open() as options_device:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._timeout = [options_device], timeout
+            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+            prove(backend, secret, str(self._name), rank=rank, world_size=world_size)
+        backend._set_default_timeout(OPERATION_TIMEOUT)
+        return backend
 
 
 _gloo_device: GlooDevice | None = None
@@ -454,36 +401,17 @@ def use_interface(address: str | None) -> None:
         _gloo_device = GlooDevice(address)
 
 
-def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> Any:
-    if _gloo_device is None:
-        use_interface(None)
-    assert _gloo_device is not None
-    again = _gloo_device.spent
-    if again:
-        use_interface(_gloo_device.address)
-    else:  # the store waits longer: when Gloo waits, all members have published their addresses
-        timeout = min(timeout, _CONNECTING_LIMIT + world_size * _CONNECTING_LIMIT_OF_A_RANK)
-    device = _gloo_device
-    with device.open() as options_device:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._timeout = [options_device], timeout
-        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-        prove(backend, meet, rank, world_size)
-    backend._set_default_timeout(OPERATION_TIMEOUT)
-    return backend
-
-
-def prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
+def prove(backend: Any, secret: bytes, name: str, *, rank: int, world_size: int) -> None:
     """Has each two members prove the secret to each other, on the connection that they will use.
 
-    A group's prefix is never used again, so a proof is not either. A process that listens in on a
-    connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
+    No two groups have the same `name`, so a proof is never used again. A process that listens in on
+    a connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
     ConnectionError.
     """
 
     def proof(sender: int, receiver: int) -> bytes:
-        told = f"elastic_dp member {sender} to {receiver} of {world_size} in {meet.prefix}".encode()
-        return hashlib.blake2b(told, key=meet.secret, digest_size=_PROOF_BYTES).digest()
+        text = f"elastic_dp member {sender} to {receiver} of {world_size} in {name}"
+        return hashlib.blake2b(text.encode(), key=secret, digest_size=_PROOF_BYTES).digest()
 
     ranks, sizes = range(world_size), [_PROOF_BYTES] * world_size
     given = torch.frombuffer(bytearray(b"".join(proof(rank, r) for r in ranks)), dtype=torch.uint8)
@@ -496,9 +424,27 @@ def prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
             )
 
 
-def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
-    """Returns the ranks that never reached the store under this prefix."""
-    try:
-        return [r for r in range(world_size) if not store.check([f"{prefix}/present/{r}"])]
-    except RuntimeError:
-        return []
+def connect_devices(
+    group: ProcessGroup,
+    rendezvous: Rendezvous,
+    generation: int,
+    timeout_s: float = CONNECTING_LIMIT_S,
+) -> None:
+    """Starts to connect the devices of the members of `group`, if there are several. See
+    `DeviceTransport`."""
+    if group.on_device is None or group.world_size == 1:
+        return
+    rank, world_size, timeout = group.rank, group.world_size, timedelta(seconds=timeout_s)
+
+    def open_store(attempt: int) -> dist.Store:
+        name = GroupName(generation, f"devices-{attempt}", rendezvous.process)
+        return rendezvous.store(name, rank, world_size, timeout)
+
+    connection = DeviceConnection(
+        group.on_device.accelerator,
+        open_store,
+        rank=rank,
+        world_size=world_size,
+        timeout_s=timeout_s,
+    )
+    group.on_device.connect(connection.start())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import secrets
 import sys
@@ -26,13 +27,7 @@ from typing import Any, Protocol
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.followers.follower import FollowerProcess, follow
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
-from elastic_dp.cluster.worker import (
-    Request,
-    Worker,
-    WorkerJob,
-    prepare_environment,
-    serialize_request,
-)
+from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -44,7 +39,7 @@ from elastic_dp.coordinator.messages import (
     WorkerPlaced,
 )
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import ClusterError
 from elastic_dp.module_pickling import pickle_by_value
 from elastic_dp.run_record import RunOutcome
@@ -116,11 +111,9 @@ class ProcessWorkerGroup:
             self._pending.append(worker)
         self._place()
 
-    def send(
-        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
-    ) -> None:
+    def send(self, workers: Sequence[WorkerId], command: Request) -> None:
         """Send a command to these workers. A pending worker that is released never starts."""
-        message = serialize_request(command, rendezvous)
+        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         for worker in workers:
             with self._lock:
                 outbox = self._outboxes.get(worker)
@@ -234,6 +227,9 @@ class _PipeLink:
     def post(self, event: Event) -> None:
         self._send("post", event)
 
+    def register(self, record: MemberRecord) -> None:
+        self._put("register", record)
+
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         self._logs.log(call, previous, metrics)
 
@@ -280,10 +276,10 @@ def _main(
     def listen() -> None:
         while True:
             try:
-                command, rendezvous = pipe.recv()
+                command = pipe.recv()
             except (EOFError, OSError):
                 os._exit(1)  # the controller is gone
-            worker.deliver(command, rendezvous)
+            worker.deliver(command)
 
     background("control", listen, lambda _: os._exit(1)).start()
     try:
@@ -347,7 +343,13 @@ class ProcessRun:
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
         self.controller = Controller(
-            spec, run, address, secret, self.journal, state_store, url, check
+            spec,
+            self.journal,
+            host=address,
+            secret=secret,
+            state_store=state_store,
+            url=url,
+            check=check,
         )
         job = WorkerJob(
             pickle_by_value((spec, train)),

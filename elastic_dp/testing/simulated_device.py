@@ -302,8 +302,10 @@ class SimulatedCommunicator:
                 check()
             time.sleep(0.005)
         check()
-        if self._settings.connect_fails and _number_of(self._store) <= self._settings.connect_fails:
-            raise RuntimeError("no route to a peer")
+        if self._settings.connect_fails:
+            number = _number_of(self._store, self._rank, self._world_size)
+            if number <= self._settings.connect_fails:
+                raise RuntimeError("no route to a peer")
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=self._timeout_s)
@@ -402,12 +404,16 @@ class SimulatedCommunicator:
         return timer
 
 
-def _number_of(attempt: dist.PrefixStore) -> int:
+_attempts = 0  # to connect, as far as this process knows
+
+
+def _number_of(store: dist.Store, rank: int, world_size: int) -> int:
     """The number of an attempt to connect among those of a run: the same on all its members, also
     where one of them has left out the attempt before."""
-    if attempt.add("simulated/member", 1) == 1:
-        attempt.set("simulated/number", str(attempt.underlying_store.add("simulated/attempts", 1)))
-    return int(attempt.get("simulated/number"))
+    global _attempts
+    store.set(f"simulated/{rank}", str(_attempts + 1))
+    _attempts = max(int(store.get(f"simulated/{r}")) for r in range(world_size))
+    return _attempts
 
 
 def _block(seconds: float) -> None:

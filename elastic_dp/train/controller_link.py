@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.train.generations.worker_progress import LogCall
 
 
@@ -49,6 +50,11 @@ class ControllerLink(Protocol):
     """
 
     def post(self, event: Event) -> None: ...
+
+    def register(self, record: MemberRecord) -> None:
+        """Registers a process for a group that forms. The records of all members are delivered to
+        its `Rendezvous`. Any thread may call it."""
+        ...
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         """Records metrics. All workers send the same, and the receiver keeps the first.

@@ -23,7 +23,7 @@ from elastic_dp.coordinator.messages import (
     WorkerReady,
     WorkerStopped,
 )
-from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import Interrupted, LeaseLost
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing.checkpoint_committer import (
@@ -188,6 +188,9 @@ class LocalRun:
         if self.on_say is not None:
             self.on_say(text)
 
+    def register(self, record: MemberRecord) -> None:
+        raise AssertionError("one worker has nobody to meet")
+
     def wrote(self, worker: str, written: WrittenParts) -> None:
         assert self._committer is not None
         self._committer.wrote(worker, written)
@@ -214,4 +217,4 @@ class LocalRun:
         self._generation += 1
         member = Member("w1", ((0, self.spec.scaling.num_virtual_workers),), position, has_state)
         membership = Membership(self._generation, (member,), "w1", 60.0, restore=restore)
-        self.control.form(membership, Rendezvous("127.0.0.1", 0, "local", b""))
+        self.control.form(membership)

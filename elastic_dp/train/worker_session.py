@@ -31,8 +31,9 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
-from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
-from elastic_dp.errors import GroupError, Interrupted, LoopError, PiecesLost
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.rendezvous import Rendezvous
+from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.follower_checkpoints import FollowerCheckpoints
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
@@ -53,7 +54,6 @@ from elastic_dp.train.generations.worker_control import (
     ORPHANED,
     CheckpointState,
     ConfirmLeft,
-    EnterGeneration,
     Orphaned,
     Released,
     WorkerControl,
@@ -94,6 +94,7 @@ class WorkerSession:
     code: str = ""  # code_fingerprint of the train function
     faults: FaultInjector = field(default_factory=FaultInjector)
     gang: Gang | None = None  # the processes of this worker, if there are several
+    rendezvous: Rendezvous | None = None  # None: the run has one worker
     timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,7 +102,11 @@ class WorkerSession:
         self.loop = UserLoop()
         self.progress = WorkerProgress()
         self._groups = GenerationGroups(
-            self.worker, self.device, self.connects_devices, self.control
+            self.worker,
+            self.device,
+            self.control,
+            self.rendezvous,
+            connects=self.connects_devices,
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
         self._requested_checkpoints: RequestedCheckpoints | FollowerCheckpoints | None = None
@@ -186,11 +191,11 @@ class WorkerSession:
             asked,
         )
 
-    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+    def prepare(self, command: PrepareGroup) -> None:
         """Starts to connect for a generation that this worker will most likely be in. The control
         thread calls it."""
         if self.loop.opened:
-            self._groups.prepare(command, rendezvous)
+            self._groups.prepare(command)
 
     # ------------------------------------------------------------------------------------- life
 
@@ -273,7 +278,7 @@ class WorkerSession:
                 self._groups.check_connection()
                 outcome = self.transaction.attempt(self.position.step + 1)
             except GroupError as error:
-                self.leave(error, self._groups.unreachable)
+                self.leave(error)
                 continue
             if isinstance(outcome, StepRecord):
                 self._committed(outcome)
@@ -331,13 +336,13 @@ class WorkerSession:
             try:
                 self._enter(call)
             except GroupError as error:
-                self.leave(error, self._groups.unreachable)
+                self.leave(error)
                 continue
             if had_state and self.position.step > before.step:
                 return self.state.record
         return None
 
-    def leave(self, reason: str | GroupError, unreachable: tuple[WorkerId, ...] = ()) -> None:
+    def leave(self, reason: str | GroupError) -> None:
         """Out of this generation, for good: undo what is not committed, say where we stand. Raises
         a GroupError whose reason is a fault of our own device: no next generation would work."""
         if isinstance(reason, GroupError) and fault_of(reason) is not None:
@@ -349,8 +354,12 @@ class WorkerSession:
             self.state.sharding.close()
         generation = self.control.leave()
         self._groups.leave()
-        lost = isinstance(reason, PiecesLost)
-        self._post_stopped(generation, str(reason), unreachable, pieces_lost=lost)
+        self._post_stopped(
+            generation,
+            str(reason),
+            pieces_lost=isinstance(reason, PiecesLost),
+            members_missing=isinstance(reason, MembersMissing),
+        )
 
     def leave_if_ended(self) -> None:
         if self._groups.main is not None:
@@ -363,11 +372,10 @@ class WorkerSession:
         """Returns a second group of the same members, for evaluations; formed on first use."""
         return self._groups.auxiliary()
 
-    def _enter(self, call: EnterGeneration) -> None:
+    def _enter(self, membership: Membership) -> None:
         """Forms the groups of a generation, gets its state, and starts to work in it. Raises
         GroupError."""
-        membership = call.membership
-        self._groups.enter(call)
+        self._groups.enter(membership)
         self.report("form")
         self.pass_point("forming")
         members = membership.members
@@ -445,9 +453,9 @@ class WorkerSession:
         self,
         generation: int,
         reason: str,
-        unreachable: tuple[WorkerId, ...] = (),
         *,
         pieces_lost: bool = False,
+        members_missing: bool = False,
     ) -> None:
         self.link.post(
             WorkerStopped(
@@ -456,7 +464,6 @@ class WorkerSession:
                 self.position,
                 self.progress.has_state,
                 reason,
-                unreachable,
                 at_head=not self.loop.in_body,
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
@@ -464,6 +471,7 @@ class WorkerSession:
                 partial=self.progress.has_state and not self.state.is_whole,
                 lacks_copies=self.state.lacks_copies(generation),
                 pieces_lost=pieces_lost,
+                members_missing=members_missing,
             )
         )
 

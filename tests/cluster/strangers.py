@@ -12,7 +12,6 @@ import random
 import socket
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
-from elastic_dp.distributed.rendezvous_store import _Wire
 
 HOSTILE = [b"[" * 4000, b"[]", b"{}", b"", b"null", b"\xff" * 100, b"[" * 60000]
 _OPEN = 200  # connections at once
@@ -45,12 +44,9 @@ def datagrams(asked, rng):
     return made
 
 
-def greetings(asked, rng):
-    """First bytes of a connection: those of another run's member, of a Gloo pair, of a TCPStore's
-    client, or noise."""
-    secret = bytes.fromhex(asked["secret"])
-    member = _Wire(secret, bytes(32), server=False).sign([1, "set", "a", "b"])
-    made = [b"", bytes(16) + member, b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000]
+def greetings(rng):
+    """First bytes of a connection: those of a Gloo pair, of a TCPStore's client, or noise."""
+    made = [b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000]
     made += [pair.to_bytes(8, "little") + bytes(64) for pair in range(64)]
     made += [b"\x00" + rng.randbytes(4) + b"\1" + bytes(7) + rng.randbytes(8) for _ in range(50)]
     return made + [rng.randbytes(rng.randrange(300)) for _ in range(100)]
@@ -75,7 +71,7 @@ def connect_often(address, times, greeting, rng):
 
 def send(asked):
     rng = random.Random(asked["seed"])
-    greeting, made = greetings(asked, rng), datagrams(asked, rng)
+    greeting, made = greetings(rng), datagrams(asked, rng)
     for address in asked["tcp"]:
         connect_often(address, asked["connections"], greeting, rng)
     sent = 0

@@ -42,7 +42,7 @@ class OfHanging(SimulatedAccelerator):
 
 
 class Keys(dict):
-    """A rendezvous store."""
+    """A store in which members meet."""
 
     set = dict.__setitem__
 
@@ -52,5 +52,5 @@ class Keys(dict):
 
 def connection(accelerator, keys, *, timeout_s=PATIENCE_S, world_size=2):
     return DeviceConnection(
-        accelerator, lambda: keys, "p", rank=0, world_size=world_size, timeout_s=timeout_s
+        accelerator, lambda attempt: keys, rank=0, world_size=world_size, timeout_s=timeout_s
     ).start()

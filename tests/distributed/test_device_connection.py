@@ -16,20 +16,16 @@ from torch._C._distributed_c10d import ErrorType
 
 from elastic_dp.device import nccl_communicator
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import abort_limit, device_connection, process_group
+from elastic_dp.distributed import abort_limit, device_connection
 from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
 from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-    Rendezvous,
-    RendezvousStoreClient,
     connect_devices,
-    open_rendezvous_store,
 )
 from elastic_dp.errors import FormingFailed, GroupAborted
-from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from elastic_dp.train.generations import generation_groups
-from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
+from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Hanging, Keys, OfHanging, connection
+from tests.distributed.meeting import InMemory
 from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
@@ -37,23 +33,16 @@ OTHER = {"connecting/1": "1"}  # has begun to connect
 
 
 @pytest.fixture(autouse=True)
-def any_store(monkeypatch):
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+def _no_device():
     yield
     install(None)
 
 
-def test_connecting_names_who_is_absent():
+def test_connecting_says_that_members_are_missing():
     late = connection(OfHanging(), Keys({"connecting/2": "1"}), timeout_s=0.05, world_size=4)
-    eventually(lambda: 2 in late._present)
     said = eventually(late.failure)
-    assert said == "not in 0.05 s did these begin to connect their devices: rank 1, rank 3"
+    assert said == "not all members began to connect their devices within 0.05 s"
     late.check()  # the generation goes on
-
-
-def test_connecting_names_a_few_of_many():
-    late = connection(OfHanging(), Keys(), timeout_s=0.05, world_size=500)
-    assert eventually(late.failure).endswith("rank 7, rank 8, …")
 
 
 class NeverConnects(Hanging):
@@ -232,8 +221,8 @@ def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_form
         topology=(),
     )
     control = WorkerControl(_generation=1, _inside=True)
-    groups = generation_groups.GenerationGroups("a", CPU, True, control)
-    groups.enter(EnterGeneration(membership, Rendezvous("127.0.0.1", 1, "p", b"secret")))
+    groups = generation_groups.GenerationGroups("a", CPU, control, InMemory(), connects=True)
+    groups.enter(membership)
     groups.start(())
     groups.formed()
     assert limits == [device_connection.CONNECTING_LIMIT_S]
@@ -369,18 +358,3 @@ def test_kernels_that_cannot_be_loaded_stop_nobody(error):
     loading = load_kernels(accelerator)
     assert accelerator.made.aborting.wait(PATIENCE_S)
     eventually(lambda: error in str(loading._error or loading._fault))
-
-
-def test_store_client_of_a_connection_is_its_own(monkeypatch):
-    """The idle one is for the next forming, which must not wait."""
-    monkeypatch.undo()  # a real store
-    install(SimulatedAccelerator())
-    store = open_rendezvous_store("127.0.0.1", b"secret")
-    client = RendezvousStoreClient("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
-    meet = Rendezvous("127.0.0.1", store.port, "d", b"secret")
-    process_group._keep_client(meet, client)
-    group = ProcessGroup(None, 0, 2, CPU)
-    connect_devices(group, meet, PATIENCE_S)
-    eventually(lambda: 0 in group.on_device._connection._present)
-    assert process_group._store_client(meet, timedelta(seconds=60)) is client
-    group.abort()

@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abort_limit, device_connection, device_transport, process_group
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
-    GroupFormation,
     ProcessGroup,
-    Rendezvous,
     connect_devices,
-    open_rendezvous_store,
 )
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import fold
@@ -35,6 +31,7 @@ from elastic_dp.testing.simulated_device import (
 )
 from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Keys, OfHanging, connection
+from tests.distributed.meeting import InMemory, form
 from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
@@ -61,15 +58,12 @@ def of_each(
     simulated one."""
     if place is None:
         install(SimulatedAccelerator(device))
-    store = open_rendezvous_store("127.0.0.1", b"secret")
+    meet = InMemory()
 
     def member(rank: int) -> Any:
         for number in range(generations):
-            meet = Rendezvous("127.0.0.1", store.port, f"g{number}", b"secret")
-            how = {"rank": rank, "world_size": world_size, "device": place or CPU}
-            group = GroupFormation(meet, **how, timeout_s=PATIENCE_S).start().wait()
-            at = Rendezvous("127.0.0.1", store.port, f"d{number}", b"secret")
-            connect_devices(group, at, PATIENCE_S)
+            group = form(meet, rank, world_size, generation=number, device=place or CPU)
+            connect_devices(group, meet, number, PATIENCE_S)
             try:
                 told = act(group)
             finally:
@@ -328,12 +322,7 @@ def test_control_bytes_never_use_the_communicator(monkeypatch):
 
 
 @pytest.fixture
-def any_store(monkeypatch):
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-
-
-@pytest.fixture
-def hanging(any_store):
+def hanging():
     """A group whose device is connected, and the communicator, whose abort hangs."""
     install(accelerator := OfHanging(hangs=True))
     group = ProcessGroup(None, 0, 2, CPU)

@@ -19,15 +19,13 @@ import torch
 from elastic_dp.distributed import cross_worker_reduction, process_group
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
-    GroupFormation,
     ProcessGroup,
-    Rendezvous,
-    open_rendezvous_store,
 )
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Share, cover_share, fold
 from elastic_dp.errors import ModelError
-from tests.patience import PATIENCE_S, eventually
+from tests.distributed.meeting import InMemory, form
+from tests.patience import eventually
 
 CPU = torch.device("cpu")
 
@@ -43,23 +41,16 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[object]:
     """What `act` returns for each rank of a group."""
-    store = open_rendezvous_store("127.0.0.1", b"secret")
+    meet = InMemory()
 
     def member(rank: int) -> object:
-        formation = GroupFormation(
-            Rendezvous("127.0.0.1", store.port, "test", b"secret"),
-            rank=rank,
-            world_size=world_size,
-            device=CPU,
-            timeout_s=PATIENCE_S,
-        )
-        group = formation.start().wait()
+        group = form(meet, rank, world_size)
         try:
             return act(group)
         finally:
             group.close()
 
-    with contextlib.closing(store), ThreadPoolExecutor(world_size) as pool:
+    with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(member, range(world_size)))
 
 

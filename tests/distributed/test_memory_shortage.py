@@ -16,14 +16,12 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.memory_shortage import allocate_buffers
 from elastic_dp.distributed.piece_routes import HeldRange
 from elastic_dp.distributed.process_group import (
-    GroupFormation,
     ProcessGroup,
-    Rendezvous,
     drop_abandoned_groups,
-    open_rendezvous_store,
 )
 from elastic_dp.errors import ClusterError, GroupAborted
-from tests.distributed.test_gradient_reducer import CPU, leaves_of, named
+from tests.distributed.meeting import InMemory, form
+from tests.distributed.test_gradient_reducer import leaves_of, named
 from tests.distributed.test_reduction_to_holders import in_pieces
 from tests.patience import PATIENCE_S
 
@@ -49,17 +47,12 @@ def in_two_generations(
 ) -> list[object]:
     """What `second` returns for each rank. It gets what `first` has returned, whose group is
     aborted on all ranks when it has ended on all."""
-    store = open_rendezvous_store("127.0.0.1", b"secret")
+    meet = InMemory()
     world_size = len(SHARES)
     together = threading.Barrier(world_size, timeout=PATIENCE_S)
 
     def member(rank: int) -> object:
-        groups = []
-        for name in "one", "two":
-            meet = Rendezvous("127.0.0.1", store.port, name, b"secret")
-            limit = {"device": CPU, "timeout_s": PATIENCE_S}
-            formation = GroupFormation(meet, rank=rank, world_size=world_size, **limit)
-            groups.append(formation.start().wait())
+        groups = [form(meet, rank, world_size, generation=number) for number in (1, 2)]
         try:
             made = first(groups[0])
             together.wait()
@@ -73,9 +66,7 @@ def in_two_generations(
                 group.close()
 
     with ThreadPoolExecutor(world_size) as pool:
-        found = list(pool.map(member, range(world_size)))
-    store.close()
-    return found
+        return list(pool.map(member, range(world_size)))
 
 
 def sum_of(gradients: GradientReducer, p: torch.nn.Parameter, rank: int, *, ends: bool):

@@ -7,30 +7,23 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed.process_group import (
-    GroupFormation,
-    ProcessGroup,
-    Rendezvous,
-    connect_devices,
-    open_rendezvous_store,
-)
+from elastic_dp.distributed.process_group import ProcessGroup, connect_devices
 from elastic_dp.errors import CollectiveFailed
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
+from tests.distributed.meeting import OverTcp, form
 from tests.distributed.test_device_transport import of_each, switch, transport_of
 from tests.patience import PATIENCE_S, eventually
-
-CPU = torch.device("cpu")
 
 
 def member(rank: int, port: int) -> ProcessGroup:
     """With its device in use."""
     install(SimulatedAccelerator())
-    meet = Rendezvous("127.0.0.1", port, "g", b"secret")
-    how = {"rank": rank, "world_size": 2, "device": CPU}
-    group = GroupFormation(meet, **how, timeout_s=PATIENCE_S).start().wait()
-    connect_devices(group, Rendezvous("127.0.0.1", port, "d", b"secret"), PATIENCE_S)
+    meet = OverTcp(port)
+    group = form(meet, rank, 2)
+    connect_devices(group, meet, 1, PATIENCE_S)
     switch(group)
     return group
 
@@ -42,7 +35,7 @@ def dies(port: int) -> None:
 
 def test_peer_that_dies_while_the_host_waits_for_its_device_is_noticed_at_once():
     """Without a controller, and although the communicator reports nothing."""
-    store = open_rendezvous_store("127.0.0.1", b"secret")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     peer = multiprocessing.get_context("forkserver").Process(target=dies, args=(store.port,))
     peer.start()
     try:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from elastic_dp.distributed import tensor_broadcast
-from elastic_dp.distributed.process_group import GroupFormation, Rendezvous, open_rendezvous_store
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.state import state_payload
 from tests.checkpoint.states import same
 from tests.checkpoint.test_codec import TREE
+from tests.distributed.meeting import InMemory, form
 from tests.patience import PATIENCE_S
 
 SECRET = b"secret"
@@ -99,13 +99,10 @@ def test_tensor_of_an_unknown_kind_is_refused():
 
 
 def test_state_goes_through_a_real_group():
-    store = open_rendezvous_store("127.0.0.1", SECRET)
-    found = {}
+    meet, found = InMemory(), {}
 
     def member(rank):
-        meet = Rendezvous("127.0.0.1", store.port, "t", SECRET)
-        how = {"device": torch.device("cpu"), "timeout_s": PATIENCE_S}
-        group = GroupFormation(meet, rank=rank, world_size=2, **how).start().wait()
+        group = form(meet, rank, 2)
         if rank == 0:
             tensor_broadcast.send(
                 group, state_payload.serialize_state({"w": torch.arange(400_000.0), "n": 2**70})
@@ -120,5 +117,4 @@ def test_state_goes_through_a_real_group():
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    store.close()
     assert found["tree"]["n"] == 2**70 and found["tree"]["w"].equal(torch.arange(400_000.0))

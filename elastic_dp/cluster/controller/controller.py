@@ -59,6 +59,7 @@ from elastic_dp.coordinator.messages import (
     GenerationClaimed,
     GenerationClaimLost,
     HeartbeatReceived,
+    Membership,
     PrepareGroup,
     ReleaseWorker,
     RenewLease,
@@ -68,9 +69,9 @@ from elastic_dp.coordinator.messages import (
     WorkerFinished,
     WorkerId,
     WorkerLost,
+    WorkerStopped,
 )
-from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
-from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
+from elastic_dp.distributed.rendezvous import GroupName, MemberRecord, RendezvousTables
 from elastic_dp.errors import ElasticError, StateDiffers
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
@@ -81,41 +82,22 @@ from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
 
 
-class RendezvousService:
-    """The store through which the members of each generation find each other, for the whole run."""
-
-    def __init__(self, run: str, host: str, secret: bytes) -> None:
-        self._run, self._host, self._secret = run, host, secret
-        self._store: RendezvousStoreServer | None = None
-
-    def open(self) -> None:
-        self._store = open_rendezvous_store(self._host, self._secret)
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        assert self._store is not None
-        return Rendezvous(self._host, self._store.port, self._run, self._secret)
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
-
-
 class Controller:
     """Leads one run."""
 
     def __init__(
         self,
         spec: JobSpec,
-        run: str,
+        journal: Journal,
+        *,
         host: str,
         secret: bytes,
-        journal: Journal,
         state_store: ControllerStateStore | None = None,
         url: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`secret` is the run's: only a process that has it may join.
+        """`host` is the address at which workers reach this process. `secret` is the run's: only a
+        process that has it may join.
 
         `state_store` outlives the controller. `url` is the run's folder. `check` raises if the
         folder belongs to another job; it is called under the run's lease before training starts.
@@ -145,7 +127,7 @@ class Controller:
         self._stores = OutageNotice("storing the state of the run in the cluster", self.say)
         # another controller has the workers, the lease and the run's record
         self.superseded = False
-        self._rendezvous_service = RendezvousService(run, host, secret)
+        self._rendezvous = RendezvousTables()
         self._crash_logs: CrashLogWriter | None = None
 
     @property
@@ -166,6 +148,12 @@ class Controller:
         if not self.outcome.error:
             self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
+
+    def register(self, record: MemberRecord) -> None:
+        """Register a process for a group that forms. The last one completes it."""
+        complete = self._rendezvous.add(record)
+        if complete is not None:
+            self._worker_group.send(*complete)
 
     def log_all(self, calls: Sequence[LoggedCall], sent_at: float) -> bool:
         """Record calls of `ctx.log` that a worker sent at `sent_at` (of its `time.monotonic`).
@@ -256,7 +244,6 @@ class Controller:
 
     def open(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._rendezvous_service.open()
         self.heartbeats.start()
         self.checkpoints.open(worker_group, self.state_store, self.metrics)
         if self.url is not None:
@@ -292,7 +279,6 @@ class Controller:
     def _close(self) -> None:
         self._worker_group.close()
         self.heartbeats.close()
-        self._rendezvous_service.close()
         self.checkpoints.close()
         self._note_last_commits()
         if self._crash_logs is not None:
@@ -345,9 +331,22 @@ class Controller:
                     ends_at, event = None, StopRequested(TIME_IS_UP)
             if isinstance(event, Exception):
                 raise event
-            event = self.exits.relabel(event)
+            event = self._with_absent(self.exits.relabel(event))
             self._note(event)
             self._execute_all(self._decide(event))
+
+    def _with_absent(self, event: Event) -> Event:
+        """Add the members that have not registered to a failed member's report."""
+        if not isinstance(event, WorkerStopped) or not event.members_missing:
+            return event
+        membership = self.coordinator.membership
+        if membership is None or membership.generation != event.generation:
+            return event
+        here = self._rendezvous.registered(_main_group(membership))
+        if here is None:
+            return event
+        absent = [member.worker for member in membership.members if member.worker not in here]
+        return dataclasses.replace(event, unreachable=tuple(absent))
 
     def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
         """Continue the run of a previous controller, with its workers and the requests that it had
@@ -453,9 +452,10 @@ class Controller:
         match command:
             case FormGeneration(membership=membership):
                 members = [member.worker for member in membership.members]
-                return partial(send, members, command, self._rendezvous_service.rendezvous)
+                self._rendezvous.begin(_main_group(membership))
+                return partial(send, members, command)
             case PrepareGroup(workers=workers):
-                return partial(send, workers, command, self._rendezvous_service.rendezvous)
+                return partial(send, workers, command)
             case StartWorker(worker=worker):
                 return partial(self._worker_group.start, worker)
             case EvictWorker(worker=worker, stuck=stuck):
@@ -478,14 +478,14 @@ class Controller:
                 self.exits.release(worker)
                 if self.exits.holds_nothing(worker):
                     return partial(self._release_now, command)
-                return partial(send, [worker], command, None)
+                return partial(send, [worker], command)
             case BeginTraining(worker=worker):
                 self.exits.begin(worker)
-                return partial(send, [worker], command, None)
+                return partial(send, [worker], command)
             case Explain():
                 pass
             case _:
-                return partial(send, [command.worker], command, None)
+                return partial(send, [command.worker], command)
         return None
 
     # ------------------------------------------------------------------ the thread of commands
@@ -507,8 +507,12 @@ class Controller:
         The worker group is told first, so that this does not count as a failure of the worker's
         node.
         """
-        self._worker_group.send([command.worker], command, None)
+        self._worker_group.send([command.worker], command)
         self._worker_group.kill(command.worker)
+
+
+def _main_group(membership: Membership) -> GroupName:
+    return GroupName.main(membership.generation, membership.prepared)
 
 
 def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> CoordinatorConfig:

@@ -125,7 +125,6 @@ class ControllerCheckpointer:
                 request_parts=lambda one: worker_group.send(
                     [one.worker],
                     WriteParts(one.worker, one.step, tuple(one.parts), tuple(one.units)),
-                    None,
                 ),
                 request_checkpoint=partial(self._post, CheckpointRequested()),
                 tell=self._say,

@@ -21,13 +21,10 @@ from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.gpu import is_gpu
-from elastic_dp.distributed.local_mesh import LOOPBACK, open_local_mesh
+from elastic_dp.distributed.local_mesh import open_local_mesh
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
-from elastic_dp.distributed.process_group import (
-    Rendezvous,
-    open_rendezvous_store,
-    use_interface,
-)
+from elastic_dp.distributed.process_group import use_interface
+from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
@@ -60,12 +57,20 @@ def lead(
 ) -> Gang:
     """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
     checkpoints. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
-    port = open_rendezvous_store(LOOPBACK, secret).port
-    told = {"port": port, "is_source": is_source, "stores": stores}
+    # A file without a name, which this process holds open for its life.
+    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('mesh')}"
+    told = {"path": path, "is_source": is_source, "stores": stores}
     control.exchange(json.dumps(told).encode())
-    meet = _meeting(identity, port, secret)
     size = scaling.processes_per_worker
-    mesh = open_local_mesh(meet, 0, {"dp": size}, device, shares_gpu=shares_gpu)
+    mesh = open_local_mesh(
+        path,
+        identity,
+        secret=secret,
+        number=0,
+        size=size,
+        device=device,
+        shares_gpu=shares_gpu,
+    )
     return Gang(0, size, mesh, control)
 
 
@@ -89,14 +94,22 @@ def follow(
     use_interface(address)
     # Before the first process waits for this one to connect: it hears why this one ends.
     device = pick_device(spec.scaling.resources_per_worker)
-    control = FollowerControl(number)
-    channel = FollowerChannel(leader, control.abort)
+    control = FollowerControl()
+    rendezvous = Rendezvous(identity, secret, lambda record: channel.register(record), number)
+    channel = FollowerChannel(leader, control.abort, rendezvous.deliver)
     control.follow(channel)
     link = _FollowerLink(channel)
     told = json.loads(control.exchange(b"")[0])
-    meet = _meeting(identity, told["port"], secret)
     size = spec.scaling.processes_per_worker
-    mesh = open_local_mesh(meet, number, {"dp": size}, device, shares_gpu=shares_gpu)
+    mesh = open_local_mesh(
+        told["path"],
+        identity,
+        secret=secret,
+        number=number,
+        size=size,
+        device=device,
+        shares_gpu=shares_gpu,
+    )
     gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
     try:
         data = open_data(
@@ -121,6 +134,7 @@ def follow(
         code=code_fingerprint(train, constants=False),
         faults=FaultInjector(faults, identity, number),
         gang=gang,
+        rendezvous=rendezvous,
     )
     return train_until_released(train, session)
 
@@ -128,10 +142,6 @@ def follow(
 def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:
     """Return whether each process of this job's workers connects its device with the others'."""
     return has_own_communicator(spec.scaling.resources_per_worker.get("GPU", 0)) and not shares_gpu
-
-
-def _meeting(identity: WorkerId, port: int, secret: bytes) -> Rendezvous:
-    return Rendezvous(LOOPBACK, port, f"{identity}/mesh", secret)
 
 
 class _FollowerLink:
@@ -143,6 +153,9 @@ class _FollowerLink:
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerFailed):
             self._channel.fail(event)
+
+    def register(self, record: MemberRecord) -> None:
+        self._channel.register(record)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         pass

@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from elastic_dp.coordinator.messages import Event, WorkerId
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.log_sender import LoggedCall, LogSender
@@ -42,6 +43,9 @@ class ActorLink:
     def post(self, event: Event) -> None:
         self.flush()
         self._call("post", event)
+
+    def register(self, record: MemberRecord) -> None:
+        self._call("register", record)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         self._logs.log(call, previous, metrics)

@@ -38,6 +38,7 @@ from elastic_dp.coordinator.messages import (
     StopRequested,
     WorkerId,
 )
+from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.errors import StorageError
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store
@@ -78,7 +79,13 @@ class ControllerActor:
         compare = partial(job.record.check_or_write, job.url, None)
         check = None if state_store.inherited else compare  # once, when the run begins
         self._controller = Controller(
-            self._spec, run, host, job.secret, self._journal, state_store, job.url, check
+            self._spec,
+            self._journal,
+            host=host,
+            secret=job.secret,
+            state_store=state_store,
+            url=job.url,
+            check=check,
         )
         worker_job = WorkerJob(
             pickled=job.pickled,
@@ -140,6 +147,10 @@ class ControllerActor:
     @ray.method(concurrency_group="events")
     def post(self, event: Event) -> None:
         self._controller.post(event)
+
+    @ray.method(concurrency_group="events")
+    def register(self, record: MemberRecord) -> None:
+        self._controller.register(record)
 
     @ray.method(concurrency_group="events")
     def log_all(self, term: int, calls: Sequence[LoggedCall], sent_at: float) -> None:

@@ -8,6 +8,7 @@ so that a controller that takes over finds it.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import threading
 import time
@@ -22,10 +23,9 @@ from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.live_runs import NAMESPACE
-from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment, serialize_request
+from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
-from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.threads import background
 from elastic_dp.train.generations.worker_progress import LogCall
 
@@ -136,12 +136,10 @@ class RayWorkerGroup:
                     named.append((entry.name.removeprefix(prefix), actor, entry.node))
         return named
 
-    def send(
-        self, workers: Sequence[WorkerId], command: Request, rendezvous: Rendezvous | None
-    ) -> None:
+    def send(self, workers: Sequence[WorkerId], command: Request) -> None:
         if isinstance(command, ReleaseWorker):
             self._told_to_go.update(workers)
-        message: Any = serialize_request(command, rendezvous)
+        message: Any = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if len(message) > _INLINE_BYTES:
             message = ray.put(message)
         for worker in workers:

@@ -59,13 +59,13 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def deliver(self, message: bytes) -> None:
-        """`message` is that of `serialize_request`."""
-        command, rendezvous = pickle.loads(message)
+        """`message` is a pickled `Request`."""
+        command = pickle.loads(message)
         if isinstance(command, ReportState):
             # The last metrics of a run have none after them, by which they would be missed.
             self._link.resend()
             self._link.post(self._placed)
-        self._worker.deliver(command, rendezvous)
+        self._worker.deliver(command)
 
     @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:

@@ -13,19 +13,18 @@ process, when all are there. It alone hears the controller.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from elastic_dp.coordinator.messages import WorkerFailed
+from elastic_dp.coordinator.messages import Membership, WorkerFailed
+from elastic_dp.distributed.rendezvous import GroupRecords, MemberRecord
 from elastic_dp.errors import GroupAborted, GroupError
 from elastic_dp.train.gang.process_channel import FollowerChannel, LeaderChannel, ProcessFailed
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
-    EnterGeneration,
     Orphaned,
     Released,
     WorkerControl,
@@ -64,15 +63,25 @@ class LeaderControl(WorkerControl):
         self,
         followers: Sequence[Connection],
         post: Callable[[WorkerFailed], None],
+        register: Callable[[MemberRecord], None],
         write_fault: Callable[[str, str], None],
     ) -> None:
-        """Begins to hear from the followers. `post`: to the controller. `write_fault`: see
-        `HeartbeatStatus`."""
+        """Begins to hear from the followers. `post` and `register`: to the controller.
+        `write_fault`: see `HeartbeatStatus`."""
         self._post = post
         self._channel = LeaderChannel(
-            followers, self._follower_leaves, self._follower_failed, write_fault
+            followers,
+            on_leaving=self._follower_leaves,
+            on_failure=self._follower_failed,
+            on_record=register,
+            on_fault=write_fault,
         )
         self._channel.open()
+
+    def deliver(self, records: GroupRecords) -> None:
+        """Takes the records of a group of followers, on any thread."""
+        assert self._channel is not None
+        self._channel.deliver(records)
 
     def _follower_leaves(self) -> None:
         """Ends the generation, since nobody can go on in it."""
@@ -204,11 +213,10 @@ class LeaderControl(WorkerControl):
 
 
 class FollowerControl(WorkerControl):
-    """That of another process, `number` of the worker."""
+    """That of another process of the worker."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._number = number
         self._channel: FollowerChannel | None = None
         self._agreed_stop: str | None = None
 
@@ -247,11 +255,7 @@ class FollowerControl(WorkerControl):
 
     def wait(self) -> Any:
         call = self._arrive("wait")
-        if isinstance(call, EnterGeneration):
-            meet = call.rendezvous
-            # Process i of each worker meets process i of the others.
-            meet = dataclasses.replace(meet, prefix=f"{meet.prefix}/process-{self._number}")
-            call = dataclasses.replace(call, rendezvous=meet)
+        if isinstance(call, Membership):
             with self._changed:
                 self._enter(call)
         return call

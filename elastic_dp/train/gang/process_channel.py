@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic_dp.coordinator.messages import WorkerFailed
+from elastic_dp.distributed.rendezvous import GroupRecords, MemberRecord
 from elastic_dp.errors import ClusterError, GroupAborted, LoopError
 from elastic_dp.threads import background
 
@@ -101,12 +102,15 @@ class LeaderChannel:
         followers: Sequence[Connection],
         on_leaving: Callable[[], None],
         on_failure: Callable[[WorkerFailed], None],
+        on_record: Callable[[MemberRecord], None] = lambda record: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
         """`on_leaving`: a follower leaves. `on_failure`: user code has raised in one, and all
-        live. `on_fault`: the device of one has failed. All are called on threads of their own."""
+        live. `on_record`: one registers for a group. `on_fault`: the device of one has failed. All
+        are called on threads of their own."""
         self._followers = followers
-        self._on_leaving, self._on_failure, self._on_fault = on_leaving, on_failure, on_fault
+        self._on_leaving, self._on_failure = on_leaving, on_failure
+        self._on_record, self._on_fault = on_record, on_fault
         self._arrived: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
         self._alive: list[queue.SimpleQueue[Here]] = [queue.SimpleQueue() for _ in followers]
         self._asking = threading.Lock()
@@ -169,6 +173,10 @@ class LeaderChannel:
         """Frees the followers from the collectives of this generation. Any thread may call it."""
         self._send(range(len(self._followers)), Aborted(generation))
 
+    def deliver(self, records: GroupRecords) -> None:
+        """Passes on the records of a group of followers. Any thread may call it."""
+        self._send([records.group.process - 1], records)
+
     def wait_until_all_leave(self) -> None:
         """Sends away followers that still wait for a decision. Raises ProcessFailed."""
         self.refuse(GroupAborted("another process of this worker left the generation"))
@@ -213,6 +221,9 @@ class LeaderChannel:
             if isinstance(message, Faulted):
                 self._on_fault(message.kind, message.text)  # before the process ends with it
                 continue
+            if isinstance(message, MemberRecord):
+                self._on_record(message)
+                continue
             if isinstance(message, str) and has_started:
                 continue  # it ends now, and has printed that
             did_not_start, has_started = isinstance(message, str), True
@@ -238,9 +249,15 @@ class LeaderChannel:
 class FollowerChannel:
     """The side of a follower."""
 
-    def __init__(self, leader: Connection, on_abort: Callable[[int], None]) -> None:
-        """`on_abort` is called with a generation, on a thread of its own."""
-        self._leader, self._on_abort = leader, on_abort
+    def __init__(
+        self,
+        leader: Connection,
+        on_abort: Callable[[int], None],
+        on_records: Callable[[GroupRecords], None] = lambda records: None,
+    ) -> None:
+        """`on_abort` is called with a generation, `on_records` with the records of a group that
+        this process registered for, on a thread of its own."""
+        self._leader, self._on_abort, self._on_records = leader, on_abort, on_records
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
@@ -266,6 +283,9 @@ class FollowerChannel:
     def fail(self, event: WorkerFailed) -> None:
         self._send(Posted(event))
 
+    def register(self, record: MemberRecord) -> None:
+        self._send(record)
+
     def tell_fault(self, kind: str, text: str) -> None:
         self._send(Faulted(kind, text))
 
@@ -277,6 +297,8 @@ class FollowerChannel:
                 os._exit(1)
             if isinstance(message, Aborted):
                 self._on_abort(message.generation)
+            elif isinstance(message, GroupRecords):
+                self._on_records(message)
             elif isinstance(message, AreYouThere):
                 self._send(Here())
             else:

@@ -11,7 +11,6 @@ it is first used. All end with the generation.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ from elastic_dp.distributed.device_connection import load_kernels
 from elastic_dp.distributed.process_group import (
     GroupFormation,
     ProcessGroup,
-    Rendezvous,
     connect_devices,
     drop_abandoned_groups,
 )
-from elastic_dp.errors import FormingFailed, GroupError
+from elastic_dp.distributed.rendezvous import GroupName, Rendezvous
+from elastic_dp.errors import GroupError
 from elastic_dp.threads import background
-from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
+from elastic_dp.train.generations.worker_control import WorkerControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +45,37 @@ class GenerationGroups:
     """
 
     def __init__(
-        self, worker: WorkerId, device: torch.device, connects: bool, control: WorkerControl
+        self,
+        worker: WorkerId,
+        device: torch.device,
+        control: WorkerControl,
+        rendezvous: Rendezvous | None,
+        *,
+        connects: bool,
     ) -> None:
-        """`connects`: the devices of the members get a communicator of their own."""
+        """`rendezvous` may be None where the run has one worker. `connects`: the devices of the
+        members get a communicator of their own."""
         self._worker, self._device, self._control = worker, device, control
-        self._connects = connects
+        self._rendezvous, self._connects = rendezvous, connects
         self._has_large_buffers = False
         self.main: ProcessGroup | None = None
-        self.unreachable: tuple[
-            WorkerId, ...
-        ] = ()  # members that the last failed formation did not reach
-        self._entered: EnterGeneration | None = None
+        self.membership: Membership | None = None  # of the present or the last generation
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
         self._prepared: _Prepared | None = None
         self._preparing = threading.Lock()
 
     @property
-    def membership(self) -> Membership | None:
-        """The membership of the present or the last generation; None before the first."""
-        return None if self._entered is None else self._entered.membership
-
-    @property
     def rank(self) -> int:
-        return 0 if self._entered is None else self._entered.membership.rank(self._worker)
+        return 0 if self.membership is None else self.membership.rank(self._worker)
 
     @property
     def world_size(self) -> int:
-        return 0 if self._entered is None else len(self._entered.membership.members)
+        return 0 if self.membership is None else len(self.membership.members)
 
     @property
     def generation(self) -> int:
-        return 0 if self._entered is None else self._entered.membership.generation
+        return 0 if self.membership is None else self.membership.generation
 
     def expect_buffers(self, *, large: bool) -> None:
         """Says whether operations in flight keep much memory, for which no member is to wait."""
@@ -89,7 +87,7 @@ class GenerationGroups:
             # Destroying a communicator may block, so the caller's thread has no reference to it.
             background("kernels", lambda: load_kernels(accelerator_of(self._device))).start()
 
-    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+    def prepare(self, command: PrepareGroup) -> None:
         """Starts to form the group of all members of a generation that is not announced yet. Any
         thread may call it."""
         with self._preparing:
@@ -98,7 +96,8 @@ class GenerationGroups:
             if (command.generation, command.number) <= max(newest, (self.generation, 1 << 62)):
                 return
             formation = GroupFormation(
-                _meeting_of_all(rendezvous, command.generation, command.number),
+                self._rendezvous,
+                GroupName.main(command.generation, command.number, self._process),
                 rank=command.workers.index(self._worker),
                 world_size=len(command.workers),
                 device=self._device,
@@ -108,33 +107,31 @@ class GenerationGroups:
         if before is not None:
             before.formation.abandon()
 
-    def enter(self, call: EnterGeneration) -> None:
+    def enter(self, membership: Membership) -> None:
         """Makes this the present generation."""
-        self._entered, self.unreachable = call, ()
+        self.membership = membership
 
     def start(self, involved: Sequence[int]) -> None:
         """Starts to form the group of all members, and that of the ranks `involved` in a state
         transfer."""
-        assert self._entered is not None
         self._involved = involved
         self._main_formation = self._formation_of_all()
-        self._state_formation = self._formation("state", involved) if involved else None
+        self._state_formation = self._formation(self._name("state"), involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
         """Waits for both groups. Sets `main` and returns the other one. Raises GroupError."""
         state = self._state_formation
         try:
-            self.main = self._formed(self._main_formation, range(self.world_size))
-            assert self._entered is not None
-            self.main.place(self._entered.membership.topology)
-            state_group = None if state is None else self._formed(state, self._involved)
+            self.main = self._main_formation.wait()
+            assert self.membership is not None
+            self.main.place(self.membership.topology)
+            state_group = None if state is None else state.wait()
         except GroupError:
             if state is not None:
                 state.abort()
             raise
-        if self._connects:
-            names = [member.worker for member in self._entered.membership.members]
-            connect_devices(self.main, self._meeting("devices"), names=names)
+        if self._connects and self._rendezvous is not None:
+            connect_devices(self.main, self._rendezvous, self.generation)
         for old in self._old:
             old.close()
         if self._has_large_buffers:
@@ -155,10 +152,8 @@ class GenerationGroups:
 
     def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations. Raises GroupError."""
-        assert self._entered is not None
         if self._side is None:
-            everyone = range(len(self._entered.membership.members))
-            self._side = self._formed(self._formation("side", everyone), everyone)
+            self._side = self._formation(self._name("side"), range(self.world_size)).wait()
         return self._side
 
     def leave(self) -> None:
@@ -173,55 +168,37 @@ class GenerationGroups:
 
     def _formation_of_all(self) -> GroupFormation:
         """Takes what was prepared for this membership, or starts to form its group."""
-        assert self._entered is not None
-        membership = self._entered.membership
+        membership = self.membership
+        assert membership is not None
         with self._preparing:
             prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            told = prepared.command
-            if (told.generation, told.number) == (membership.generation, membership.prepared):
+            command = prepared.command
+            if (command.generation, command.number) == (membership.generation, membership.prepared):
                 self._control.abort_at_end(prepared.formation)
                 return prepared.formation
             prepared.formation.abandon()
-        meeting = _meeting_of_all(
-            self._entered.rendezvous, membership.generation, membership.prepared
-        )
-        return self._start_formation(meeting, range(len(membership.members)))
+        name = GroupName.main(membership.generation, membership.prepared, self._process)
+        return self._formation(name, range(self.world_size))
 
-    def _formation(self, purpose: str, ranks: Sequence[int]) -> GroupFormation:
+    def _formation(self, name: GroupName, ranks: Sequence[int]) -> GroupFormation:
         """Starts to form a group of the members with these ranks, in this order, this worker
         included."""
-        return self._start_formation(self._meeting(purpose), ranks)
-
-    def _start_formation(self, meeting: Rendezvous, ranks: Sequence[int]) -> GroupFormation:
-        assert self._entered is not None
-        membership = self._entered.membership
+        assert self.membership is not None
         formation = GroupFormation(
-            meeting,
-            rank=ranks.index(membership.rank(self._worker)),
+            self._rendezvous,
+            name,
+            rank=ranks.index(self.rank),
             world_size=len(ranks),
             device=self._device,
-            timeout_s=membership.forming_timeout_s,
+            timeout_s=self.membership.forming_timeout_s,
         )
         self._control.abort_at_end(formation)
         return formation.start()
 
-    def _meeting(self, purpose: str) -> Rendezvous:
-        """Returns where the members of the present generation meet for `purpose`."""
-        assert self._entered is not None
-        meet, generation = self._entered.rendezvous, self._entered.membership.generation
-        return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/{purpose}")
+    @property
+    def _process(self) -> int:
+        return 0 if self._rendezvous is None else self._rendezvous.process
 
-    def _formed(self, formation: GroupFormation, ranks: Sequence[int]) -> ProcessGroup:
-        try:
-            return formation.wait()
-        except FormingFailed:
-            assert self._entered is not None
-            members = self._entered.membership.members
-            self.unreachable = tuple(members[ranks[r]].worker for r in formation.absent)
-            raise
-
-
-def _meeting_of_all(meet: Rendezvous, generation: int, preparation: int) -> Rendezvous:
-    """Returns where all members meet. Workers that prepared something else left keys of theirs."""
-    return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/main-{preparation}")
+    def _name(self, purpose: str) -> GroupName:
+        return GroupName(self.generation, purpose, self._process)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_dp.coordinator.messages import Membership, WorkerId
-from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import GroupAborted
 
 
@@ -40,14 +39,6 @@ class EndSignal:
 
     def abort(self) -> None:
         self.event.set()
-
-
-@dataclass(frozen=True, slots=True)
-class EnterGeneration:
-    """Meet the other members of a generation that the controller forms, and train with them."""
-
-    membership: Membership
-    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,7 @@ class WorkerControl:
     _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
     _attempting: int | None = None
     _asked: int = 0  # the generation to confirm in the next `wait`
-    _to_enter: EnterGeneration | None = None
+    _to_enter: Membership | None = None
     _checkpoint: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
@@ -104,13 +95,11 @@ class WorkerControl:
     )
     _abortables: list[Abortable] = field(default_factory=list)
 
-    def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
+    def form(self, membership: Membership) -> None:
         with self._changed:
-            newest = max(
-                self._generation, self._to_enter.membership.generation if self._to_enter else 0
-            )
+            newest = max(self._generation, self._to_enter.generation if self._to_enter else 0)
             if membership.generation > max(newest, self._ended):
-                self._to_enter = EnterGeneration(membership, rendezvous)
+                self._to_enter = membership
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
@@ -203,8 +192,9 @@ class WorkerControl:
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
         return min(left_s, threading.TIMEOUT_MAX)
 
-    def wait(self) -> EnterGeneration | ConfirmLeft | CheckpointState | Orphaned:
-        """Waits outside of every generation for what to do next. Raises Released."""
+    def wait(self) -> Membership | ConfirmLeft | CheckpointState | Orphaned:
+        """Waits outside of every generation for what to do next: enter the generation of a
+        membership, or something else. Raises Released."""
         with self._changed:
             while True:
                 if self._release is not None:
@@ -219,7 +209,7 @@ class WorkerControl:
                 if left_s <= 0:
                     return Orphaned()
                 call = self._to_enter
-                if call is None or call.membership.generation <= self._ended:
+                if call is None or call.generation <= self._ended:
                     self._to_enter = None
                     self._changed.wait(left_s)
                 elif self._lease_ran_out():
@@ -231,8 +221,8 @@ class WorkerControl:
                     self._enter(call)
                     return call
 
-    def _enter(self, call: EnterGeneration) -> None:
-        self._generation, self._inside = call.membership.generation, True
+    def _enter(self, membership: Membership) -> None:
+        self._generation, self._inside = membership.generation, True
         self._abortables = []
 
     def wait_for_release(self, timeout_s: float) -> None:

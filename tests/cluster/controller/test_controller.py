@@ -16,7 +16,7 @@ from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import Request
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
-from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.distributed.rendezvous import GroupName, GroupRecords, MemberRecord
 from elastic_dp.report.run_overview import Health, overview_of_status
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
@@ -31,7 +31,7 @@ def test_the_collector_waits_while_an_event_is_handled(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = JobSpec(name="quiet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "quiet", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     collecting = []
 
     def handle(event: m.Event, now: float) -> list[m.Command]:
@@ -52,7 +52,7 @@ def test_the_collector_waits_while_an_event_is_handled(
 def test_controller_does_not_wait_for_a_released_worker_without_a_node() -> None:
     """Otherwise its demand for a node would live on until it is evicted."""
     spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller._worker_group = workers = Told()
     for worker in ("w1", "w2"):
         controller._execute(m.StartWorker(worker))
@@ -71,7 +71,7 @@ def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
     spec = JobSpec(
         name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
     )
-    controller = Controller(spec, "mixed", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     scenario = Scenario(exact=False)
     controller.coordinator = scenario.coordinator
     assert (controller.status()["exact"], controller.status()["inexact_because"]) == (False, ())
@@ -86,7 +86,7 @@ def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
 def test_status_counts_no_member_that_is_lost() -> None:
     """A run that has lost all its workers and waits for nodes has none, as its report says."""
     spec = JobSpec(name="gone", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "gone", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     scenario = Scenario()
     scenario.committed = 0
     controller.coordinator = scenario.coordinator
@@ -103,7 +103,7 @@ def test_status_counts_no_member_that_is_lost() -> None:
 
 def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
     spec = JobSpec(name="dies", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "dies", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller.state_store.record(m.StartWorker("w1"))
     short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
     for event in (m.WorkerLost("w1", "its sidecar says so"), short, short, m.WorkerLost("w1", "?")):
@@ -119,7 +119,7 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     """Last words are a message of their own, and come when the death may be waiting in the
     inbox."""
     spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller._worker_group = Told()
     kept: list[tuple[str, str]] = []
     controller._crash_logs = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
@@ -136,23 +136,45 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
 
 def test_controller_sends_what_all_members_get_in_one_call() -> None:
     spec = JobSpec(name="all", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "all", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     sent: list[Sequence[str]] = []
     workers = types.SimpleNamespace(send=lambda workers, *_: sent.append(workers))
     controller._worker_group = workers  # type: ignore[assignment]
-    controller._rendezvous_service.open()
     position = m.TrainingPosition(1)
     members = tuple(m.Member(f"w{i}", ((i, i + 1),), position, True) for i in range(3))
     controller._execute(m.FormGeneration(m.Membership(2, members, "w0", 5.0)))
     controller._execute(m.PrepareGroup(3, 1, ("w0", "w2"), 5.0))
     assert [list(workers) for workers in sent] == [["w0", "w1", "w2"], ["w0", "w2"]]
-    controller._rendezvous_service.close()
+    controller.heartbeats.close()
+
+
+def test_controller_sends_the_records_of_all_members_and_names_those_that_are_missing() -> None:
+    spec = JobSpec(name="meet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+    sent: list[tuple[Sequence[str], object]] = []
+    workers = types.SimpleNamespace(send=lambda workers, command: sent.append((workers, command)))
+    controller._worker_group = workers  # type: ignore[assignment]
+    members = tuple(m.Member(f"w{i}", ((i, i + 1),), m.START, True) for i in range(3))
+    membership = m.Membership(2, members, "w0", 5.0, prepared=1)
+    controller.coordinator = types.SimpleNamespace(membership=membership)  # type: ignore[assignment]
+    controller._execute(m.FormGeneration(membership))
+    stopped = m.WorkerStopped("w0", 2, m.START, True, "late", members_missing=True)
+    aborted = dataclasses.replace(stopped, members_missing=False)
+    for rank, absent in ((0, ("w1", "w2")), (2, ("w1",)), (1, ())):
+        group = GroupName(2, "main-1")
+        controller.register(MemberRecord(f"w{rank}", group, 0, rank, 3, ((f"{rank}", b""),)))
+        told = controller._with_absent(stopped)
+        assert isinstance(told, m.WorkerStopped) and told.unreachable == absent
+        assert controller._with_absent(aborted) is aborted
+    names, records = sent[-1]
+    assert list(names) == ["w0", "w1", "w2"] and isinstance(records, GroupRecords)
+    assert [key for key, _ in records.values] == ["0", "1", "2"]
     controller.heartbeats.close()
 
 
 def test_superseded_controller_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
+    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
     controller._worker_group = workers = Told()
     controller.lead()
@@ -170,9 +192,7 @@ class Told:
     def start(self, worker: m.WorkerId) -> None:
         self.told.append(f"start {worker}")
 
-    def send(
-        self, workers: Sequence[m.WorkerId], command: Request, rendezvous: Rendezvous | None
-    ) -> None:
+    def send(self, workers: Sequence[m.WorkerId], command: Request) -> None:
         self.told.append(type(command).__name__)
 
     def kill(self, worker: m.WorkerId) -> None:

@@ -23,7 +23,7 @@ class WorkerGroup:
     def start(self, worker):
         self.started.append(worker)
 
-    def send(self, workers, command, rendezvous):
+    def send(self, workers, command):
         pass
 
     def kill(self, worker):
@@ -38,12 +38,11 @@ class Run:
 
     def __init__(self):
         self.controller = made = Controller(
-            spec_of(workers=2, steps=100_000), "run", "127.0.0.1", b"secret", Journal(None)
+            spec_of(workers=2, steps=100_000), Journal(None), host="127.0.0.1", secret=b"secret"
         )
         self.group, self.step, self.beat = WorkerGroup(), 0, 0
         self.channels = {}
         made._worker_group = self.group
-        made._rendezvous_service.open()
         made._tasks = types.SimpleNamespace(put=lambda tasks: [task() for task in tasks])
         made._execute_all(made.coordinator.start(0.0))
         self.settle()
@@ -132,4 +131,3 @@ def test_controller_keeps_little_of_a_worker_that_is_lost():
     grown = after.compare_to(before, "lineno")
     assert sum(each.size_diff for each in grown) / losses < 0.05 * MIB, grown[:9]
     run.controller.heartbeats.close()
-    run.controller._rendezvous_service.close()

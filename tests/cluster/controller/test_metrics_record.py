@@ -33,7 +33,7 @@ class Slow(Journal):
 
 def test_records_of_two_workers_keep_their_order():
     journal = Slow()
-    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    controller = Controller(spec_of(), journal, host="127.0.0.1", secret=b"secret")
     calls = [LoggedCall((1, 1), None, {}, 0.0), LoggedCall((2, 1), (1, 1), {}, 0.0)]
     first = threading.Thread(target=controller.log_all, args=(calls[:1], 0.0))
     first.start()
@@ -47,7 +47,7 @@ def test_records_of_two_workers_keep_their_order():
 
 def test_a_record_has_the_time_of_its_call_and_not_of_its_arrival():
     journal = Journal(None)
-    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    controller = Controller(spec_of(), journal, host="127.0.0.1", secret=b"secret")
     before = time.time()
     calls = [LoggedCall((1, 1), None, {}, 500.0), LoggedCall((2, 1), (1, 1), {}, 570.0)]
     assert controller.log_all(calls, sent_at=600.0)
@@ -62,7 +62,7 @@ def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
     """A run that went on from an older checkpoint records no line twice; but what it commits then
     is ranked, too."""
     journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
-    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    controller = Controller(spec_of(), journal, host="127.0.0.1", secret=b"secret")
     controller.checkpoints._committer = MagicMock()
     controller.log_all([LoggedCall((5, 1), None, {"loss": 0.4}, 0.0)], 0.0)
     controller.heartbeats.close()

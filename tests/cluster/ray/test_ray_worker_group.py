@@ -98,10 +98,10 @@ def test_command_to_all_workers_is_serialized_once(worker_group, monkeypatch, nb
         deliver = types.SimpleNamespace(remote=lambda *given: delivered.append(pickle.dumps(given)))
         worker_group._actors[worker] = types.SimpleNamespace(deliver=deliver)
     command = CountsItsPickles(nbytes)
-    worker_group.send(["w1", "w2", "gone", "w3"], command, None)
+    worker_group.send(["w1", "w2", "gone", "w3"], command)
     assert command.times == 1 and len(put) == objects
     (message,) = {pickle.loads(given)[0] for given in delivered}
-    assert len(delivered) == 3 and pickle.loads(message) == (b"x" * nbytes, None)
+    assert len(delivered) == 3 and pickle.loads(message) == b"x" * nbytes
 
 
 def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
@@ -189,7 +189,7 @@ def test_gcs_that_does_not_answer_or_raises_holds_up_no_command_to_others(
     actors.errors += [ConnectionError("the GCS is away"), AttributeError("another Ray")]
     worker_group.start("w2")
     worker_group.kill("w1")
-    worker_group.send(["w1"], "continue", None)
+    worker_group.send(["w1"], "continue")
     assert len(delivered) == 1 and actors.started == []
     actors.answers.set()
     rest(worker_group)

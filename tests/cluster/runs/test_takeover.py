@@ -49,7 +49,7 @@ class WorkerGroup:
     def start(self, worker):
         self.started.append(worker)
 
-    def send(self, workers, command, rendezvous):
+    def send(self, workers, command):
         self.sent.append(command)
 
     def kill(self, worker):
@@ -79,7 +79,11 @@ def earlier(now=0.0):
 
 def controller(state_store, journal=None):
     made = Controller(
-        spec_of(workers=2), "run", "127.0.0.1", b"secret", journal or Journal(None), state_store
+        spec_of(workers=2),
+        journal or Journal(None),
+        host="127.0.0.1",
+        secret=b"secret",
+        state_store=state_store,
     )
     made._worker_group = WorkerGroup()
     made.heartbeats.close()
@@ -134,10 +138,10 @@ def test_worker_that_came_up_without_a_controller_begins_training_at_takeover(
     link = Heard()
     worker = Worker("w1", job_of(spec_of()), link)
     if was_begun:
-        worker.deliver(m.BeginTraining("w1", True), None)
+        worker.deliver(m.BeginTraining("w1", True))
     scenario = Scenario.recovered(["w1"], 0, size=1)
     for command in scenario.ever(m.ReportState):
-        worker.deliver(command, None)
+        worker.deliver(command)
     for event in link.said:
         scenario.tell(event)
     scenario.hear("w1", phase="start")

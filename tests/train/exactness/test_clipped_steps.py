@@ -18,13 +18,10 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
-    GroupFormation,
     ProcessGroup,
-    Rendezvous,
-    open_rendezvous_store,
 )
 from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
-from tests.patience import PATIENCE_S
+from tests.distributed.meeting import InMemory, form
 
 CPU = torch.device("cpu")
 VIRTUAL, STEPS, CLIP_NORM = 8, 2, 0.5
@@ -136,14 +133,10 @@ def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[
     if world_size == 1:
         found = [of_all(ProcessGroup(None, 0, 1, CPU))]
     else:
-        store = open_rendezvous_store("127.0.0.1", b"secret")
-        rendezvous = Rendezvous("127.0.0.1", store.port, "test", b"secret")
+        meet = InMemory()
 
         def member(rank: int) -> dict[str, str]:
-            formation = GroupFormation(
-                rendezvous, rank=rank, world_size=world_size, device=CPU, timeout_s=PATIENCE_S
-            )
-            group = formation.start().wait()
+            group = form(meet, rank, world_size)
             try:
                 return of_all(group)
             finally:
@@ -151,7 +144,6 @@ def digests(world_size: int, chosen=CASES, exact: bool = True) -> dict[str, set[
 
         with ThreadPoolExecutor(world_size) as pool:
             found = list(pool.map(member, range(world_size)))
-        store.close()
     return {name: {one[name] for one in found} for name, *_ in chosen}
 
 

@@ -59,7 +59,7 @@ def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
 def test_fault_of_a_device_is_told_before_its_process_ends() -> None:
     ours, theirs = Pipe()
     told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    channel = LeaderChannel([ours], lambda: None, lambda _: None, lambda *fault: told.put(fault))
+    channel = LeaderChannel([ours], print, print, on_fault=lambda *fault: told.put(fault))
     channel.open()
     theirs.send(Faulted("device fault", "CUDA error"))
     assert told.get(timeout=PATIENCE_S) == ("device fault", "CUDA error")

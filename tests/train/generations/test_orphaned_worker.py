@@ -19,12 +19,10 @@ from elastic_dp.coordinator.messages import (
     TrainingPosition,
     WorkerLost,
 )
-from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
-    EnterGeneration,
     Orphaned,
     Released,
     WorkerControl,
@@ -92,11 +90,8 @@ def test_a_generation_is_entered_with_a_lease():
     """A controller that took over forms it sooner than the next heartbeat is answered."""
     renewed_at = [time.monotonic() - 2000.0]
     late = WorkerControl(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
-    call = EnterGeneration(
-        Membership(3, (Member("w1", ((0, 1),), TrainingPosition(0), True),), "w1", 5.0),
-        Rendezvous("", 0, "", b""),
-    )
-    late.form(call.membership, call.rendezvous)
+    membership = Membership(3, (Member("w1", ((0, 1),), TrainingPosition(0), True),), "w1", 5.0)
+    late.form(membership)
     entered = []
     thread = threading.Thread(target=lambda: entered.append(late.wait()))
     thread.start()
@@ -104,7 +99,7 @@ def test_a_generation_is_entered_with_a_lease():
     assert not entered
     renewed_at[0] = time.monotonic()
     thread.join(PATIENCE_S)
-    assert entered == [call]
+    assert entered == [membership]
 
 
 def test_a_sidecar_follows_the_controller():

@@ -11,15 +11,11 @@ import torch
 
 from elastic_dp.coordinator.messages import START, Member, Membership, PrepareGroup, WorkerId
 from elastic_dp.distributed import process_group
-from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-    Rendezvous,
-    RendezvousStoreServer,
-    open_rendezvous_store,
-)
+from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.generations.generation_groups import GenerationGroups
-from elastic_dp.train.generations.worker_control import EnterGeneration, WorkerControl
+from elastic_dp.train.generations.worker_control import WorkerControl
+from tests.distributed.meeting import InMemory
 from tests.patience import PATIENCE_S, eventually
 
 LIKELY = ("w1", "w2")
@@ -34,14 +30,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     left.clear()
 
 
-@pytest.fixture
-def meet() -> Rendezvous:
-    store: RendezvousStoreServer = open_rendezvous_store("127.0.0.1", b"secret")
-    return Rendezvous("127.0.0.1", store.port, "test", b"secret")
-
-
-def groups_of(worker: WorkerId) -> GenerationGroups:
-    return GenerationGroups(worker, torch.device("cpu"), False, WorkerControl())
+def groups_of(*workers: WorkerId) -> list[GenerationGroups]:
+    meet, cpu = InMemory(), torch.device("cpu")
+    return [GenerationGroups(w, cpu, WorkerControl(), meet, connects=False) for w in workers]
 
 
 def preparation(workers: Sequence[WorkerId], number: int = 1) -> PrepareGroup:
@@ -51,7 +42,6 @@ def preparation(workers: Sequence[WorkerId], number: int = 1) -> PrepareGroup:
 def forms(
     groups: Sequence[GenerationGroups],
     workers: Sequence[WorkerId],
-    meet: Rendezvous,
     prepared: int,
     generation: int = 2,
 ) -> list[ProcessGroup]:
@@ -59,9 +49,9 @@ def forms(
     membership = Membership(generation, members, workers[0], PATIENCE_S, prepared=prepared)
 
     def form(one: GenerationGroups) -> ProcessGroup:
-        one._control.form(membership, meet)
+        one._control.form(membership)
         told = one._control.wait()
-        assert isinstance(told, EnterGeneration)
+        assert isinstance(told, Membership)
         one.enter(told)
         one.start(())
         one.formed()
@@ -73,65 +63,66 @@ def forms(
         return list(pool.map(form, groups))
 
 
-def test_prepared_group_of_the_members_is_taken(meet: Rendezvous) -> None:
-    groups = [groups_of(worker) for worker in LIKELY]
+def test_prepared_group_of_the_members_is_taken() -> None:
+    groups = groups_of(*LIKELY)
     for one in groups:
-        one.prepare(preparation(LIKELY), meet)
+        one.prepare(preparation(LIKELY))
     formations = [one._prepared.formation for one in groups if one._prepared is not None]
     eventually(lambda: all(formation._ended.is_set() for formation in formations))
-    assert forms(groups, LIKELY, meet, prepared=1) == [formation.wait() for formation in formations]
+    assert forms(groups, LIKELY, prepared=1) == [formation.wait() for formation in formations]
 
 
-def test_member_that_was_not_told_meets_those_who_were(meet: Rendezvous) -> None:
-    groups = [groups_of(worker) for worker in LIKELY]
-    groups[0].prepare(preparation(LIKELY), meet)
-    assert [one.rank for one in forms(groups, LIKELY, meet, prepared=1)] == [0, 1]
+def test_member_that_was_not_told_meets_those_who_were() -> None:
+    groups = groups_of(*LIKELY)
+    groups[0].prepare(preparation(LIKELY))
+    assert [one.rank for one in forms(groups, LIKELY, prepared=1)] == [0, 1]
 
 
-def test_prepared_group_of_others_is_closed(meet: Rendezvous, closed: list[object]) -> None:
-    groups = {worker: groups_of(worker) for worker in ("w1", "w2", "w3")}
+def test_prepared_group_of_others_is_closed(closed: list[object]) -> None:
+    names = ("w1", "w2", "w3")
+    groups = dict(zip(names, groups_of(*names), strict=True))
     for worker in LIKELY:
-        groups[worker].prepare(preparation(LIKELY), meet)
+        groups[worker].prepare(preparation(LIKELY))
     prepared = groups["w1"]._prepared
     assert prepared is not None
     eventually(prepared.formation._ended.is_set)
     members = ("w1", "w3")
-    made = forms([groups[worker] for worker in members], members, meet, prepared=0)
+    made = forms([groups[worker] for worker in members], members, prepared=0)
     assert [one.world_size for one in made] == [2, 2] and len(closed) == 1
     assert prepared.formation._group is not None and prepared.formation._group.aborted
 
 
-def test_newer_preparation_takes_the_place_of_the_older_one(meet: Rendezvous) -> None:
-    groups = [groups_of(worker) for worker in LIKELY]
-    groups[0].prepare(preparation(("w1", "w3")), meet)
+def test_newer_preparation_takes_the_place_of_the_older_one() -> None:
+    groups = groups_of(*LIKELY)
+    groups[0].prepare(preparation(("w1", "w3")))
     for one in groups:
-        one.prepare(preparation(LIKELY, number=2), meet)
-    groups[0].prepare(preparation(("w1", "w3")), meet)  # the same again
-    assert [one.rank for one in forms(groups, LIKELY, meet, prepared=2)] == [0, 1]
+        one.prepare(preparation(LIKELY, number=2))
+    groups[0].prepare(preparation(("w1", "w3")))  # the same again
+    assert [one.rank for one in forms(groups, LIKELY, prepared=2)] == [0, 1]
 
 
-def test_preparation_of_a_generation_that_was_entered_comes_too_late(meet: Rendezvous) -> None:
-    groups = [groups_of(worker) for worker in LIKELY]
-    forms(groups, LIKELY, meet, prepared=1)
-    groups[0].prepare(preparation(LIKELY), meet)
+def test_preparation_of_a_generation_that_was_entered_comes_too_late() -> None:
+    groups = groups_of(*LIKELY)
+    forms(groups, LIKELY, prepared=1)
+    groups[0].prepare(preparation(LIKELY))
     assert groups[0]._prepared is None
 
 
 @pytest.mark.parametrize("large", [True, False])
 def test_groups_with_large_buffers_are_dropped_when_the_next_one_has_formed(
-    meet: Rendezvous, closed: list[object], monkeypatch: pytest.MonkeyPatch, large: bool
+    closed: list[object], monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     """Other members may wait for the memory, also those of a member that itself waits for none."""
     dropped: list[float] = []
     monkeypatch.setattr(generation_groups, "drop_abandoned_groups", dropped.append)
-    groups = [groups_of(worker) for worker in LIKELY]
+    groups = groups_of(*LIKELY)
     for one in groups:
         one.expect_buffers(large=large)
-    forms(groups, LIKELY, meet, prepared=0)
+    forms(groups, LIKELY, prepared=0)
     dropped.clear()
     for one in groups:
         one.leave()
         one._control.leave()
     assert not closed and not dropped
-    forms(groups, LIKELY, meet, prepared=0, generation=3)
+    forms(groups, LIKELY, prepared=0, generation=3)
     assert len(closed) == 2 and dropped == ([0.0, 0.0] if large else [])
