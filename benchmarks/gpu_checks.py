@@ -255,7 +255,7 @@ def job(
             resources_per_worker={"CPU": 1, **share},
             processes_per_worker=processes,
         ),
-        failure=FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0),
+        failure=FailureConfig(heartbeat_timeout_s=30.0),
         checkpoint=CheckpointConfig(every_steps=every_steps),
         exact=exact,
         inner_steps=inner_steps,

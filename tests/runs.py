@@ -28,7 +28,7 @@ preload("tests.short_plans_of_workers", __name__)
 
 ENDLESS = 1_000_000  # steps: until it is stopped
 # A worker that gets no processor for a while is not dead. Who is killed is known to be at once.
-PATIENT = FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0)
+PATIENT = FailureConfig(heartbeat_timeout_s=30.0)
 
 
 class Points(torch.utils.data.Dataset):

@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_dp.config.field_checks import at_least, one_of, whole_number
+from elastic_dp.config.removed_names import refuses_removed_names
 
 
+@refuses_removed_names
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to make checkpoints, and which to keep.
 
-    The last step of a run that ends or is stopped is always kept. Without `every_steps`, `every_s`
-    and `every` that is the only checkpoint, except those that save a run from losing steps: when a
+    The last step of a run that ends or is stopped is always kept. Without `every_steps` and
+    `every_s` that is the only checkpoint, except those that save a run from losing steps: when a
     drain notice takes so many workers that the run cannot continue, on Ctrl-C, and when the workers
     have lost their controller. If several are set, whichever is due first counts.
 
     - `every_steps`: make a checkpoint after every step that is a multiple of this.
-    - `every_s`: make a checkpoint this many seconds after the last one.
-    - `every`: "auto" chooses the interval from the cost of a checkpoint and the rate at which all
-      workers were lost.
+    - `every_s`: make a checkpoint this many seconds after the last one. "auto" chooses the interval
+      from the cost of a checkpoint and the rate at which all workers were lost.
     - `num_to_keep`: how many of the newest are kept, or of the best if `checkpoint_score_attribute`
       is set; None keeps all. The best and the newest are always kept.
     - `keep_every`: keep every step that is a multiple of this for ever.
@@ -31,8 +32,7 @@ class CheckpointConfig:
     """
 
     every_steps: int | None = None
-    every_s: float | None = None
-    every: Literal["auto"] | None = None
+    every_s: float | Literal["auto"] | None = None
     num_to_keep: int | None = 3
     keep_every: int | None = None
     checkpoint_score_attribute: str | None = None
@@ -40,8 +40,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         whole_number("CheckpointConfig.every_steps", self.every_steps, 1)
-        at_least("CheckpointConfig.every_s", self.every_s, 1e-3)
-        one_of("CheckpointConfig.every", self.every, (None, "auto"))
+        if isinstance(self.every_s, str):
+            one_of("CheckpointConfig.every_s", self.every_s, ("auto",))
+        else:
+            at_least("CheckpointConfig.every_s", self.every_s, 1e-3)
         whole_number("CheckpointConfig.num_to_keep", self.num_to_keep, 1)
         whole_number("CheckpointConfig.keep_every", self.keep_every, 1)
         one_of(
@@ -51,4 +53,4 @@ class CheckpointConfig:
     @property
     def enabled(self) -> bool:
         """Whether checkpoints are made on a schedule."""
-        return (self.every_steps, self.every_s, self.every) != (None, None, None)
+        return (self.every_steps, self.every_s) != (None, None)

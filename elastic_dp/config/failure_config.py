@@ -5,27 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_dp.config.field_checks import at_least, none_only_by_default, whole_number
+from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.errors import SpecError
 
+_LEAST_S = {
+    **dict.fromkeys(("heartbeat_timeout_s", "forming_timeout_s", "orphan_timeout_s"), 0.1),
+    **{"heartbeat_interval_s": 0.01, "hang_timeout_s": 1.0, "run_lease_s": 0.5},
+    "storage_timeout_s": 0.0,
+}
+_LEAST = {
+    **dict.fromkeys(("max_losses_without_progress", "max_losses_of_micro_batch"), 1),
+    **{"compare_weights_every": 1, "max_out_of_memory": 0, "max_user_errors": 0},
+}
 
+
+@refuses_removed_names
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
     """Timeouts in seconds, and limits on failures.
 
     `heartbeat_timeout_s` is the one timeout to set; those that are None follow from it.
 
-    - `heartbeat_timeout_s`: a worker that sends no heartbeat for this long is evicted.
+    - `heartbeat_timeout_s`: a worker that sends no heartbeat for this long is evicted. After twice
+      as long (the lease), a worker that no controller has answered stops training, and one that was
+      asked to leave is killed.
     - `heartbeat_interval_s`: the time between two heartbeats of a worker (default: 0.25 s, or an
       eighth of `heartbeat_timeout_s` if that is less). With a shorter one, planned changes come
       sooner; with a longer one, thousands of workers cost the controller less.
-    - `lease_s`: a worker that no controller has answered for this long stops training (default: 2 ×
-      `heartbeat_timeout_s`).
     - `forming_timeout_s`: how long a group may take to form (default: `heartbeat_timeout_s`).
     - `hang_timeout_s`: how long a live worker may keep the others waiting in a step before it is
       replaced. The loop body, evaluations and waits for data do not count. The limit is six times
       as long while its process computes, and in its first step. Default: 300 s, or 20 × the median
       step if that is longer.
-    - `release_timeout_s`: a worker that was asked to leave is killed after this.
     - `compare_weights_every`: compare the weights of all members after each step that is a multiple
       of this, and after every step that is checkpointed; None: never. If they differ, all members
       are replaced, and the run goes back to the newest checkpoint from before. (Not with
@@ -50,10 +61,8 @@ class FailureConfig:
 
     heartbeat_timeout_s: float = 5.0
     heartbeat_interval_s: float | None = None
-    lease_s: float | None = None
     forming_timeout_s: float | None = None
     hang_timeout_s: float | None = None
-    release_timeout_s: float = 10.0
     compare_weights_every: int | None = 50
     max_losses_without_progress: int = 50
     max_losses_of_micro_batch: int = 5
@@ -65,30 +74,18 @@ class FailureConfig:
 
     def __post_init__(self) -> None:
         none_only_by_default("FailureConfig", self)
-        at_least("FailureConfig.heartbeat_timeout_s", self.heartbeat_timeout_s, 0.1)
-        at_least("FailureConfig.heartbeat_interval_s", self.heartbeat_interval_s, 0.01)
-        at_least("FailureConfig.lease_s", self.lease_s, 0.1)
-        longest_s = min(self.heartbeat_timeout_s, self.lease) / 4
-        if self.heartbeat_interval_s is not None and self.heartbeat_interval_s > longest_s:
+        for name, least_s in _LEAST_S.items():
+            at_least(f"FailureConfig.{name}", getattr(self, name), least_s)
+        for name, least in _LEAST.items():
+            whole_number(f"FailureConfig.{name}", getattr(self, name), least)
+        longest_s = self.heartbeat_timeout_s / 4
+        if self.heartbeat_interval > longest_s:
             raise SpecError(
                 f"FailureConfig.heartbeat_interval_s is {self.heartbeat_interval_s}, more than a "
-                f"quarter of heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s) or of the lease "
-                f"({self.lease:g} s): the network may lose heartbeats, and a few lost ones would "
-                f"count as a lost worker. Set at most {longest_s:g}, or raise the timeouts"
+                f"quarter of heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s): the network may "
+                "lose heartbeats, and a few lost ones would count as a lost worker. Set at most "
+                f"{longest_s:g}, or raise the timeout"
             )
-        at_least("FailureConfig.run_lease_s", self.run_lease_s, 0.5)
-        at_least("FailureConfig.forming_timeout_s", self.forming_timeout_s, 0.1)
-        at_least("FailureConfig.hang_timeout_s", self.hang_timeout_s, 1.0)
-        at_least("FailureConfig.release_timeout_s", self.release_timeout_s, 0.0)
-        whole_number("FailureConfig.compare_weights_every", self.compare_weights_every, 1)
-        at_least("FailureConfig.storage_timeout_s", self.storage_timeout_s, 0.0)
-        whole_number(
-            "FailureConfig.max_losses_without_progress", self.max_losses_without_progress, 1
-        )
-        whole_number("FailureConfig.max_losses_of_micro_batch", self.max_losses_of_micro_batch, 1)
-        whole_number("FailureConfig.max_out_of_memory", self.max_out_of_memory, 0)
-        whole_number("FailureConfig.max_user_errors", self.max_user_errors, 0)
-        at_least("FailureConfig.orphan_timeout_s", self.orphan_timeout_s, 0.1)
         if self.orphan_timeout < self.lease:
             raise SpecError(
                 f"FailureConfig.orphan_timeout_s is {self.orphan_timeout_s}, less than the lease "
@@ -104,8 +101,9 @@ class FailureConfig:
 
     @property
     def lease(self) -> float:
-        """The lease in seconds."""
-        return 2 * self.heartbeat_timeout_s if self.lease_s is None else self.lease_s
+        """Seconds after which a worker that no controller has answered stops training, and one that
+        was asked to leave is killed."""
+        return 2 * self.heartbeat_timeout_s
 
     @property
     def orphan_timeout(self) -> float:

@@ -26,6 +26,29 @@ _PARTS: dict[str, tuple[type, ...]] = {
     "failure": (FailureConfig,),
     "labels": (Mapping,),
 }
+_PROCESSES = "ScalingConfig.processes_per_worker"
+_NOT_TOGETHER = (  # two fields, and why, if it is not that nobody has made it yet
+    (
+        "wire",
+        "exact",
+        ": it rounds the nodes of the fixed tree that exact sums are added along, and fast mode "
+        "has no tree;",
+    ),
+    (
+        "sharding",
+        "exact",
+        ": two workers update each piece, and only exact sums give both the same bits;",
+    ),
+    (
+        "staleness",
+        "exact",
+        ": after the loss of a worker its part of the gradient before is computed again, and only "
+        "exact sums make that the same part;",
+    ),
+    *((_PROCESSES, other, "") for other in ("exact", "wire", "sharding")),
+    *(("staleness", other, "") for other in (_PROCESSES, "sharding")),
+    *(("inner_steps", other, "") for other in ("exact", "sharding", _PROCESSES)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +98,11 @@ class JobSpec:
                 must = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be {must}")
         boolean("exact", self.exact)
-        self._check_wire()
-        self._check_sharding()
-        self._check_processes()
-        self._check_staleness()
-        self._check_inner_steps()
+        one_of("wire", self.wire, (None, "bf16", "int8"))
+        one_of("sharding", self.sharding, (None, "optimizer"))
+        check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)
+        check_schedule("inner_steps", self.inner_steps, "as in {0: 1, 2000: 8}", _at_least_one)
+        self._check_together()
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
             raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
@@ -114,87 +137,27 @@ class JobSpec:
         """Whether any gradient is applied in a later step."""
         return any(self.staleness_by_step.values())
 
-    def _check_wire(self) -> None:
-        one_of("wire", self.wire, (None, "bf16", "int8"))
-        if self.wire is None:
-            return
-        if not self.exact:
-            raise SpecError(
-                f"wire is {self.wire!r} and exact is False: it rounds the nodes of the fixed tree "
-                "that exact sums are added along, and fast mode has no tree; leave out one of the "
-                "two"
-            )
-
-    def _check_processes(self) -> None:
-        if self.scaling.processes_per_worker == 1:
-            return
-        name = f"ScalingConfig.processes_per_worker is {self.scaling.processes_per_worker}"
-        for field_name, value, works in (
-            ("exact", self.exact, True),
-            ("wire", self.wire, None),
-            ("sharding", self.sharding, None),
-        ):
-            if value is not works:
+    def _check_together(self) -> None:
+        processes = self.scaling.processes_per_worker
+        given = {  # value, whether it is what works with everything
+            "exact": (self.exact, self.exact),
+            "wire": (self.wire, self.wire is None),
+            "sharding": (self.sharding, self.sharding is None),
+            "staleness": (self.staleness, not self.delays),
+            "inner_steps": (self.inner_steps, self.inner_steps is None),
+            _PROCESSES: (processes, processes == 1),
+        }
+        for one, other, why in _NOT_TOGETHER:
+            (value, is_plain), (another, is_other_plain) = given[one], given[other]
+            if not is_plain and not is_other_plain:
                 raise SpecError(
-                    f"{name} and {field_name} is {value!r}, which do not work together yet: leave "
-                    "out one of the two"
+                    f"{one} is {value!r} and {other} is {another!r}"
+                    f"{why or ', which do not work together yet:'} leave out one of the two"
                 )
-        if self.data.tail != "drop":
+        if processes > 1 and self.data.tail != "drop":
             raise SpecError(
-                f"{name} and the data's tail is {self.data.tail!r}: each process needs rows in "
-                'each micro-batch, so use tail="drop"'
-            )
-
-    def _check_staleness(self) -> None:
-        check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)
-        if not self.delays:
-            return
-        if not self.exact:
-            raise SpecError(
-                f"staleness is {self.staleness} and exact is False: after the loss of a worker its "
-                "part of the gradient before is computed again, and only exact sums make that the "
-                "same part; leave out one of the two"
-            )
-        if self.scaling.processes_per_worker > 1:
-            raise SpecError(
-                f"staleness is {self.staleness} and ScalingConfig.processes_per_worker is "
-                f"{self.scaling.processes_per_worker}, which do not work together yet: leave out "
-                "one of the two"
-            )
-        if self.sharding is not None:
-            raise SpecError(
-                f"staleness is {self.staleness} and sharding is {self.sharding!r}, which do not "
-                "work together yet: leave out one of the two"
-            )
-
-    def _check_inner_steps(self) -> None:
-        check_schedule(
-            "inner_steps",
-            self.inner_steps,
-            "as in {0: 1, 2000: 8}",
-            lambda name, number: whole_number(name, number, 1),
-        )
-        if self.inner_steps is None:
-            return
-        for name, value, works in (
-            ("exact", self.exact, True),
-            ("sharding", self.sharding, None),
-            ("ScalingConfig.processes_per_worker", self.scaling.processes_per_worker, 1),
-        ):
-            if value != works:
-                raise SpecError(
-                    f"inner_steps is {self.inner_steps} and {name} is {value!r}, which do not work "
-                    "together yet: leave out one of the two"
-                )
-
-    def _check_sharding(self) -> None:
-        one_of("sharding", self.sharding, (None, "optimizer"))
-        if self.sharding is None:
-            return
-        if not self.exact:
-            raise SpecError(
-                f"sharding is {self.sharding!r} and exact is False: two workers update each piece, "
-                "and only exact sums give both the same bits; leave out one of the two"
+                f"{_PROCESSES} is {processes} and the data's tail is {self.data.tail!r}: each "
+                'process needs rows in each micro-batch, so use tail="drop"'
             )
 
 
@@ -224,6 +187,10 @@ def _check_delay(name: str, value: Any) -> None:
     whole_number(name, value, 0)
     if value not in (0, 1):
         raise SpecError(f"{name} is {value}, must be 0 or 1")
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    whole_number(name, value, 1)
 
 
 def _holding(numbers: Mapping[int, int], step: int) -> int:

@@ -18,6 +18,11 @@ REMOVED_NAMES = {
     ),
     "comm_hook": f"comm_hook= does not exist any more: {_WIRE}",
     "PowerSGDConfig": f"PowerSGDConfig does not exist any more, nor does comm_hook=: {_WIRE}",
+    "lease_s": "FailureConfig.lease_s does not exist any more: it is 2 × heartbeat_timeout_s",
+    "release_timeout_s": (
+        "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"
+    ),
+    "every": 'CheckpointConfig.every does not exist any more: write every_s="auto"',
     "tensor_parallel_size": f"ScalingConfig.tensor_parallel_size {_SHARD}",
     "context_parallel_size": f"ScalingConfig.context_parallel_size {_SHARD}",
 }

@@ -35,7 +35,7 @@ def test_fields_are_set_by_name_and_type() -> None:
         "scaling.max_workers=8",
         "scaling.resources_per_worker.GPU=1",
         "checkpoint.every_s=2.5",
-        "failure.lease_s=none",
+        "failure.orphan_timeout_s=none",
         "exact=false",
         "max_steps=10",
         "data.url=s3://b/a=b",
@@ -49,7 +49,7 @@ def test_fields_are_set_by_name_and_type() -> None:
     spec = trainer.spec
     assert (spec.scaling.min_workers, spec.scaling.max_workers) == (4, 8)
     assert spec.scaling.resources_per_worker == {"CPU": 1, "GPU": 1.0}
-    assert (spec.checkpoint.every_s, spec.failure.lease_s) == (2.5, None)
+    assert (spec.checkpoint.every_s, spec.failure.orphan_timeout_s) == (2.5, None)
     assert (spec.exact, spec.max_steps) == (False, 10)
     assert (spec.data.url, spec.data.columns, spec.data.tail) == ("s3://b/a=b", ["a", "b"], "short")
     assert spec.config["lr"] == 1.0 and isinstance(spec.config["lr"], float)

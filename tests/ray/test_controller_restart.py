@@ -129,7 +129,7 @@ def test_a_run_outlives_its_driver_and_its_controller(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_no_controller_leads_ends_itself(tmp_path):
-    failure = edp.FailureConfig(lease_s=6.0, orphan_timeout_s=12.0, run_lease_s=2.0)
+    failure = edp.FailureConfig(heartbeat_timeout_s=3.0, orphan_timeout_s=12.0, run_lease_s=2.0)
     run = trainer(tmp_path, "orphan", steps=FOR_EVER, failure=failure, body_s=0.05).start()
     led = wait_for(run, lambda s: is_whole(s, 1) and s["step"] >= 5)
     [pid] = pids_of(run, members(led)).values()

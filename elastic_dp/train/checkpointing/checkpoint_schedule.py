@@ -37,10 +37,11 @@ class CheckpointSchedule:
 
     def due_at(self, now: float) -> float:
         """Returns when to request a checkpoint, or to repeat a request; infinity for never."""
-        interval_s = math.inf if self._config.every_s is None else self._config.every_s
-        if self._config.every == "auto":
-            seen = self.observed(now)
-            interval_s = min(interval_s, auto_interval_s(self._cost_s, self._upload_s, *seen))
+        every_s = self._config.every_s
+        if every_s == "auto":
+            interval_s = auto_interval_s(self._cost_s, self._upload_s, *self.observed(now))
+        else:
+            interval_s = math.inf if every_s is None else float(every_s)
         return self._last_at + max(interval_s, _REQUEST_AGAIN_S if self._requested else 0.0)
 
     def requested(self, now: float) -> None:

@@ -225,7 +225,9 @@ def test_gcs_that_stalls_for_longer_than_a_lease_when_a_worker_is_lost_costs_not
 ) -> None:
     """Leases are renewed, and an error is no bug."""
     spec = spec_of(virtual=2, workers=2, steps=200, min_workers=1, config={"body_s": 0.05})
-    spec = dataclasses.replace(spec, failure=dataclasses.replace(spec.failure, lease_s=2.0))
+    spec = dataclasses.replace(
+        spec, failure=dataclasses.replace(spec.failure, heartbeat_timeout_s=2.0)
+    )
     stored = StalledStore()
     with ProcessRun(spec, clipped_average_norm, url=str(tmp_path), state_store=stored) as run:
         eventually(lambda: run.controller.status()["step"] >= 5, run.controller.status)

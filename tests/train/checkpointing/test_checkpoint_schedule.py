@@ -9,7 +9,7 @@ from elastic_dp.checkpoint.checkpoint_interval import daly_s
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
 
-AUTO = CheckpointConfig(every="auto")
+AUTO = CheckpointConfig(every_s="auto")
 
 
 def schedule_of(config, now):
