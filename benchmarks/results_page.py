@@ -1,7 +1,5 @@
-"""Write docs/benchmarks.md and the table of README.md from benchmarks/results/.
-
-python -m benchmarks.results_page
-"""
+"""docs/benchmarks.md and the table of README.md, from benchmarks/results/. `python -m docs.tables`
+writes them."""
 
 from __future__ import annotations
 
@@ -143,7 +141,7 @@ def page() -> str:
     return "\n".join(
         [
             "# Benchmarks\n",
-            "`python -m benchmarks.results_page` writes this page from `benchmarks/results/`. Two "
+            "`python -m docs.tables` writes this page from `benchmarks/results/`. Two "
             "things that are compared run in turn on one machine. The numbers are medians.\n",
             f"## On CPUs\n\nAMD EPYC, 2 cores, torch 2.13, Gloo. Measured from {dates[0]} to "
             f"{dates[-1]}.\n",
@@ -155,12 +153,6 @@ def page() -> str:
     )
 
 
-def main() -> None:
-    PAGE.write_text(page())
-    text = README.read_text()
+def readme() -> str:
     marked = f"{BEGIN}\n{table(readme_rows())}{END}"
-    README.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: marked, text, flags=re.DOTALL))
-
-
-if __name__ == "__main__":
-    main()
+    return re.sub(f"{BEGIN}.*{END}", lambda _: marked, README.read_text(), flags=re.DOTALL)

@@ -19,7 +19,7 @@ from elastic_dp.data import BlockSource, open_data, open_evaluation, read_index
 from elastic_dp.errors import BadShard, DataError, SpecError
 from tests.data.test_rows_in_rows_out import dealt, evaluated
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "preparing-data.md"
 SCHEMA = pa.schema({"id": pa.int64(), "tokens": pa.list_(pa.int32()), "s": pa.string()})
 
 

@@ -58,7 +58,7 @@ def test_readme_commands_do_what_they_say(raw):
 
 def test_readme_python_runs_as_written(raw, capsys):
     for code in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL):
-        if "deltalake" not in code:
+        if "elastic_dp.dataprep" in code and "deltalake" not in code:
             exec(code, {})
     said = capsys.readouterr().out
     assert 'shuffle="full"' in said and "100000 1 1" in said

@@ -1,4 +1,4 @@
-"""Files as their real producers write them, for test_zoo.py and the table in docs/data-formats.md.
+"""Files as their real producers write them, for test_zoo.py.
 
 Each maker writes into an empty folder. `reads`: it returns what the producer's own reader gives,
 and what to read where that is not the folder. `refuses`: it may return what to read.

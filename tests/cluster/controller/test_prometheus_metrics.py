@@ -1,13 +1,11 @@
 """The metrics of a run: their values, their labels, and their table in the documentation."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.cluster.controller.prometheus_metrics import METRICS, PrometheusMetrics
+from elastic_dp.cluster.controller.prometheus_metrics import PrometheusMetrics
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import AbortGeneration
 from elastic_dp.telemetry.data_rates import CacheBytes
@@ -15,7 +13,6 @@ from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
 
-DOCS = Path(__file__).parents[3] / "docs"
 STATUS = {
     "phase": "running",
     "step": 10,
@@ -128,17 +125,3 @@ def test_checkpoint_age_and_duration_follow_the_commit(metrics, journal):
 def test_loss_that_is_not_finite_or_no_number_is_left_out(metrics):
     for loss in (math.nan, "0.5", None):
         assert ("loss", "") not in sample(metrics, 110.0, metrics={"loss": loss}).values
-
-
-def test_table_of_metrics_in_the_docs_is_the_one_in_the_code():
-    rows = [
-        f"| `ray_{kind.name}` | {'histogram' if kind.bounds else 'gauge'} | {label(kind)} | "
-        f"{kind.help} |"
-        for kind in METRICS
-    ]
-    written = re.findall(r"^\| `ray_.*$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    assert written == rows
-
-
-def label(kind):
-    return f"`{kind.label}`: {', '.join(kind.values)}" if kind.label else ""
