@@ -1,10 +1,8 @@
-"""k8s/Dockerfile without a Docker daemon: its instructions are read, hadolint's rules that apply
-are checked, and its pip steps run in a clean environment (slow).
-"""
+"""k8s/Dockerfile without a Docker daemon: its instructions are read, and its pip steps run in a
+clean environment (slow)."""
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -52,65 +50,6 @@ def position(pattern: str) -> int:
     return found
 
 
-def test_dockerfile_has_only_known_instructions():
-    known = {"ARG", "FROM", "SHELL", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
-    assert {instruction.word for instruction in parsed()} == known  # DL3020: no ADD
-
-
-def test_dockerfile_dependencies_are_installed_before_code_is_copied():
-    order = [
-        position("^RUN apt-get update"),
-        position(r"^RUN case .*torch=="),
-        position(r"^COPY pyproject\.toml constraints\.txt"),
-        position(r"^RUN .*pip install .*-r /tmp/requirements\.txt"),
-        position("^COPY elastic_dp"),
-        position(r"^RUN pip install .*--no-deps \.$"),
-        position("^COPY jobs"),
-    ]
-    assert order == sorted(order)
-    after = " ".join(f"{i.word} {i.rest}" for i in parsed()[position("^COPY elastic_dp") :])
-    assert after.count("pip install") == 1 and "apt-get" not in after
-    before = " ".join(all_of("COPY")[:1])
-    assert before == "pyproject.toml constraints.txt ./"  # what else changes would spoil the layer
-
-
-def test_dockerfile_has_a_compiler_for_triton():
-    """gcc for Triton's launchers; g++ brings it and the headers along, and torch.compile needs it
-    on a CPU."""
-    [apt] = [run for run in all_of("RUN") if "apt-get" in run]
-    assert "g++" in shlex.split(apt)
-
-
-def test_dockerfile_loader_finds_the_driver_that_gke_mounts():
-    [env] = all_of("ENV")
-    assert env == "LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
-
-
-def test_dockerfile_says_the_oldest_driver():
-    assert re.search(r"driver, R580 \(580\.65\.06\) or newer", (K8S / "Dockerfile").read_text())
-
-
-def test_dockerfile_obeys_hadolint():
-    [image] = all_of("FROM")
-    assert ":" in image and "latest" not in image  # DL3006, DL3007
-    for run in all_of("RUN"):
-        assert "sudo" not in run  # DL3004
-        if "apt-get install" in run:  # DL3009, DL3014, DL3015
-            assert "--yes" in run and "--no-install-recommends" in run
-            assert "rm -rf /var/lib/apt/lists/*" in run and "apt-get update" in run
-            assert "apt-get upgrade" not in run  # DL3005
-        installs = re.findall(r"pip install[^;&]*", run)
-        assert bool(installs) == ("pip install" in run)
-        for command in installs:
-            assert "--no-cache-dir" in command  # DL3042
-            pinned = "==" in command or "-c constraints.txt" in command or "--no-deps" in command
-            assert pinned, command  # DL3013
-    assert all_of("WORKDIR") == ["/app"]  # DL3000: absolute
-    assert all_of("SHELL") == ['["/bin/bash", "-o", "pipefail", "-c"]']  # DL4006
-    [command] = all_of("CMD")
-    assert command.startswith("[")  # DL3025
-
-
 def test_dockerfile_user_is_the_manifests_and_not_root():
     [user] = all_of("USER")
     assert position("^USER") > position("^COPY jobs")  # DL3002: the last one is not root
@@ -124,10 +63,6 @@ def test_dockerfile_user_is_the_manifests_and_not_root():
             paths = {m["mountPath"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
             assert "/home/ray" in paths and made.endswith(" ray")
             assert pod["spec"]["containers"][0]["workingDir"] == all_of("WORKDIR")[0]
-
-
-def test_dockerfile_has_no_entrypoint_before_kuberays():
-    assert not all_of("ENTRYPOINT")
 
 
 def test_dockerfile_versions_are_those_of_constraints():

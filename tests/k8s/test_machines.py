@@ -93,10 +93,3 @@ def test_requests_on_the_page_fit_their_machines(name):
 
 def test_the_page_has_each_type():
     assert set(said()) == set(TYPES)
-
-
-def test_former_memory_request_fits_on_no_common_machine_with_one_l4():
-    with_one_l4 = [name for name in TYPES if re.match(r"g2-standard-(4|8|12)$|g6\.2?xlarge", name)]
-    assert len(with_one_l4) >= 3
-    for name in with_one_l4:
-        assert allocatable(name)[1] < 48
