@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import os
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import ray
@@ -26,7 +28,6 @@ from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
 from elastic_dp.cluster.runs.run_totals import RunTotals
-from elastic_dp.cluster.sharing.cluster_sharing import ClusterSharing
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator.messages import (
@@ -48,8 +49,24 @@ from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.log_sender import LoggedCall
 
+_SHARING = "elastic_dp.extensions.sharing.cluster_sharing"  # has a class that is an Admission
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
 _PRINTED_S = 5.0  # how long workers may take to return what they printed
+
+
+class Admission(Protocol):
+    """Limits a run for the other runs of its cluster."""
+
+    queued_because: str
+
+    def admit(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the run may begin, or it `is_over`. `queued_because` says what it waits
+        for."""
+        ...
+
+    def start(self, ended: threading.Event) -> None:
+        """Post a changed limit from now on, until the run has ended."""
+        ...
 
 
 # One thread for events: the messages of a worker are handled in the order in which it sent them.
@@ -113,14 +130,14 @@ class ControllerActor:
             lambda: self._controller.status()["workers"],
             lambda text: self._journal.command(Explain(text)),
         )
-        self._sharing = ClusterSharing(
+        self._sharing: Admission = importlib.import_module(_SHARING).ClusterSharing(
             self._spec.name,
             self._spec.scaling,
-            state_store.state.started_at,
-            self._controller.requested_sizes,
-            self._worker_group.held_nodes,
-            self._controller.post,
-            self._controller.say,
+            began_at=state_store.state.started_at,
+            sizes=self._controller.requested_sizes,
+            held=self._worker_group.held_nodes,
+            post=self._controller.post,
+            say=self._controller.say,
         )
         self._controller.open(self._worker_group)
         # What torch, ray and the job's imports have allocated stays. A full collection that visits

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.coordinator.planning.cluster_shares import RunDemand, limit_of, worker_shares
+from elastic_dp.extensions.sharing.cluster_shares import RunDemand, limit_of, worker_shares
 
 CPU = {"CPU": 1.0}
 EIGHT = {"n1": {"CPU": 4.0}, "n2": {"CPU": 4.0}}

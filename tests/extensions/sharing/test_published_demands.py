@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from elastic_dp.cluster.sharing import published_demands
-from elastic_dp.cluster.sharing.published_demands import PublishedDemands
-from elastic_dp.coordinator.planning.cluster_shares import RunDemand
+from elastic_dp.extensions.sharing import cluster_sharing
+from elastic_dp.extensions.sharing.cluster_shares import RunDemand
+from elastic_dp.extensions.sharing.cluster_sharing import PublishedDemands
 
 LOW = RunDemand("low", 0, 1.5, 1, 4, {"CPU": 1.0}, ("n1", "n1"), ("n1", "n2"))
 
@@ -16,7 +16,7 @@ LOW = RunDemand("low", 0, 1.5, 1, 4, {"CPU": 1.0}, ("n1", "n1"), ("n1", "n2"))
 @pytest.fixture(autouse=True)
 def entries(monkeypatch):
     found: dict[bytes, bytes] = {}
-    private = published_demands.private
+    private = cluster_sharing.private
     monkeypatch.setattr(private, "kv_put", found.__setitem__)
     monkeypatch.setattr(private, "kv_get", found.get)
     monkeypatch.setattr(private, "kv_delete", found.pop)

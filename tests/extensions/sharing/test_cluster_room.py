@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from elastic_dp.cluster.sharing import cluster_room
-from elastic_dp.cluster.sharing.cluster_room import ClusterRoom
-from elastic_dp.coordinator.planning.cluster_shares import RunDemand
+from elastic_dp.extensions.sharing import cluster_sharing
+from elastic_dp.extensions.sharing.cluster_shares import RunDemand
+from elastic_dp.extensions.sharing.cluster_sharing import ClusterRoom
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def nodes(monkeypatch):
         free_resources=lambda: {n: {"CPU": f} for n, f in state.free.items()},
         draining_nodes=lambda: state.draining,
     )
-    monkeypatch.setattr(cluster_room, "private", fake)
+    monkeypatch.setattr(cluster_sharing, "private", fake)
     return state
 
 

@@ -8,22 +8,27 @@ none has to answer. A run that is alone on its cluster is never limited, and nev
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import ray
 
 from elastic_dp.cluster.outage_notice import OutageNotice
-from elastic_dp.cluster.ray import worker_placement
-from elastic_dp.cluster.sharing.cluster_room import ClusterRoom
-from elastic_dp.cluster.sharing.published_demands import PublishedDemands
+from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.config import ScalingConfig
 from elastic_dp.coordinator.messages import SizeLimited
-from elastic_dp.coordinator.planning.cluster_shares import RunDemand, limit_of, worker_shares
+from elastic_dp.extensions.sharing.cluster_shares import RunDemand, limit_of, worker_shares
 from elastic_dp.threads import background
 from elastic_dp.wording import counted
 
+_WINDOW_S = 10.0
+_PREFIX = "elastic_dp_demand/"
+_STALE_S = 10.0
 _EVERY_S = 0.4  # a run of higher priority gets its first workers within two seconds
 
 
@@ -39,6 +44,7 @@ class ClusterSharing:
         self,
         name: str,
         scaling: ScalingConfig,
+        *,
         began_at: float,
         sizes: Callable[[], tuple[int, int]],
         held: Callable[[], Iterable[str]],
@@ -137,3 +143,90 @@ class ClusterSharing:
         return (
             f"run {first.name!r} has priority {first.priority}, this one {self._scaling.priority}"
         )
+
+
+class PublishedDemands:
+    """What each run of the cluster asks for and has, as an entry of Ray's GCS.
+
+    An entry that has not changed for `_STALE_S` belongs to a controller that is gone. Clocks of
+    several machines are not compared.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key, self._beat = f"{_PREFIX}{name}".encode(), 0
+        self._seen: dict[bytes, tuple[bytes, float]] = {}  # value, and since when it is the same
+
+    def publish(self, demand: RunDemand) -> None:
+        self._beat += 1
+        value = {"beat": self._beat} | dataclasses.asdict(demand)
+        private.kv_put(self._key, json.dumps(value).encode())
+
+    def withdraw(self) -> None:
+        private.kv_delete(self._key)
+
+    def others(self, now: float) -> list[RunDemand]:
+        """Return what the controllers of other runs have published, if they still do."""
+        found, seen = [], {}
+        for key in private.kv_list(_PREFIX.encode()):
+            value = private.kv_get(key)
+            if key == self._key or value is None:
+                continue
+            before, since = self._seen.get(key, (b"", now))
+            seen[key] = (value, since if value == before else now)
+            if now - seen[key][1] < _STALE_S:
+                found.append(_demand(json.loads(value)))
+        self._seen = seen
+        return found
+
+
+def _demand(fields: Mapping[str, Any]) -> RunDemand:
+    known = {field.name for field in dataclasses.fields(RunDemand)}
+    given = {name: value for name, value in fields.items() if name in known}
+    usable = given.get("usable")
+    lists = {"nodes": tuple(given["nodes"]), "usable": None if usable is None else tuple(usable)}
+    return RunDemand(**given | lists)
+
+
+class ClusterRoom:
+    """The resources of each node that the runs of this package can have, from one look to the next.
+
+    What other programs use is what is neither free nor held by a run. A worker that has just got
+    its place is not published yet, so the smallest value of the last `_WINDOW_S` counts.
+    """
+
+    def __init__(self) -> None:
+        self._foreign: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
+        self._may_grow, self._asked_at = False, -_WINDOW_S
+
+    def of(self, demands: Iterable[RunDemand], now: float) -> dict[str, dict[str, float]]:
+        """Return what is free or held by the runs. Raises what Ray raises."""
+        totals, free = private.total_resources(), private.free_resources()
+        draining = private.draining_nodes()
+        ours: Counter[tuple[str, str]] = Counter()
+        for run in demands:
+            for node in run.nodes:
+                for kind, need in run.needs.items():
+                    ours[node, kind] += need  # type: ignore[assignment]
+        used: Counter[tuple[str, str]] = Counter()
+        for node, resources in totals.items():
+            for kind, total in resources.items():
+                used[node, kind] = max(  # type: ignore[assignment]
+                    0.0, total - free.get(node, {}).get(kind, 0.0) - ours[node, kind]
+                )
+        self._foreign.append((now, used))
+        while now - self._foreign[0][0] > _WINDOW_S:
+            self._foreign.popleft()
+        return {
+            node: {
+                kind: total - min(seen[node, kind] for _, seen in self._foreign)
+                for kind, total in resources.items()
+            }
+            for node, resources in totals.items()
+            if node not in draining
+        }
+
+    def may_grow(self, now: float) -> bool:
+        """Return whether an autoscaler adds nodes to this cluster."""
+        if now - self._asked_at >= _WINDOW_S:
+            self._may_grow, self._asked_at = private.has_autoscaler(), now
+        return self._may_grow

@@ -1,3 +1,0 @@
-"""How the runs of one cluster share it: what each publishes, what there is room for, and the limit
-of one run.
-"""

@@ -1,0 +1,1 @@
+"""Several runs share one Ray cluster, by priority."""
