@@ -279,7 +279,8 @@ def copies_slowly(train, dead, told):
         def committed(record):
             commits(record)
             sharding = session.state.sharding
-            if dead.exists() and not told.exists() and not sharding.backups_are_made:
+            survivors = session.world_size == 3  # the step of the loss may be committed by four
+            if survivors and dead.exists() and not told.exists() and not sharding.backups_are_made:
                 (dead.parent / f"missing-{session.worker}").touch()
                 eventually(told.exists)
 
