@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -32,7 +33,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check versions, GPUs, clocks, the network between nodes, and the store.
+    """Check versions, clocks, the network between nodes, and the store.
 
     Each line is ok, a warning or a failure, with what to do. The exit code is 1 if something fails.
     """
@@ -40,7 +41,7 @@ def doctor(
     from elastic_dp.cluster.ray.cluster_connection import connect
 
     storage, token = None, secrets.token_hex(8)
-    found = checks.check_machine(checks.facts_of_this_machine())
+    found = [checks.check_machine(checks.facts_of_this_machine())]
     if storage_path is not None:
         storage = StorageURL(storage_path, storage_options(storage_option))
         of_store = checks.check_store(storage, token)
@@ -56,7 +57,7 @@ def doctor(
             found.append(checks.Check("cluster", "fails", text, remedy))
     counts = {level: sum(check.level == level for check in found) for level in _STYLES}
     if as_json:
-        checked = [check.to_json() for check in found]
+        checked = [asdict(check) for check in found]
         print(json.dumps({"ok": not counts["fails"], "checks": checked}))
         raise typer.Exit(int(counts["fails"] > 0))
     out, width = screen(), max(len(check.check) for check in found)

@@ -7,15 +7,12 @@ each other in a ring: the number of connections grows with the nodes and not wit
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -31,7 +28,6 @@ CLOCK_OFFSET_S, CLOCK_LIMIT_S = 1.0, 900.0  # object stores refuse requests that
 SLOW_WRITE_S = 1.0  # of a few bytes; a commit takes several of them
 _ANSWER_S = 120.0  # of a node; its first answer takes the start of a process
 _CONNECT_S = 5.0
-_GPUS = "from elastic_dp.device.gpu import print_gpus; print_gpus()"
 
 
 @dataclass(frozen=True)
@@ -47,30 +43,25 @@ class Check:
     remedy: str = ""
     where: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a machine is like. `gpus` are the names that torch finds; `gpus_of_ray` a number."""
+    """What is installed on a machine."""
 
     python: str
     versions: Mapping[str, str]
-    gpus: tuple[str, ...]
-    gpus_of_ray: float = 0.0
 
 
-def facts_of_this_machine(gpus_of_ray: float = 0.0) -> NodeFacts:
+def facts_of_this_machine() -> NodeFacts:
     versions = {}
     for name in ("elastic_dp", *MINIMUM):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return NodeFacts(platform.python_version(), versions, _gpus(), gpus_of_ray)
+    return NodeFacts(platform.python_version(), versions)
 
 
-def check_machine(facts: NodeFacts, where: str = "") -> list[Check]:
-    """Return the checks of one machine by itself."""
+def check_machine(facts: NodeFacts, where: str = "") -> Check:
+    """Return the check of one machine by itself."""
     wrong = []
     if not PYTHON[0] <= _number(facts.python) < PYTHON[1]:
         wrong.append(f"Python {facts.python} is not 3.{PYTHON[0][1]} to 3.{PYTHON[1][1] - 1}")
@@ -80,22 +71,11 @@ def check_machine(facts: NodeFacts, where: str = "") -> list[Check]:
         elif _number(facts.versions[name]) < least:
             words = ".".join(map(str, least))
             wrong.append(f"{name} {facts.versions[name]} is older than {words}")
+    if wrong:
+        remedy = "install the package again, in an environment of Python 3.11 to 3.13"
+        return Check("versions", "fails", "; ".join(wrong), remedy, where)
     found = ", ".join(f"{name} {number}" for name, number in facts.versions.items())
-    remedy = "install the package again, in an environment of Python 3.11 to 3.13"
-    checks = [
-        Check("versions", "fails", "; ".join(wrong), remedy, where)
-        if wrong
-        else Check("versions", "ok", f"Python {facts.python}, {found}", where=where)
-    ]
-    if facts.gpus_of_ray > len(facts.gpus):
-        text = f"Ray counts {facts.gpus_of_ray:g} GPUs, and torch finds {len(facts.gpus)}"
-        remedy = "fix the container image, or start Ray with --num-gpus 0"
-        checks.append(Check("GPUs", "fails", text, remedy, where))
-    else:
-        kinds = {name: facts.gpus.count(name) for name in facts.gpus}
-        words = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-        checks.append(Check("GPUs", "ok", words or "none; workers train on CPUs", where=where))
-    return checks
+    return Check("versions", "ok", f"Python {facts.python}, {found}", where=where)
 
 
 def check_versions_equal(nodes: Mapping[str, NodeFacts]) -> Check:
@@ -186,9 +166,9 @@ def check_cluster(storage: StorageURL | None, token: str) -> Iterator[Check]:
                 remedy = "install elastic_dp there, in the same version; look at Ray's logs"
                 yield Check("node", "fails", text, remedy, where)
                 ray.kill(actors.pop(where))
-        facts = ask("facts", lambda where: (nodes[where]["Resources"].get("GPU", 0.0),))
+        facts = ask("facts", lambda where: ())
         for where, found in facts.items():
-            yield from check_machine(found, where)
+            yield check_machine(found, where)
             best = (float("inf"), 0.0)
             for _ in range(5):  # as NTP does: the answer that took least tells most
                 sent = time.time()
@@ -213,8 +193,8 @@ def check_cluster(storage: StorageURL | None, token: str) -> Iterator[Check]:
 class _Node:
     """The actor of one node."""
 
-    def facts(self, gpus_of_ray: float) -> NodeFacts:
-        return facts_of_this_machine(gpus_of_ray)
+    def facts(self) -> NodeFacts:
+        return facts_of_this_machine()
 
     def clock(self) -> float:
         return time.time()
@@ -263,18 +243,6 @@ def _same_storage(storage: StorageURL, token: str, ask: Any) -> Iterator[Check]:
         else:
             remedy = "use a folder that all nodes mount, or an object store; the same credentials"
             yield Check("shared storage", "fails", f"it does not see it: {text}", remedy, where)
-
-
-def _gpus() -> tuple[str, ...]:
-    """Return the GPUs that torch finds. Ray hides them from an actor without GPUs."""
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
-        return ()
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    words = [sys.executable, "-c", _GPUS]
-    with contextlib.suppress(subprocess.SubprocessError, ValueError, LookupError):
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
-        return tuple(json.loads(done.stdout.splitlines()[-1])["names"])
-    return ()
 
 
 def _number(text: str) -> tuple[int, int]:

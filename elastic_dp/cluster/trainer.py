@@ -27,7 +27,6 @@ from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
 from elastic_dp.cluster.worker import prepare_environment
-from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,
@@ -41,7 +40,7 @@ from elastic_dp.config.removed_names import REMOVED_NAMES
 from elastic_dp.coordinator.messages import Explain, FailRun
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
-from elastic_dp.device.gpu import is_gpu
+from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules

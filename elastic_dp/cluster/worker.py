@@ -16,7 +16,6 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.followers.follower import FollowerProcess, connects_devices, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
-from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -37,7 +36,7 @@ from elastic_dp.coordinator.messages import (
     WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
-from elastic_dp.device.gpu import is_gpu
+from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import GroupRecords, Rendezvous

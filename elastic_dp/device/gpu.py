@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,32 @@ _VARIABLES = ("NVIDIA_TF32_OVERRIDE", _CUBLAS)
 
 def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def pick_device(resources: Mapping[str, float]) -> torch.device:
+    """Return the GPU if the worker, or this process of it, was given one, else the CPU.
+
+    Raises ClusterError if torch does not see the GPU: training on the CPU instead would be a
+    hundred times slower, with a backend that only moves CUDA tensors. And if the first GPU that it
+    sees may be another worker's.
+    """
+    gpus = resources.get("GPU", 0)
+    if gpus <= 0:
+        return torch.device("cpu")
+    gpu = first_gpu()
+    if gpu is not None:
+        if sees_other_gpus():
+            raise ClusterError(
+                "CUDA shows this process other GPUs than its own, because a module asked for them "
+                "before Ray gave the process to this worker. See that no module asks when it is "
+                "imported"
+            )
+        return gpu
+    raise ClusterError(
+        f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "
+        f"{socket.gethostname()}: {why_no_gpu()}. To train on the CPU, set "
+        "scaling.resources_per_worker.GPU=0"
+    )
 
 
 def first_gpu() -> torch.device | None:
@@ -210,14 +236,3 @@ def seconds_between(begins: Sequence[Any], ends: Sequence[Any]) -> float:
 
 
 # ---------------------------------------------------------------------------------------- doctor
-
-
-def print_gpus() -> None:
-    """Print the GPUs that torch finds, as JSON, for `elastic-dp doctor`."""
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = {"names": names, "nccl": "", "error": ""}
-    if names:
-        found["nccl"] = nccl_version()
-    else:
-        found["error"] = why_no_gpu()
-    print(json.dumps(found))

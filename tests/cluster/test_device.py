@@ -12,9 +12,9 @@ import torch
 
 from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
-from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.device.accelerator import has_own_communicator
+from elastic_dp.device.gpu import pick_device
 from elastic_dp.errors import ClusterError
 from tests.runs import group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy

@@ -29,7 +29,6 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_dp.cluster import worker_device
 from elastic_dp.device import gpu
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.train.exactness import machine_kind
@@ -73,7 +72,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
     patch(dist, "init_process_group", init_gloo)
     # Not torch's own count: whoever has it is taken for a build for CUDA.
-    patch(worker_device, "sees_other_gpus", lambda: False)
+    patch(gpu, "sees_other_gpus", lambda: False)
     patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])

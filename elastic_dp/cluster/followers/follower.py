@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from elastic_dp.cluster.worker_device import pick_device
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
-from elastic_dp.device.gpu import is_gpu
+from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.local_mesh import open_local_mesh
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface

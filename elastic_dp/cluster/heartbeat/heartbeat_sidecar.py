@@ -53,9 +53,8 @@ PAGE = struct.Struct("<qq16sdd128s")
 FAULT = struct.Struct("<16s1024s")  # follows PAGE
 TIMES = struct.Struct("<9d")  # follows FAULT
 _TIMES_OFFSET = PAGE.size + FAULT.size
-_RETRIES, _RETRIES_OFFSET = struct.Struct("<q"), _TIMES_OFFSET + TIMES.size
-_CACHE, _CACHE_OFFSET = struct.Struct("<qq"), _RETRIES_OFFSET + _RETRIES.size
-PAGE_BYTES = _CACHE_OFFSET + _CACHE.size
+_COUNTS, _COUNTS_OFFSET = struct.Struct("<qqq"), _TIMES_OFFSET + TIMES.size
+PAGE_BYTES = _COUNTS_OFFSET + _COUNTS.size
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # follows WHERE
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
@@ -107,20 +106,13 @@ def write_times(page: mmap.mmap, state: tuple[float, ...]) -> None:
     TIMES.pack_into(page, _TIMES_OFFSET, *state)
 
 
-def read_retries(page: mmap.mmap) -> int:
-    return int(_RETRIES.unpack_from(page, _RETRIES_OFFSET)[0])
+def read_counts(page: mmap.mmap) -> tuple[int, int, int]:
+    """Return the retried requests, and the bytes from the cache and from the store."""
+    return _COUNTS.unpack_from(page, _COUNTS_OFFSET)
 
 
-def write_retries(page: mmap.mmap, number: int) -> None:
-    _RETRIES.pack_into(page, _RETRIES_OFFSET, number)
-
-
-def read_cache_bytes(page: mmap.mmap) -> tuple[int, int]:
-    return _CACHE.unpack_from(page, _CACHE_OFFSET)
-
-
-def write_cache_bytes(page: mmap.mmap, from_cache: int, from_store: int) -> None:
-    _CACHE.pack_into(page, _CACHE_OFFSET, from_cache, from_store)
+def write_counts(page: mmap.mmap, *counts: int) -> None:
+    _COUNTS.pack_into(page, _COUNTS_OFFSET, *counts)
 
 
 _MAC_BYTES = 16
@@ -362,6 +354,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
             is_stopped, cpu_s = _look_at_all(processes)
             if not is_stopped:
                 generation, step, phase = WHERE.unpack_from(page, 0)
+                retries, *cache_bytes = read_counts(page)
                 beat = {
                     "generation": generation,
                     "step": step,
@@ -370,8 +363,8 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
                     "cpu_s": cpu_s,
                     "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
                     "times": read_times(page, now),
-                    "store_retries": read_retries(page),
-                    "cache_bytes": read_cache_bytes(page),
+                    "store_retries": retries,
+                    "cache_bytes": cache_bytes,
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

@@ -44,8 +44,7 @@ class SharedMemoryPage:
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
         self._clock = PhaseClock()
-        self._retries, self._counting = 0, threading.Lock()
-        self._from_cache = self._from_store = 0  # bytes
+        self._counting = threading.Lock()
         os.ftruncate(self._file, heartbeat_sidecar.PAGE_BYTES)
         self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE_BYTES)
         heartbeat_sidecar.write_times(self._page, self._clock.state)
@@ -65,18 +64,18 @@ class SharedMemoryPage:
 
     def count_retry(self) -> None:
         """Count a request to a store that is retried. Any thread may call it."""
-        with self._counting:
-            self._retries += 1
-            heartbeat_sidecar.write_retries(self._page, self._retries)
+        self._count(1, 0, 0)
 
     def count_cached(self, from_cache: int, from_store: int) -> None:
         """Count bytes of data that were read through the cache on the disk. Any thread may call
         it.
         """
+        self._count(0, from_cache, from_store)
+
+    def _count(self, *more: int) -> None:
         with self._counting:
-            self._from_cache += from_cache
-            self._from_store += from_store
-            heartbeat_sidecar.write_cache_bytes(self._page, self._from_cache, self._from_store)
+            counts = map(sum, zip(heartbeat_sidecar.read_counts(self._page), more, strict=True))
+            heartbeat_sidecar.write_counts(self._page, *counts)
 
     def renewed_at(self) -> float:
         return heartbeat_sidecar.read_renewed_at(self._page)

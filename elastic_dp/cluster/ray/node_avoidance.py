@@ -1,4 +1,4 @@
-"""Selects nodes for the next worker: all except those that `node_avoidance` excludes.
+"""Selects nodes for the next worker: all except those where workers failed repeatedly.
 
 A label selector excludes a node, because Ray has no other way to say "anywhere but there". The
 worker then waits, as demand that the autoscaler sees, until another node has room. A selector is
@@ -16,10 +16,44 @@ from typing import Any
 import ray
 
 from elastic_dp.cluster.ray import private, worker_placement
-from elastic_dp.cluster.ray.node_failure_history import NodeFailureHistory
 from elastic_dp.cluster.ray.worker_placement import Labels
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.wording import counted
+
+FAILURES = 3
+WITHIN_S = 1800.0
+
+
+class NodeFailureHistory:
+    """The recent failures by node. Times are of one clock, in seconds; node ids are never reused.
+
+    After three failures within 30 minutes, a node is avoided for 30 minutes from the last one. If
+    every node that could hold a worker is bad, none is avoided, because a run must not stop where
+    it could continue (and a step that kills every worker makes every node look bad).
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[str, list[float]] = {}
+
+    def failed(self, node: str, now: float) -> bool:
+        """Record the loss of a worker. Return whether the node becomes bad by it."""
+        before = self._is_bad(node, now)
+        self._failures.setdefault(node, []).append(now)
+        return not before and self._is_bad(node, now)
+
+    def failures(self, node: str, now: float) -> int:
+        """Return the number of recent failures."""
+        recent = [at for at in self._failures.get(node, ()) if at > now - WITHIN_S]
+        self._failures[node] = recent
+        return len(recent)
+
+    def avoided(self, candidates: Collection[str], now: float) -> list[str]:
+        """Return the nodes to avoid among `candidates`, the nodes that could hold a worker."""
+        bad = sorted(node for node in candidates if self._is_bad(node, now))
+        return bad if len(bad) < len(candidates) else []
+
+    def _is_bad(self, node: str, now: float) -> bool:
+        return self.failures(node, now) >= FAILURES
 
 
 class NodeAvoidance:

@@ -1,6 +1,6 @@
 """A node where workers fail again and again is left alone, as long as there is another."""
 
-from elastic_dp.cluster.ray.node_failure_history import WITHIN_S, NodeFailureHistory
+from elastic_dp.cluster.ray.node_avoidance import WITHIN_S, NodeFailureHistory
 
 
 def test_three_failures_and_it_is_avoided_until_they_are_old():
