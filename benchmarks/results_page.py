@@ -96,21 +96,6 @@ def more_rows() -> Iterator[Row]:
             f"{one['beside']['not sharded'][0]:.2f}",
             "sharding",
         )
-    for one in read("sharding_memory")["results"]:
-        if "bytes_by_parameter" in one:
-            yield Row(
-                f"Bytes of memory per parameter, {one['parameters']}, {one['workers']} workers, "
-                f"{one['system']}",
-                f"{one['bytes_by_parameter']:.1f}",
-                "sharding_memory",
-            )
-    for row in read("goodput_at_scale")["results"]["failures"]:
-        if row["workers"] in (1024, 4096, 16384):
-            yield Row(
-                f"Time lost to failures with {row['workers']:,} workers (simulated)",
-                f"{1 - row['elastic_dp']['goodput']:.2%}",
-                "goodput_at_scale",
-            )
 
 
 def table(rows: Iterator[Row]) -> str:

@@ -8,8 +8,7 @@ its own, since it hangs beside our group; they wait meanwhile. All take one step
 order that changes from round to round, on the same rows, begun together. Quoted: the medians of the
 ratios of one round, on rank 0; the bytes that a member hands to the collectives of a step, in
 multiples of the parameters' bytes; the bytes of the optimizer's state of each worker, beside the
-formula. Memory is in `benchmarks.sharding_memory`. Ends with 1, and says why, if a target was
-missed.
+formula. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
