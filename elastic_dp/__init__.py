@@ -22,19 +22,23 @@ if TYPE_CHECKING:
         MapStyleData,
         ScalingConfig,
     )
+    from elastic_dp.distributed.gradient_rounding import DtypeRounding, GradientRounding
+    from elastic_dp.extensions.delayed.weight_prediction import WeightPrediction
+    from elastic_dp.extensions.diloco.inner_moments import InnerMoments
+    from elastic_dp.extensions.noise_scale import NoiseScale
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
-    from elastic_dp.train.inner_moments import InnerMoments
     from elastic_dp.train.learning_rate import batch_lr
     from elastic_dp.train.master_weights import MasterWeights
-    from elastic_dp.train.noise_scale import NoiseScale
-    from elastic_dp.train.weight_prediction import WeightPrediction
+    from elastic_dp.train.step.participants import StepParticipant, StopAgreed
 
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "DtypeRounding",
     "ElasticTrainer",
     "FailureConfig",
+    "GradientRounding",
     "InnerMoments",
     "IterableData",
     "MapStyleData",
@@ -44,6 +48,8 @@ __all__ = [
     "Run",
     "ScalingConfig",
     "Step",
+    "StepParticipant",
+    "StopAgreed",
     "TrainContext",
     "WeightPrediction",
     "attach",
@@ -53,15 +59,19 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DtypeRounding": "elastic_dp.distributed.gradient_rounding",
     "ElasticTrainer": "elastic_dp.cluster.trainer",
-    "InnerMoments": "elastic_dp.train.inner_moments",
+    "GradientRounding": "elastic_dp.distributed.gradient_rounding",
+    "InnerMoments": "elastic_dp.extensions.diloco.inner_moments",
     "MasterWeights": "elastic_dp.train.master_weights",
-    "NoiseScale": "elastic_dp.train.noise_scale",
+    "NoiseScale": "elastic_dp.extensions.noise_scale",
     "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
+    "StepParticipant": "elastic_dp.train.step.participants",
+    "StopAgreed": "elastic_dp.train.step.participants",
     "TrainContext": "elastic_dp.train.context",
-    "WeightPrediction": "elastic_dp.train.weight_prediction",
+    "WeightPrediction": "elastic_dp.extensions.delayed.weight_prediction",
     "attach": "elastic_dp.cluster.runs.attach",
     "batch_lr": "elastic_dp.train.learning_rate",
     "load_state": "elastic_dp.checkpoint.exporting",

@@ -58,6 +58,11 @@ ALLOWED = {
         "threads",
         "train",
     },
+    # By the protocols of a step: what `train` resolves by the option's name.
+    "extensions": {
+        *("errors", "sampling", "device", "distributed", "config", "data.pipeline"),
+        *("coordinator", "cluster", "threads", "wording", "train", "extensions"),
+    },
     "cluster": {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
@@ -87,9 +92,6 @@ ALLOWED = {
         "wording",
         "cli",
     },
-    "extensions": {
-        *("errors", "config", "coordinator", "cluster", "threads", "wording", "extensions"),
-    },
     "testing": {
         *(
             "errors",
@@ -111,7 +113,15 @@ ALLOWED = {
         "wording",
         "__init__",
     },  # as a user's script does
-    "__init__": {"config", "train", "cluster", "checkpoint", "run_record"},
+    "__init__": {
+        "config",
+        "distributed",
+        "extensions",
+        "train",
+        "cluster",
+        "checkpoint",
+        "run_record",
+    },
 }
 
 # What a pure part may import beside our own: of the standard library what reads no clock, draws no
@@ -412,9 +422,10 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
 
 def test_public_names_are_exactly_these():
     names = (
-        "CheckpointConfig DataConfig ElasticTrainer FailureConfig InnerMoments IterableData "
-        "MapStyleData MasterWeights NoiseScale Result Run ScalingConfig Step "
-        "TrainContext WeightPrediction attach batch_lr load_state register_state_type"
+        "CheckpointConfig DataConfig DtypeRounding ElasticTrainer FailureConfig GradientRounding "
+        "InnerMoments IterableData MapStyleData MasterWeights NoiseScale Result Run ScalingConfig "
+        "Step StepParticipant StopAgreed TrainContext WeightPrediction attach batch_lr load_state "
+        "register_state_type"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()
     for name in elastic_dp.__all__:
@@ -449,8 +460,8 @@ BUDGETS = {
     "data": (9_260, 5_600),
     "dataprep": (1_815, 1_100),
     "device": (695, 620),
-    "distributed": (4_800, 3_100),
-    "extensions": (400, 3_300),
+    "distributed": (4_830, 3_100),
+    "extensions": (2_150, 3_300),
     "integrations": (1_620, 950),
     "materialization": (426, 330),
     "report": (1_390, 800),
@@ -458,7 +469,7 @@ BUDGETS = {
     "storage": (1_800, 1_250),
     "telemetry": (1_150, 750),
     "testing": (815, 600),
-    "train": (14_630, 6_000),
+    "train": (13_490, 6_000),
     "ui": (390, 400),
 }
 
@@ -478,7 +489,7 @@ def test_nothing_outside_the_extensions_imports_them():
     assert not [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in modules()
-        if part_of(path) != "extensions"
+        if part_of(path) not in ("extensions", "__init__")  # public names are imported when used
         for line, name in imports(path)
         if name.startswith("elastic_dp.extensions")
     ]

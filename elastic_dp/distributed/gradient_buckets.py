@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from elastic_dp.distributed.gradient_rounding import GradientRounding, rounding_of
+from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire, rounding_of
 from elastic_dp.distributed.gradient_units import memory_stride
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.reduction_tree import Node
@@ -125,7 +125,7 @@ class SumsOfOneKind(NamedTuple):
 class GradientLayout:
     """The buckets for the parameters that require a gradient now."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], wire: str | None = None) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], wire: Wire = None) -> None:
         """`parameters` are all parameters of the model, in order; `wire` is that of the job."""
         self._requires_grad = [p.requires_grad for p in parameters]
         self.parameters = [p for p in reversed(parameters) if p.requires_grad]

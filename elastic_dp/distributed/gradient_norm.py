@@ -137,7 +137,8 @@ class GradientClipping:
             for one in present:
                 groups.setdefault((one.device, one.dtype), []).append(one)
             for (device, _), alike in groups.items():
-                torch._foreach_mul_(alike, factor.to(device))
+                here = factor if factor.device == device else factor.to(device)
+                torch._foreach_mul_(alike, here)
         if self.value is not None and present:
             torch._foreach_clamp_min_(present, -self.value)
             torch._foreach_clamp_max_(present, self.value)

@@ -34,7 +34,7 @@ from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
 from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout, Gradients
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_order import GradientOrder
-from elastic_dp.distributed.gradient_rounding import GradientRounding
+from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire
 from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
@@ -55,13 +55,13 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        wire: str | None = None,
+        wire: Wire = None,
         order: GradientOrder | None = None,
         *,
         exchange: GradientExchange | None = None,
         computes: bool = True,
     ) -> None:
-        """`wire`: of the job. `order`: notes that of a step's gradients.
+        """`wire`: how gradients are rounded. `order`: notes that of a step's gradients.
 
         In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
         and the other one, which `computes` nothing, what `add_finished` gives it.

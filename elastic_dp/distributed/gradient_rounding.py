@@ -21,7 +21,7 @@ buffers, and the state of a joiner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -127,8 +127,13 @@ class DtypeRounding:
         out.copy_(sums)
 
 
-def rounding_of(wire: str | None, dtype: torch.dtype) -> GradientRounding:
+Wire = str | Callable[[torch.dtype], GradientRounding] | None
+
+
+def rounding_of(wire: Wire, dtype: torch.dtype) -> GradientRounding:
     """Returns how sums of the gradients of parameters of `dtype` are kept, rounded and added."""
+    if callable(wire):
+        return wire(dtype)
     if wire is None or dtype in _NARROW:
         return DtypeRounding(dtype)
     return Int8Rounding() if wire == "int8" else DtypeRounding(torch.bfloat16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.device.gpu import is_gpu
+from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.sampling import StepSchedule
-from elastic_dp.train.noise_scale import split_noise
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
-from elastic_dp.train.step.inner_steps import InnerOptimizerFn
 from elastic_dp.train.step.micro_batch import LossFn
+from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.training_parts import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
 
@@ -45,7 +45,7 @@ class Step:
         self._record, self._session = record, session
         self.number, self.epoch, self.epoch_end = record.number, record.epoch, record.epoch_end
         self.loss, self.weight = record.loss, record.weight
-        self.metrics, self.noise = split_noise(record.metrics)
+        self.metrics, self.noise = record.own_metrics, record.noise
         self.lr = record.lr
 
     @property
@@ -227,8 +227,10 @@ class TrainContext:
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
         noise_scale_every: int | None = None,
-        inner_optimizer: InnerOptimizerFn | None = None,
+        inner_optimizer: Callable[[torch.nn.Module, int], torch.optim.Optimizer] | None = None,
         inner_clip_norm: float | None = None,
+        participants: Sequence[StepParticipant] = (),
+        rounding: Callable[[torch.dtype], GradientRounding] | None = None,
     ) -> Iterator[Step]:
         """The training loop: each committed step once, in order, whatever happens to the workers.
 
@@ -250,6 +252,11 @@ class TrainContext:
         worker in this step; it must be pure. `inner_clip_norm`: the largest 2-norm of the gradient
         of an inner step.
 
+        `participants`: what else the members are to agree on before a step is committed, and do at
+        it, the same on all of them; see `StepParticipant`. `rounding`: returns for a dtype of
+        parameters how their gradients are rounded to travel, instead of `wire=`; see
+        `GradientRounding`.
+
         Raises SpecError, ModelError or StateError for arguments that cannot be used, LoopError for
         a second call or a body that changes what the step owns, LossError for what the loss
         function returns, DataError for data that cannot be read, and what user code raises.
@@ -269,6 +276,8 @@ class TrainContext:
                     noise_scale_every=noise_scale_every,
                     inner_optimizer=inner_optimizer,
                     inner_clip_norm=inner_clip_norm,
+                    participants=tuple(participants),
+                    rounding=rounding,
                 )
             )
             while (record := session.next_step()) is not None:

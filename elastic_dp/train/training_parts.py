@@ -1,8 +1,13 @@
-"""What one call of `ctx.steps` makes of its arguments: the state, and what runs steps on it."""
+"""What one call of `ctx.steps` makes of its arguments: the state, and what runs steps on it.
+
+An option of training that is an extension is resolved here, by its name: `extend` of its module
+puts other parts in the place of the plain ones before they are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,24 +20,18 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.gradient_rounding import check_wire
-from elastic_dp.errors import SpecError
+from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire, check_wire
+from elastic_dp.distributed.local_shards import is_sharded
+from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_checks import check_gang
-from elastic_dp.train.gang.gang_step import GangReduction, GradientOrders, refuses_none
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard.inner_arguments import check_inner_steps
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.master_weights import class_of
-from elastic_dp.train.noise_scale import NoiseScaleEstimates
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.sharding.piece_reduction import PieceReduction
-from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
-from elastic_dp.train.sharding.sharded_update import ShardedUpdate
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
@@ -40,9 +39,6 @@ from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.delayed_gradient import DelayedGradient
-from elastic_dp.train.step.inner_rows import InnerMicroBatches, InnerRows
-from elastic_dp.train.step.inner_steps import InnerOptimizerFn, InnerSteps
 from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
 from elastic_dp.train.step.participants import (
@@ -77,8 +73,14 @@ class StepsArguments:
     precision: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     noise_scale_every: int | None = None
-    inner_optimizer: InnerOptimizerFn | None = None
+    inner_optimizer: Callable[[torch.nn.Module, int], torch.optim.Optimizer] | None = None
     inner_clip_norm: float | None = None
+    participants: Sequence[StepParticipant] = ()
+    rounding: Callable[[torch.dtype], GradientRounding] | None = None
+
+    @property
+    def rounding_name(self) -> str | None:
+        return None if self.rounding is None else getattr(self.rounding, "__qualname__", "other")
 
     def check(self) -> None:
         """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
@@ -93,18 +95,183 @@ class StepsArguments:
             self.state,
         )
         whole_number("noise_scale_every", self.noise_scale_every, 1)
+        for one in self.participants:
+            if not isinstance(one, StepParticipant):
+                raise SpecError(
+                    f"participants has a {type(one).__name__}, must have objects of classes that "
+                    "are derived from elastic_dp.StepParticipant"
+                )
 
 
-def sharded_optimizer_of(given: StepsArguments) -> ShardedOptimizer:
-    """Returns what holds the optimizer's state. Raises SpecError and ModelError."""
-    parameters = dict(given.model.named_parameters())
-    check_shardable(given.optimizer, parameters, given.precision)
-    if given.noise_scale_every is not None:
-        raise SpecError(
-            "noise_scale_every needs the whole gradient, of which each worker has a part with "
-            'sharding="optimizer": leave out one of the two'
+class StepBuild:
+    """What a step is made of. `extend` of an extension gets it when only the arguments are there,
+    and may change what makes the other parts. Nothing runs yet."""
+
+    # Set one after another.
+    state: TrainState
+    speed: ComputeSpeed
+    micro_batches: MicroBatchRunner
+    exchange: GradientExchange
+    gradients: GradientReducer
+    leaves: LeafRunner
+    results: Results
+    checkpoint: CheckpointWish
+    weights: WeightComparison
+    gradient: StepGradient
+
+    def __init__(
+        self,
+        given: StepsArguments,
+        spec: JobSpec,
+        data: BatchSource,
+        device: torch.device,
+        control: WorkerControl,
+        reporter: PhaseReporter,
+        write_speed: Callable[[float], None],
+        planned_checkpoint: Callable[[int], bool] | None,
+        gang: Gang | None,
+    ) -> None:
+        """`planned_checkpoint`: which steps have a checkpoint, as far as all members know before
+        them; None: there is no storage."""
+        self.given, self.spec, self.data, self.device = given, spec, data, device
+        self.control, self.reporter, self.gang = control, reporter, gang
+        self._write_speed, self._planned_checkpoint = write_speed, planned_checkpoint
+        self.parameters = dict(given.model.named_parameters())
+        self.loss_scale = new_loss_scale(given.precision)
+        self.rows: RowSource = data
+        self.sharding: ShardedOptimizer | None = None
+        self.previous: PreviousStep | None = None
+        self.order: GradientOrder | None = None  # notes that of gradients
+        self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker
+        self.new_micro_batches: Callable[..., MicroBatchRunner] = MicroBatchRunner
+        self.new_exchange: Callable[..., GradientExchange] = GradientExchange
+        self.new_leaf: Callable[[], Leaf] = lambda: OnePass(self.micro_batches, self.rows)
+        self.new_gradient: Callable[..., StepGradient] = StepGradient
+        self.new_participants: list[Callable[[], StepParticipant]] = []
+        scaling = spec.scaling
+        # What changes with the step in how a job is distributed.
+        self.schedules = [StepSchedule(scaling.virtual_workers_by_step)]
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients are rounded."""
+        return self.spec.wire if self.given.rounding is None else self.given.rounding
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether a step that is about to be committed has one, as far as all members know."""
+        planned = self._planned_checkpoint
+        return planned is not None and (self.checkpoint.agreed or planned(step))
+
+    def parts(self) -> TrainingParts:
+        """Makes the parts."""
+        given, spec, control, reporter = self.given, self.spec, self.control, self.reporter
+        state = self.state = TrainState(
+            given.model,
+            given.optimizer,
+            given.scheduler,
+            self.loss_scale,
+            given.state,
+            sharding=self.sharding,
+            previous=self.previous,
         )
-    return ShardedOptimizer(given.optimizer, parameters)
+        compared = spec.failure.compare_weights_every if spec.exact else None
+        weights = self.weights = WeightComparison(state.parameters, compared)
+        by_speed = spec.scaling.balance == "measured"
+        self.speed = ComputeSpeed(self.device, self._write_speed if by_speed else None)
+        shares = WorkShares(self.schedules[0], equal=not by_speed)
+        buffers = ModuleBuffers(state.model)
+        self.micro_batches = self.new_micro_batches(
+            state,
+            given.loss_fn,
+            self.data,
+            self.device,
+            spec.data.seed,
+            self.speed,
+            reporter.report,
+            exact=spec.exact,
+            precision=given.precision,
+            gang=self.gang,
+        )
+        self.exchange = self.new_exchange(
+            state.parameters.values(),
+            clipping=GradientClipping(given.clip_norm, given.clip_value),
+            writes_to_gradients=lambda: may_write_to_gradients(
+                class_of(state.optimizer), state.optimizer.param_groups
+            ),
+        )
+        self.gradients = GradientReducer(
+            state.parameters, self.wire, self.order, exchange=self.exchange
+        )
+        leaf = self.new_leaf()
+        self.leaves = LeafRunner(
+            leaf,
+            self.rows,
+            state,
+            self.gradients,
+            buffers,
+            shares,
+            control,
+            self.speed,
+            reporter.pass_point,
+            exact=spec.exact,
+            keeps_finished=self.gang is None,  # its processes have not finished the same
+            micro_batches=self.micro_batches_of,
+        )
+        results = self.results = Results(self.micro_batches, self.rows, self.gang)
+        self.checkpoint = CheckpointWish(control)
+        self.gradient = self.new_gradient(
+            self.leaves,
+            self.exchange,
+            results,
+            shares,
+            state,
+            exact=spec.exact,
+            seed=spec.data.seed,
+        )
+        participants = Participants(
+            results,
+            StopWish(control),
+            self.checkpoint,
+            ParameterGroups(state.optimizers.all),
+            [
+                WeightDigests(weights),
+                DeviceConnections(),
+                BadRowGroups(state, self.rows, results),
+                Buffers(buffers, shares.virtual_workers, reporter.pass_point, self.gang),
+                self.gradient,
+                *(make() for make in self.new_participants),
+                *given.participants,
+                FiniteGradient(self.gradient, state, results),
+            ],
+            self.gang,
+        )
+        transaction = Transaction(
+            state,
+            self.leaves,
+            self.gradient,
+            participants,
+            self.schedules,
+            control,
+            reporter,
+            spec.data.seed,
+        )
+        trial = TrialRun(
+            state,
+            given.loss_fn,
+            self.rows,
+            self.micro_batches,
+            leaf,
+            self.gradients,
+            buffers,
+            spec.scaling.num_virtual_workers,
+            self.device,
+            reporter.report,
+            exact=spec.exact,
+            gang=self.gang,
+        )
+        skipped = SkippedRowGroups(state, self.data)
+        guard = LoopGuard(state, buffers, given.loss_fn)
+        return TrainingParts(state, weights, skipped, self.micro_batches, transaction, guard, trial)
 
 
 @dataclass(frozen=True)
@@ -120,176 +287,47 @@ class TrainingParts:
     trial: TrialRun
 
     @classmethod
-    def build(
-        cls,
-        given: StepsArguments,
-        spec: JobSpec,
-        data: BatchSource,
-        device: torch.device,
-        control: WorkerControl,
-        reporter: PhaseReporter,
-        write_speed: Callable[[float], None],
-        planned_checkpoint: Callable[[int], bool] | None,
-        gang: Gang | None = None,
-    ) -> TrainingParts:
-        """Checks the arguments and builds the parts. Nothing runs yet. `planned_checkpoint`: which
-        steps have a checkpoint, as far as all members know before them; None: there is no storage.
-        """
+    def build(cls, build: StepBuild) -> TrainingParts:
+        """Checks the arguments and builds the parts. Nothing runs yet."""
+        given, spec = build.given, build.spec
         given.check()
         if spec.exact:
-            keep_cublas_config(given.model, device)
-        check_gang(gang, given)
-        check_wire(spec.wire, dict(given.model.named_parameters()))
-        if spec.delays and given.noise_scale_every is not None:
+            keep_cublas_config(given.model, build.device)
+        check_wire(spec.wire, build.parameters)
+        if given.rounding is not None and (spec.wire is not None or not spec.exact):
             raise SpecError(
-                "noise_scale_every needs the gradients of virtual workers and their sum in one "
-                f"step, and staleness={spec.staleness} has the sum one step later: leave out one "
-                "of the two"
+                "ctx.steps got rounding, which rounds the sums of exact mode: leave out "
+                + (f"wire={spec.wire!r}" if spec.exact else "exact=False")
             )
-        check_inner_steps(spec.inner_steps, given)
-        loss_scale = new_loss_scale(given.precision)
-        sharding = None if spec.sharding is None else sharded_optimizer_of(given)
-        own = given.model, given.optimizer, given.scheduler
-        previous = PreviousStep(given.model, loss_scale) if spec.delays else None
-        state = TrainState(*own, loss_scale, given.state, sharding=sharding, previous=previous)
-        compared = spec.failure.compare_weights_every if spec.exact else None
-        weights = WeightComparison(state.parameters, compared)
-        by_speed = spec.scaling.balance == "measured"
-        speed = ComputeSpeed(device, write_speed if by_speed else None)
-        shares = WorkShares(StepSchedule(spec.scaling.virtual_workers_by_step), equal=not by_speed)
-        inner_steps = StepSchedule(spec.inner_steps_by_step)
-        staleness = StepSchedule(spec.staleness_by_step)
-        buffers = ModuleBuffers(state.model)
-        order = None if gang is None else GradientOrder()
+        if spec.inner_steps is None:
+            _refuse_inner_arguments(given)
+        if build.gang is None:
+            _refuse_shards(build.parameters)
+        wanted = {
+            "gangs": build.gang is not None,
+            "noise_scale": given.noise_scale_every is not None,
+            "diloco": spec.inner_steps is not None,
+            "sharding": spec.sharding is not None,
+            "delayed": spec.delays,
+        }
+        for name in (name for name, is_wanted in wanted.items() if is_wanted):
+            importlib.import_module(f"elastic_dp.extensions.{name}").extend(build)
+        return build.parts()
 
-        runs = MicroBatchRunner if spec.inner_steps is None else InnerMicroBatches
-        micro_batches = runs(
-            state,
-            given.loss_fn,
-            data,
-            device,
-            spec.data.seed,
-            speed,
-            reporter.report,
-            exact=spec.exact,
-            precision=given.precision,
-            gang=gang,
-        )
-        exchange = _exchange(given, state, gang)
-        gradients = GradientReducer(state.parameters, spec.wire, order, exchange=exchange)
-        rows: RowSource = data
-        leaf: Leaf = OnePass(
-            micro_batches, data, _nothing_to_refuse if gang is None else refuses_none(gang)
-        )
-        if isinstance(micro_batches, InnerMicroBatches):
-            assert given.inner_optimizer is not None  # it is checked above
-            micro_batches.rows = rows = InnerRows(data, inner_steps)
-            leaf = InnerSteps(
-                given.model,
-                given.optimizer,
-                micro_batches,
-                micro_batches.rows,
-                gradients,
-                speed,
-                given.inner_optimizer,
-                given.inner_clip_norm,
-                spec.data.seed,
+
+def _refuse_inner_arguments(given: StepsArguments) -> None:
+    for name in ("inner_optimizer", "inner_clip_norm"):
+        if getattr(given, name) is not None:
+            raise SpecError(
+                f"ctx.steps got {name}, and the job has no inner steps: pass "
+                "ElasticTrainer(inner_steps=…), or leave it out"
             )
-        leaves = LeafRunner(
-            leaf,
-            rows,
-            state,
-            gradients,
-            buffers,
-            shares,
-            control,
-            speed,
-            reporter.pass_point,
-            exact=spec.exact,
-            keeps_finished=gang is None,  # its processes have not finished the same
-            micro_batches=inner_steps.at,
-        )
-        results = Results(micro_batches, rows, gang)
-        stop, checkpoint = StopWish(control), CheckpointWish(control)
-        of_step = leaves, exchange, results, shares, state
-        gradient = StepGradient(*of_step, exact=spec.exact, seed=spec.data.seed)
-        if previous is not None:
-            gradient = DelayedGradient(
-                *of_step,
-                exact=spec.exact,
-                seed=spec.data.seed,
-                previous=previous,
-                staleness=staleness,
-                parameters=state.parameters,
-                wire=spec.wire,
+
+
+def _refuse_shards(parameters: Mapping[str, torch.Tensor]) -> None:
+    for name, p in parameters.items():
+        if is_sharded(p):
+            raise ModelError(
+                f"model.{name} is a DTensor, of which other processes hold a part: set "
+                "ScalingConfig.processes_per_worker, and shard the model over ctx.mesh"
             )
-        others: list[StepParticipant] = [
-            WeightDigests(weights),
-            DeviceConnections(),
-            BadRowGroups(state, rows, results),
-            Buffers(buffers, shares.virtual_workers, reporter.pass_point, gang),
-            gradient,
-        ]
-        if gang is not None and order is not None:
-            others.append(GradientOrders(gang, order))
-        if sharding is not None and isinstance(exchange, PieceReduction):
-
-            def has_checkpoint(step: int) -> bool:
-                planned = planned_checkpoint
-                return planned is not None and (checkpoint.agreed or planned(step))
-
-            others.append(
-                ShardedUpdate(
-                    sharding, exchange, state, weights, has_checkpoint, reporter.pass_point
-                )
-            )
-        if given.noise_scale_every is not None:
-            others.append(NoiseScaleEstimates(given.noise_scale_every, gradient, results))
-        others.append(FiniteGradient(gradient, state, results))
-        groups = ParameterGroups(state.optimizers.all)
-        participants = Participants(results, stop, checkpoint, groups, others, gang)
-        schedules = StepSchedule(spec.scaling.virtual_workers_by_step), inner_steps, staleness
-        transaction = Transaction(
-            state, leaves, gradient, participants, schedules, control, reporter, spec.data.seed
-        )
-        trial = TrialRun(
-            state,
-            given.loss_fn,
-            rows,
-            micro_batches,
-            leaf,
-            gradients,
-            buffers,
-            spec.scaling.num_virtual_workers,
-            device,
-            reporter.report,
-            exact=spec.exact,
-            gang=gang,
-        )
-        skipped = SkippedRowGroups(state, data)
-        guard = LoopGuard(state, buffers, given.loss_fn)
-        return cls(state, weights, skipped, micro_batches, transaction, guard, trial)
-
-
-def _exchange(given: StepsArguments, state: TrainState, gang: Gang | None) -> GradientExchange:
-    """Returns how the gradients of the job are exchanged."""
-    clipping = GradientClipping(given.clip_norm, given.clip_value)
-    parameters = list(state.parameters.values())
-
-    def writes_to_gradients() -> bool:
-        return may_write_to_gradients(class_of(state.optimizer), state.optimizer.param_groups)
-
-    if gang is not None:
-        return GangReduction(parameters, gang, clipping=clipping)
-    if state.sharding is not None:
-        return PieceReduction(
-            parameters,
-            state.sharding,
-            clipping=clipping,
-            writes_to_gradients=writes_to_gradients,
-        )
-    return GradientExchange(parameters, clipping=clipping, writes_to_gradients=writes_to_gradients)
-
-
-def _nothing_to_refuse(step: int, virtual_worker: int) -> None:
-    pass

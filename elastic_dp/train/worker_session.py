@@ -70,7 +70,7 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.training_parts import StepsArguments, TrainingParts
+from elastic_dp.train.training_parts import StepBuild, StepsArguments, TrainingParts
 from elastic_dp.train.user_loop import UserLoop
 
 _LOOK_AGAIN_S = 0.02
@@ -203,7 +203,7 @@ class WorkerSession:
         """Builds what the loop needs and tries it out. Raises what `ctx.steps` raises."""
         if self.loop.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
-        self._parts = TrainingParts.build(
+        build = StepBuild(
             given,
             self.spec,
             self.data,
@@ -214,6 +214,7 @@ class WorkerSession:
             None if self.checkpoints is None else self._plans_checkpoint,
             self.gang,
         )
+        self._parts = TrainingParts.build(build)
         self._groups.expect_buffers(large=self.transaction.gradient.exchange.is_large)
         self.faults.watch(list(self.state.parameters.values()))
         ours = self.state, self.transaction.leaves.buffers, self.weights, self.data, self.progress
@@ -514,7 +515,7 @@ class WorkerSession:
         told = self.total_steps if self.loop.read_total_steps else None
         job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
         names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")
-        options = {name: getattr(given, name) for name in names}
+        options = {name: getattr(given, name) for name in (*names, "rounding_name")}
         checkpoints.open(self.state, self._signature, job, told, self.control, options)
         self._requested_checkpoints = RequestedCheckpoints(
             checkpoints,

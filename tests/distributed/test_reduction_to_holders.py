@@ -13,7 +13,7 @@ from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.piece_routes import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.sharding.piece_reduction import PieceReduction
+from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import (
     _dropped_here,  # noqa: F401  a fixture
     finish,
@@ -27,8 +27,8 @@ V = 8
 
 def in_pieces(parameters, needed):
     """An exchange that gives each rank what it needs."""
-    holding = types.SimpleNamespace(needed=lambda: needed, pieces=[], norms=None)
-    return PieceReduction(parameters, holding)
+    holding = types.SimpleNamespace(needed=lambda: needed, pieces=[], holders=[])
+    return PieceReduction(holding, parameters)
 
 
 def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):

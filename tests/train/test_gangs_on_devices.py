@@ -22,14 +22,13 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause, StopRequested
 from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
+from elastic_dp.extensions.gangs import check_gang
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.gang import gang_kind
 from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_checks import check_gang
 from elastic_dp.train.gang.gang_kind import kind_of_gang
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.training_parts import StepsArguments
 from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
 from tests.imported_when_used import ImportedWhenUsed
@@ -184,7 +183,7 @@ def test_model_whose_parts_are_kept_on_the_host_is_refused(mesh: Any) -> None:
     )
     gang = Gang(0, 1, mesh, Told())  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="leave out CPUOffloadPolicy"):
-        check_gang(gang, StepsArguments(model, adamw(model), cross_entropy))
+        check_gang(gang, model, None)
 
 
 def test_kind_of_a_worker_tells_how_its_gpus_add(

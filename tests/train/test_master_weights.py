@@ -13,10 +13,10 @@ import elastic_dp as edp
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train.state.train_state import TrainState
 from tests.runs import group, local, losses_of, never_put_off, resize, spec_of
 from tests.train.jobs import classifier, loop

@@ -11,8 +11,8 @@ from torch import nn
 import elastic_dp as edp
 from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.errors import SpecError
+from elastic_dp.extensions.noise_scale import GradientNoise, estimated
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.noise_scale import GradientNoise, estimated
 from tests.runs import PATIENT, group, lines_of, local, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, in_small_buckets

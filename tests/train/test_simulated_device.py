@@ -126,7 +126,6 @@ ON_THE_HOST = {
     "take_read",
     "_sampled_view",  # nothing of a device's
     "digest_of",
-    "GradientClipping.clip",
     "squares_of_units",  # to the device of the gradients themselves
 }
 OPTIMIZERS = os.path.dirname(torch.optim.__file__)

@@ -33,6 +33,7 @@ from types import MappingProxyType
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.gradient_norm import GradientNorm
 from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
 from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -44,7 +45,6 @@ from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_d
 from elastic_dp.train.sharding.kept_copies import copies_to_keep
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
 from elastic_dp.train.sharding.piece_exchange import exchange
-from elastic_dp.train.sharding.piece_norm import GatheredNorm, PieceNorm
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
 
@@ -141,7 +141,6 @@ class ShardedOptimizer:
         self._group, self._generation, self.holders = group, generation, holders
         self._copies, self._left_early = copies, False
         self._small = self._small_pieces()
-        self.norms = PieceNorm(group, self._parameters, self.pieces, holders)
         return nbytes
 
     def close(self) -> None:
@@ -174,7 +173,7 @@ class ShardedOptimizer:
             )
         self._prepared = self._gather = None
         if self._copies is not None:
-            self._take_copies()
+            self.take_copies()
             self._copies.begin(self.held)
 
     def send_copies(self) -> None:
@@ -182,8 +181,9 @@ class ShardedOptimizer:
         if self._copies is not None:
             self._copies.send()
 
-    def _take_copies(self) -> None:
-        """Holds the copies that were sent, once they have arrived."""
+    def take_copies(self) -> None:
+        """Holds the copies that were sent, once they have arrived. Called before anything of this
+        step is launched on a device. Raises GroupError."""
         if self._copies is not None and (arrived := self._copies.take(self._device)):
             self.held |= arrived
             self._small = self._small_pieces()
@@ -192,7 +192,7 @@ class ShardedOptimizer:
         """Makes all copies that are missing, since some member is about to leave. All members call
         it. Raises GroupError."""
         while self._copies is not None and not self.backups_are_made:
-            self._take_copies()
+            self.take_copies()
             self._copies.begin(self.held)
 
     def needed(self) -> HeldRanges | None:
@@ -219,7 +219,6 @@ class ShardedOptimizer:
         them; of the parameters in `used`, which are the same on all members. `memory`: see
         `ParameterGather`; the same in all steps of a generation.
         """
-        self._take_copies()
         gather = self._gather_of([p in used for p in self._parameters], memory)
         mine = {n: gradients[n] for n in [*gather.targets, *gather.backed] if n in self.held}
         self._prepared = prepared = _PreparedStep(step, self._generation, mine, {})
@@ -251,7 +250,7 @@ class ShardedOptimizer:
         return gather
 
     @torch.no_grad()
-    def gather(self, norm: GatheredNorm, *, compares: bool) -> set[int]:
+    def gather(self, norm: GradientNorm, *, compares: bool) -> set[int]:
         """Sends the updated parameters to all members, and waits for theirs and for the norm of the
         gradient. Raises GroupError.
 

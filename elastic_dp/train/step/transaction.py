@@ -209,9 +209,7 @@ class Transaction:
         """Adds the norm of the last step's gradient to its record, unless the gradient is gone."""
         record, norm = self.state.record, self.gradient.exchange.norm
         if record is not None and record.grad_norm is None and norm is not None:
-            value = norm.read()
-            if value is not None:
-                record.add_grad_norm(value)
+            record.grad_norm = norm.read()
 
     def _passes(self, point: str, step: int) -> None:
         self.reporter.pass_point(point, step)

@@ -16,8 +16,8 @@ from elastic_dp.distributed import gradient_buckets, process_group
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.train.master_weights import MasterWeights
-from elastic_dp.train.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import leaves_of, of_each
 from tests.train.exactness.test_clipped_steps import FUSED, VARIANTS, VIRTUAL, equal_shares
 from tests.train.sharding import test_sharded_state as of_state
@@ -94,7 +94,7 @@ class Worker(Member):
         self.job, parameters, clipping = job, self.parameters, job.clipping
         exchange = GradientExchange(parameters.values(), clipping=clipping)
         if self.sharding is not None:
-            exchange = PieceReduction(parameters.values(), self.sharding, clipping=clipping)
+            exchange = PieceReduction(self.sharding, parameters.values(), clipping=clipping)
         self.reducer = GradientReducer(parameters, job.wire, exchange=exchange)
         cycles = "betas" in self.optimizer.defaults
         self.scheduler = OneCycleLR(self.optimizer, 0.1, 200, cycle_momentum=cycles)
@@ -133,6 +133,8 @@ class Worker(Member):
         if until == "sent":
             return
         used, exchange = self.used(step), self.reducer.exchange
+        if sharding is not None:
+            sharding.take_copies()
         exchange.finish(1 / VIRTUAL, [p in used for p in self.reducer._layout.parameters])
         if sharding is None or sharding.all_hold_all:
             assert exchange.finite

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import LoopError, ModelError, SpecError
+from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train.master_weights import MasterWeights
-from elastic_dp.train.sharding.shardable_optimizers import check_shardable
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, autocast_fp16, classifier, cross_entropy, loop
 from tests.train.optimizers import AutoClip, Both, pytorch_optimizer

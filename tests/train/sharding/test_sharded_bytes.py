@@ -13,7 +13,7 @@ from elastic_dp.distributed import gradient_units
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.sharding.piece_reduction import PieceReduction
+from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
 from tests.train.sharding.test_sharded_state import ADAM, Member
 
@@ -65,7 +65,7 @@ def test_step_sends_little_more_than_a_replicated_one(
             sharding.forget(0)
         sharding.open(group, 1, ())
         clipping = GradientClipping(clip_norm)
-        exchange = PieceReduction(parameters, sharding, clipping=clipping)
+        exchange = PieceReduction(sharding, parameters, clipping=clipping)
         gradients = GradientReducer(member.parameters, wire, exchange=exchange)
         gradients.open(group, shares, world_size, True)
         for step in (1, 2):
@@ -102,7 +102,7 @@ def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatc
     made = [Member(ADAM, SHAPES, torch.float32) for _ in range(4)]
     for member in made[1:]:
         member.take_over(made[0], joins=True)
-    exchanges = [PieceReduction(one.parameters.values(), one.sharding) for one in made]
+    exchanges = [PieceReduction(one.sharding, one.parameters.values()) for one in made]
     members = [
         (member, GradientReducer(member.parameters, exchange=exchange))
         for member, exchange in zip(made, exchanges, strict=True)

@@ -17,6 +17,8 @@ from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.extensions.sharding.piece_norm import PieceNorm
+from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.sharding import (
@@ -27,7 +29,6 @@ from elastic_dp.train.sharding import (
 )
 from elastic_dp.train.sharding.piece_updates import PieceUpdates
 from elastic_dp.train.sharding.pieces import part_of
-from elastic_dp.train.sharding.shardable_optimizers import SHARDABLE_BY_NAME
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
@@ -107,9 +108,11 @@ class Member:
                 if sharding._group.rank in sharding.holders[n].ranks
                 and (p := list(given)[piece.parameter]) in used
             }
+            sharding.take_copies()
             finite = None if sharding._group.on_device is None else True
             wide = any(p.dtype == torch.float64 for p in used)
-            norm = sharding.norms.launch(held, wide=wide, finite=finite)
+            layout = sharding._parameters, sharding.pieces, sharding.holders
+            norm = PieceNorm(sharding._group, *layout).launch(held, wide=wide, finite=finite)
             for n, piece in enumerate(sharding.pieces):
                 if n in held:
                     held[n] = piece.within(held[n], list(given)[piece.parameter])

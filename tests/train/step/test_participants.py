@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import GroupError, LoopError, ModelError
+from elastic_dp.extensions.gangs.gang_step import GradientOrders
 from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_step import GradientOrders
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step import participants as p

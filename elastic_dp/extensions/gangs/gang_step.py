@@ -23,10 +23,11 @@ class GangReduction(GradientExchange):
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
         gang: Gang,
+        parameters: Iterable[torch.nn.Parameter],
         *,
         clipping: GradientClipping = NO_CLIPPING,
+        writes_to_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
         # The norm is computed while all processes of this worker are here.
         super().__init__(parameters, clipping=clipping, writes_to_gradients=lambda: True)

@@ -9,7 +9,7 @@ that does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
@@ -72,7 +72,9 @@ class InnerMicroBatches(MicroBatchRunner):
     """Runs the micro-batches of inner steps, each with a number of its own, in the place of that of
     the virtual worker."""
 
-    rows: InnerRows
+    def __init__(self, rows: InnerRows, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.rows = rows
 
     def _virtual_worker(self, step: int, v: int) -> int:
         return self.rows.virtual_worker(step, v)

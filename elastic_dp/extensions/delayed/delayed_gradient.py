@@ -29,6 +29,7 @@ import torch
 from elastic_dp.coordinator.messages import whole_blocks
 from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.gradient_rounding import Wire
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
 from elastic_dp.sampling import StepSchedule
@@ -50,7 +51,7 @@ class DelayedGradient(StepGradient):
         previous: PreviousStep,
         staleness: StepSchedule,
         parameters: Mapping[str, torch.nn.Parameter],
-        wire: str | None,
+        wire: Wire,
         **more: Any,
     ) -> None:
         """`given`, `more`: see `StepGradient`. `staleness`: of each step."""

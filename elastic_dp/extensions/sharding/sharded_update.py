@@ -3,14 +3,14 @@ updates copies of this member's parameters, and gathers those of all members."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from elastic_dp.train.sharding.piece_norm import GatheredNorm
-from elastic_dp.train.sharding.piece_reduction import PieceReduction
+from elastic_dp.extensions.sharding.piece_norm import GatheredNorm
+from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.step.participants import StepParticipant
+from elastic_dp.train.step.participants import StepParticipant, Verdict
 
 
 class ShardedUpdate(StepParticipant):
@@ -38,6 +38,10 @@ class ShardedUpdate(StepParticipant):
 
     def send(self) -> None:
         self._sharding.send_copies()
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._sharding.take_copies()
+        return None
 
     def prepare(self) -> None:
         norm, sharding, step = self._exchange.norm, self._sharding, self._step

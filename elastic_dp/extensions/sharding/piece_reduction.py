@@ -14,9 +14,10 @@ from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import NO_CLIPPING, GradientClipping
+from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.piece_routes import HeldRanges
-from elastic_dp.distributed.received_memory import BucketMemory, ReceivedMemory
-from elastic_dp.train.sharding.piece_norm import GatheredNorm, PieceNorm
+from elastic_dp.extensions.sharding.piece_norm import GatheredNorm, PieceNorm
+from elastic_dp.extensions.sharding.received_memory import BucketMemory, ReceivedMemory
 from elastic_dp.train.sharding.pieces import StatePiece
 
 
@@ -24,7 +25,7 @@ class Holding(Protocol):
     """Who holds which pieces in this generation; see `ShardedOptimizer`."""
 
     pieces: list[StatePiece]
-    norms: PieceNorm
+    holders: list[Holders]
 
     def needed(self) -> HeldRanges | None: ...
 
@@ -35,8 +36,8 @@ class PieceReduction(GradientExchange):
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
         holding: Holding,
+        parameters: Iterable[torch.nn.Parameter],
         *,
         clipping: GradientClipping = NO_CLIPPING,
         writes_to_gradients: Callable[[], bool] = lambda: False,
@@ -44,6 +45,7 @@ class PieceReduction(GradientExchange):
         super().__init__(parameters, clipping=clipping, writes_to_gradients=writes_to_gradients)
         self._holding, self._received = holding, ReceivedMemory()
         self._memory: Mapping[int, BucketMemory] = {}  # by bucket; empty: all hold everything
+        self._norms: PieceNorm | None = None  # of this generation
         self._held: dict[int, torch.Tensor] = {}
         self.used: set[torch.nn.Parameter] = set()  # those with a gradient
 
@@ -72,6 +74,8 @@ class PieceReduction(GradientExchange):
         super()._allocate()
         if self._memory:
             self._pool.clear()  # there is other memory to receive in
+            holding = self._holding
+            self._norms = PieceNorm(self._plan.on_host, self._all, holding.pieces, holding.holders)
 
     def _reduction(self, bucket: GradientBucket) -> BucketReduction:
         assert self._plan is not None
@@ -87,13 +91,13 @@ class PieceReduction(GradientExchange):
         if not self._memory:
             super().finish(factor, used)
             return
-        assert self._plan is not None
+        assert self._plan is not None and self._norms is not None
         sums, finite = self.sums_of_pieces(factor)
         self.used = {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
         pieces = self._holding.pieces
         held = {n: flat for n, flat in sums.items() if self._all[pieces[n].parameter] in self.used}
         wide = any(p.dtype == torch.float64 for p in self.used)
-        self.norm = norm = self._holding.norms.launch(held, wide=wide, finite=finite)
+        self.norm = norm = self._norms.launch(held, wide=wide, finite=finite)
         # A tensor without dimensions is clipped in another way than one of one element.
         self._held = {
             n: pieces[n].within(flat, self._all[pieces[n].parameter]) for n, flat in held.items()

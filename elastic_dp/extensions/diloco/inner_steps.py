@@ -25,11 +25,11 @@ from torch import nn
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import GroupError
+from elastic_dp.extensions.diloco.inner_moments import InnerMoments
+from elastic_dp.extensions.diloco.inner_rows import InnerRows
 from elastic_dp.sampling.seeds import inner_seed
-from elastic_dp.train.inner_moments import InnerMoments
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.inner_rows import InnerRows
 from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner

@@ -12,24 +12,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.errors import SpecError
+from elastic_dp.train.state.step_record import NOISE_SQUARE, NOISE_TRACE, GradientNoise
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.participants import LeafGradients, Results, StepParticipant
 from elastic_dp.train.step.step_gradient import StepGradient
+from elastic_dp.train.training_parts import StepBuild
 
 LEAF_SQUARE = "elastic_dp.leaf_square"  # among the metrics of a virtual worker's micro-batch
-_SQUARE, _TRACE = "elastic_dp.gradient_square", "elastic_dp.gradient_trace"  # of a step
 
 
-class GradientNoise(NamedTuple):
-    """Unbiased estimates of one step: `square` is |G|², and may be negative; `trace` is tr(Σ)."""
-
-    square: float
-    trace: float
+def extend(build: StepBuild) -> None:
+    """Measures the noise in each `noise_scale_every`-th step. Raises SpecError."""
+    spec, every = build.spec, build.given.noise_scale_every
+    assert every is not None
+    for name, conflicts in {
+        "processes_per_worker": build.gang is not None,
+        f"sharding={spec.sharding!r}": spec.sharding is not None,
+        f"inner_steps={spec.inner_steps}": spec.inner_steps is not None,
+        f"staleness={spec.staleness}": spec.delays,
+    }.items():
+        if conflicts:
+            raise SpecError(
+                "noise_scale_every needs the whole gradient of each virtual worker, and of all of "
+                f"them in the same step, on each worker: leave it out, or {name}"
+            )
+    build.new_participants.append(lambda: NoiseScaleEstimates(every, build.gradient, build.results))
 
 
 class NoiseScaleEstimates(StepParticipant):
@@ -80,17 +92,9 @@ def estimated(leaves: Sequence[tuple[float, float]], square: float) -> dict[str,
     if count < 2 or not math.isfinite(mean + square):
         return {}
     return {
-        _SQUARE: (count * square - mean) / (count - 1),
-        _TRACE: (mean - square) * total / (count - 1),
+        NOISE_SQUARE: (count * square - mean) / (count - 1),
+        NOISE_TRACE: (mean - square) * total / (count - 1),
     }
-
-
-def split_noise(metrics: Mapping[str, float]) -> tuple[dict[str, float], GradientNoise | None]:
-    """Returns the metrics of the loss function, and the estimates that are among them."""
-    own = {name: x for name, x in metrics.items() if name not in (_SQUARE, _TRACE)}
-    if _SQUARE not in metrics:
-        return own, None
-    return own, GradientNoise(metrics[_SQUARE], metrics[_TRACE])
 
 
 class NoiseScale:

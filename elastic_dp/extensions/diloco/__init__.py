@@ -1,33 +1,52 @@
-"""Checks what `ctx.steps` gets for inner steps, before training."""
+"""Several steps of an optimizer of its own for each virtual worker in a step (DiLoCo)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.extensions.diloco.inner_rows import InnerMicroBatches, InnerRows
+from elastic_dp.extensions.diloco.inner_steps import InnerSteps
+from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.loop_guard.steps_arguments import (
     check_clip_norm,
     check_function,
     check_optimizer,
 )
+from elastic_dp.train.training_parts import StepBuild
 
 
-def check_inner_steps(inner_steps: int | Mapping[int, int] | None, given: Any) -> None:
-    """Checks the `StepsArguments`. `inner_steps`: of the job. Raises SpecError and ModelError."""
-    if inner_steps is None:
-        for name in ("inner_optimizer", "inner_clip_norm"):
-            if getattr(given, name) is not None:
-                raise SpecError(
-                    f"ctx.steps got {name}, and the job has no inner steps: pass "
-                    "ElasticTrainer(inner_steps=…), or leave it out"
-                )
-        return
+def extend(build: StepBuild) -> None:
+    """Raises SpecError and ModelError."""
+    _check(build)
+    make_optimizer = build.given.inner_optimizer
+    assert make_optimizer is not None
+    inner_steps = StepSchedule(build.spec.inner_steps_by_step)
+    rows = InnerRows(build.data, inner_steps)
+    build.rows, build.micro_batches_of = rows, inner_steps.at
+    build.schedules.append(inner_steps)
+    build.new_micro_batches = partial(InnerMicroBatches, rows)
+    build.new_leaf = lambda: InnerSteps(
+        build.given.model,
+        build.given.optimizer,
+        build.micro_batches,
+        rows,
+        build.gradients,
+        build.speed,
+        make_optimizer,
+        build.given.inner_clip_norm,
+        build.spec.data.seed,
+    )
+
+
+def _check(build: StepBuild) -> None:
+    given = build.given
     if given.inner_optimizer is None:
         raise SpecError(
-            f"inner_steps is {inner_steps}, and ctx.steps got no inner_optimizer: pass "
+            f"inner_steps is {build.spec.inner_steps}, and ctx.steps got no inner_optimizer: pass "
             "inner_optimizer=lambda model, step: torch.optim.AdamW(model.parameters(), lr=…). The "
             "optimizer of ctx.steps is the outer one, such as "
             "SGD(lr=0.7, momentum=0.9, nesterov=True)"
@@ -37,11 +56,6 @@ def check_inner_steps(inner_steps: int | Mapping[int, int] | None, given: Any) -
         raise SpecError(
             'precision="fp16" scales the loss of a step, which does not work with inner_steps; '
             'use "bf16"'
-        )
-    if given.noise_scale_every is not None:
-        raise SpecError(
-            "noise_scale_every needs the gradients of virtual workers, which have pseudo-gradients "
-            "with inner_steps: leave out one of the two"
         )
     check_function("inner_optimizer", given.inner_optimizer, 2, "(model, step)")
     _check_optimizers(given)

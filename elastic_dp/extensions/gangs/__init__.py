@@ -1,36 +1,41 @@
-"""What `ctx.steps` takes where a worker has several processes."""
+"""Workers of several processes, over which `fully_shard` divides the model."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from elastic_dp.distributed.local_shards import is_sharded, local_of
+from elastic_dp.distributed.gradient_order import GradientOrder
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.extensions.gangs.gang_step import GangReduction, GradientOrders, refuses_none
 from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.step.leaf_runner import OnePass
+from elastic_dp.train.training_parts import StepBuild
 
 
-def check_gang(gang: Gang | None, given: Any) -> None:
-    """Checks the `StepsArguments`. Raises ModelError and SpecError.
+def extend(build: StepBuild) -> None:
+    """Checks the arguments. Raises ModelError and SpecError.
 
     All processes of a worker call it: parts of the model are gathered, one after another.
     """
-    model: nn.Module = given.model
-    if gang is None:
-        _refuse_shards(model)
-        return
+    gang, order = build.gang, GradientOrder()
+    assert gang is not None
+    check_gang(gang, build.given.model, build.given.precision)
+    build.order = order
+    build.new_exchange = partial(GangReduction, gang)
+    build.new_leaf = lambda: OnePass(build.micro_batches, build.rows, refuses_none(gang))
+    build.new_participants.append(lambda: GradientOrders(gang, order))
+
+
+def check_gang(gang: Gang, model: nn.Module, precision: str | None) -> None:
     _check_fully_sharded(gang, model)
-    if given.precision == "fp16":
+    if precision == "fp16":
         raise SpecError(
             'precision="fp16" scales the loss, which does not work with processes_per_worker; '
             'use "bf16"'
-        )
-    if given.noise_scale_every is not None:
-        raise SpecError(
-            "noise_scale_every needs the whole gradient, of which each process has a part with "
-            "processes_per_worker: leave out one of the two"
         )
 
 
@@ -56,15 +61,6 @@ def _check_fully_sharded(gang: Gang, model: nn.Module) -> None:
                 f"model.{name} is a DTensor over ctx.mesh, but not one of fully_shard, as with "
                 "ignored_params or parallelize_module: its gradient would not be averaged among "
                 "the processes of a worker, which have different rows. Let fully_shard have it"
-            )
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if is_sharded(p):
-            raise ModelError(
-                f"model.{name} is a DTensor, of which other processes hold a part: set "
-                "ScalingConfig.processes_per_worker, and shard the model over ctx.mesh"
             )
 
 

@@ -1,0 +1,110 @@
+"""The worked examples of docs/architecture.md keep the guarantees that the page promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_dp as edp
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.errors import LossError, SpecError
+from tests.distributed.test_gradient_reducer import (  # noqa: F401
+    _dropped_here,
+    finish,
+    leaves_of,
+    named,
+    of_each,
+)
+from tests.runs import local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, loop
+
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+CODE: dict[str, Any] = {"edp": edp, "torch": torch}
+for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+    if "\nclass " in "\n" + block:
+        exec(block, CODE)
+V = 6
+
+
+def stopped_at(least_gb: float) -> Any:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        participants = [CODE["DiskSpace"]("/", least_gb)]
+        for step in ctx.steps(model, adamw(model), cross_entropy, participants=participants):
+            ctx.log({"free_gb": step.metrics["free_gb"]})
+
+    return local(spec_of(steps=4), train)
+
+
+def test_participant_reports_a_metric_and_ends_the_run() -> None:
+    going = stopped_at(0.0)
+    assert len(going.logged) == 4 and going.logged[0]["free_gb"] > 0
+    assert stopped_at(1e9).logged == []
+
+
+@pytest.mark.parametrize(
+    ("participants", "message"),
+    [([object()], "participants has a object"), ([CODE["DiskSpace"]("/", 0.0)] * 2, "disk_space")],
+)
+def test_participants_that_cannot_be_used_are_refused(participants: Any, message: str) -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        loop(ctx, model, adamw(model), participants=participants)
+
+    with pytest.raises(SpecError, match=message):
+        local(spec_of(steps=1), train)
+
+
+def summed(group: Any, shares: Any) -> list[list[float]]:
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (70, 3)]
+    values = torch.randn(V, 73, generator=draw) * 1e-3
+    gradients = GradientReducer(named(parameters), CODE["ScaledHalf"])
+    gradients.open(group, shares, V, exact=True)
+    gradients.begin()
+    leaves = leaves_of(shares[group.rank], V)
+    for leaf in leaves:
+        gradients.before_leaf(leaf, leaf is leaves[-1])
+        gradients.before_backward()
+        (torch.cat(parameters) * values[leaf.virtual_worker]).sum().backward()
+        gradients.after_leaf(leaf, leaf is leaves[-1])
+    gradients.send()
+    assert finish(gradients, 1.0)
+    assert torch.allclose(torch.cat([p.grad for p in parameters]), values.sum(0), atol=1e-5)
+    return [p.grad.tolist() for p in parameters]
+
+
+def test_rounding_has_the_bits_of_one_worker_on_any_number() -> None:
+    (alone,) = of_each(1, lambda group: summed(group, [[(0, V)]]))
+    for shares in ([[(0, 3)], [(3, 6)]], [[(0, 2)], [(2, 4)], [(4, 6)]]):
+        of_all = of_each(len(shares), lambda group, shares=shares: summed(group, shares))
+        assert of_all == [alone] * len(shares)
+
+
+def test_rounding_of_a_job_rounds_its_gradients() -> None:
+    def train(ctx: Any, **options: Any) -> None:
+        model = classifier()
+        loop(ctx, model, adamw(model), **options)
+
+    def rounded(ctx: Any) -> None:
+        train(ctx, rounding=CODE["ScaledHalf"])
+
+    spec = spec_of(steps=3)
+    assert local(spec, rounded).digest != local(spec, train).digest
+    fast = spec_of(steps=3, exact=False)
+    with pytest.raises(SpecError, match="exact=False"):
+        local(fast, rounded)
+
+
+def test_gradient_beyond_float16_is_an_error_that_names_the_rows() -> None:
+    def train(ctx: Any) -> None:
+        model = classifier()
+        loss = lambda model, batch: 1e4 * cross_entropy(model, batch)  # noqa: E731
+        loop(ctx, model, adamw(model), loss, rounding=CODE["ScaledHalf"])
+
+    with pytest.raises(LossError, match="gradient of step 1 is not finite"):
+        local(spec_of(steps=1), train)
