@@ -37,6 +37,7 @@ ELSEWHERE = {
     "run = ": "tests/ray/test_run.py",
     "elastic_dp.dataprep": "tests/data/test_readme.py",
     "class Squares": "tests/test_docs.py",
+    "AveragedModel(MyModel())": "tests/train/test_restarts.py",
 }
 A_RUN = "s3://bucket/runs/mine"
 ROWS, STEPS = 1024, 2

@@ -1,4 +1,4 @@
-"""Names that earlier versions had, and what to write instead."""
+"""Names that earlier versions had or that torch's DataLoader has, and what to write instead."""
 
 import functools
 from typing import Any, TypeVar
@@ -54,6 +54,13 @@ REMOVED_DATA_NAMES = {
     "their first bytes",
     "csv_options": "csv_options= does not exist any more: training does not read CSV in place; "
     "write shards of it, once, by `elastic-dp data convert`",
+    "sampler": "sampler= does not exist: the order of rows is arithmetic, and each row comes once "
+    "an epoch. Leave it out. To weight rows, return (loss, weight) from the loss function; to "
+    "choose or repeat them, pass torch.utils.data.Subset(dataset, indices)",
+    "batch_size": "batch_size= does not exist: write micro_batch_size=, the rows of one virtual "
+    "worker; the global batch is virtual_workers × micro_batch_size rows",
+    "num_workers": "num_workers= does not exist: write workers=",
+    "drop_last": 'drop_last= does not exist: write tail="drop" or tail="short"',
     "audio": 'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
     "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()",
 }

@@ -59,7 +59,12 @@ class MasterWeights(torch.optim.Optimizer):
         for group in self.param_groups:
             for some in self._in_parts([p for p in group["params"] if p.grad is not None]):
                 self._update(group, some)
+        self._updated()
         return loss
+
+    def _updated(self) -> None:
+        """Is called at the end of `step`. Subclasses do not override that: torch would run its
+        hooks once for each class whose `step` a process has used."""
 
     def _has_master(self, p: torch.Tensor) -> bool:
         """Returns whether the state of a parameter has a master."""

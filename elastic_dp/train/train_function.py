@@ -20,6 +20,7 @@ from elastic_dp.train.context import TrainContext
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import ORPHANED, Released, WorkerControl
+from elastic_dp.train.interruption import NO_HANDLERS, handlers
 from elastic_dp.train.worker_session import WorkerSession
 
 TrainFunction = Callable[[TrainContext], None]
@@ -101,8 +102,13 @@ def call_train_function(train: TrainFunction, session: WorkerSession) -> None:
     """Calls the train function and checks that it ran its loop to the end. Raises LoopError."""
     open_generators(session.device)
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
+    session.loop.handlers = handlers()
     try:
         train(TrainContext(session))
+    except ValueError as error:
+        if "signal only works in main thread" not in str(error):
+            raise
+        raise LoopError(NO_HANDLERS) from error
     except AttributeError as error:
         if error.name in _OF_TENSORS and isinstance(error.obj, float) and session.loop.in_body:
             raise LoopError(

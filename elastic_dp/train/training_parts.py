@@ -270,7 +270,7 @@ class StepBuild:
             gang=self.gang,
         )
         skipped = SkippedRowGroups(state, self.data)
-        guard = LoopGuard(state, buffers, given.loss_fn)
+        guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
         return TrainingParts(state, weights, skipped, self.micro_batches, transaction, guard, trial)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -13,6 +15,7 @@ class UserLoop:
     failure: Exception | None = None  # the first error of ctx.steps; user code may swallow it
     read_is_source: bool = False
     read_total_steps: bool = False
+    handlers: Mapping[Any, Any] = field(default_factory=dict)  # of signals, when it was called
 
     def failed(self, error: Exception) -> Exception:
         """Records an error. Returns the first one."""

@@ -59,7 +59,8 @@ from elastic_dp.train.generations.worker_control import (
     WorkerControl,
 )
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.interruption import INTERRUPTED_REASON
+from elastic_dp.train.interruption import INTERRUPTED_REASON, NO_HANDLERS, handlers
+from elastic_dp.train.loop_guard.steps_arguments import check_schedule_lasts
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.step_record import StepRecord
@@ -203,6 +204,9 @@ class WorkerSession:
         """Builds what the loop needs and tries it out. Raises what `ctx.steps` raises."""
         if self.loop.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
+        check_schedule_lasts(given.scheduler, self.total_steps)
+        if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
+            self.link.say(f"WARNING: with fit(local=False) this is an error: {NO_HANDLERS}")
         build = StepBuild(
             given,
             self.spec,
@@ -421,6 +425,7 @@ class WorkerSession:
         receive. Returns the number of bytes received."""
         if role is TransferRole.RESTORE:
             self._transfer.restore(group, membership, self.checkpoints)
+            check_schedule_lasts(self.state.scheduler, self.total_steps, self.position.step)
         if role is TransferRole.RESTORE or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)
         if payload is not None:

@@ -226,3 +226,17 @@ def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost >= 2
     assert outcome.digest == local(dataclasses.replace(spec, config={}), predicting).digest
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["alone", "behind-masters"])
+def test_step_hooks_run_once_whatever_the_process_did_before(before):
+    def made(cls):
+        return cls(torch.nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), torch.optim.SGD, lr=1)
+
+    if before:
+        made(edp.MasterWeights)
+    optimizer, ran = made(edp.WeightPrediction), []
+    optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("post"))
+    optimizer.step()
+    assert ran == ["pre", "post"] and optimizer.param_groups[0]["updates"] == 1

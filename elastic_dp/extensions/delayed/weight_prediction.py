@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,13 +54,6 @@ class WeightPrediction(MasterWeights):
         """For copies and pickles. Torch's own method leaves out attributes of subclasses."""
         return super().__getstate__() | {"ahead": self.ahead}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights, and predicts later ones."""
-        loss = super().step(closure)
-        self.param_groups[0]["updates"] += 1
-        return loss
-
     # ----------------------------------------------------------------------------------- private
 
     def _has_master(self, p: torch.Tensor) -> bool:
@@ -68,6 +61,9 @@ class WeightPrediction(MasterWeights):
 
     def _before(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return [master.clone() for master in masters]
+
+    def _updated(self) -> None:
+        self.param_groups[0]["updates"] += 1
 
     def _write(
         self,

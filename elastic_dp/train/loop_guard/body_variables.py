@@ -1,16 +1,17 @@
 """Names what the loop's body changes and a worker that joins would lack.
 
-The body's variables are in the frames between `ctx.steps` and the train function. The guard reads
-those that a body may read before it writes them, and those that the loss function refers to, before
-and after each body. A change is one warning per run, by the names of the variables. A body that
-uses a scheduler of the run's optimizers, or one of torch's averaged models, without passing it to
+Compared around each body are the variables of the frames between `ctx.steps` and the train function
+that exist when the first body begins, those that the loss function refers to, and globals that
+either code names. A change is one warning per run, by the names of the variables. A body that uses
+a scheduler of the run's optimizers, or one of torch's averaged models, without passing it to
 `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
-`scheduler.step()`.
+`scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
+may refer to nothing that the body or the step changes.
 
-Not named are what a body assigns before it reads it, readings of a clock, and what objects of
-installed packages keep for themselves (timers, loggers, progress bars).
+Not named are readings of a clock, and what objects of installed packages keep for themselves
+(timers, loggers, progress bars).
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ import functools
 import inspect
 import itertools
 import random
-import re
 import sys
 import time
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_dp.errors import LoopError, LossError
 from elastic_dp.module_pickling import is_installed
+from elastic_dp.train.exactness.purity_probe import variables_of
 
 _BODIES = 2  # around which the attributes of modules are compared
 _ITEMS = 64  # of a container; of a larger one its length and its last item are compared
@@ -46,20 +47,16 @@ _TENSORS = 8  # of a module
 _NAMED = 8  # variables in one warning
 _NBYTES = 1024  # of an array
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_ACCESS = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE|GLOBAL|NAME)")
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_"}
 _OF_TORCH = frozenset(vars(nn.Module()))
-_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
-_JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", *_ENDS}
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
-_NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 Facts = dict[str, Any]
 
 
 class BodyVariables:
-    """`passed`: the values of `state=`. What these, the scheduler and the optimizers hold counts as
-    passed."""
+    """`passed`: `state=` of ctx.steps. What it, the scheduler and the optimizers hold counts as
+    passed. `delays`: the job has `staleness=1`."""
 
     def __init__(
         self,
@@ -67,12 +64,14 @@ class BodyVariables:
         optimizers: Iterable[torch.optim.Optimizer],
         loss_fn: Any,
         scheduler: Any,
-        passed: Iterable[Any],
+        passed: Mapping[str, Any],
+        *,
+        delays: bool = False,
     ) -> None:
         self._optimizers = list(optimizers)
         self._model, self._scheduler = model, scheduler
         ids = {id(module) for module in model.modules()}
-        for one in [*passed, scheduler, *self._optimizers]:
+        for one in [*passed.values(), scheduler, *self._optimizers]:
             held = one.modules() if isinstance(one, nn.Module) else _attributes(one).values()
             for value in [one, *held]:
                 if type(value) in _PLAIN:  # small integers are one object each
@@ -80,8 +79,10 @@ class BodyVariables:
                 modules = value.modules() if isinstance(value, nn.Module) else ()
                 ids |= {id(value), *map(id, modules)}
         self._passed = ids
-        self._loss = _LossScope(loss_fn)
+        self._loss, self._delays = loss_fn, delays
         self._root: str | None = None  # the package of the train function
+        # Locals and globals that are compared.
+        self._present: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
         self._clocks: list[float] = []
@@ -91,22 +92,31 @@ class BodyVariables:
         """Returns the optimizers that the loss function refers to, but for those of the run."""
         return {
             name: value
-            for name, value in self._loss.variables()
+            for name, value in variables_of(self._loss).items()
             if isinstance(value, torch.optim.Optimizer) and id(value) not in self._passed
         }
 
     def check_loss(self) -> None:
         """Checks what the loss function has used, once it was tried. Raises LossError."""
-        for name, value in self._loss.variables():
+        for name, value in variables_of(self._loss).items():
             for one in (value, *_attributes(value).values()):
                 if isinstance(one, torch.amp.GradScaler) and one._scale is not None:
                     raise LossError(_scales("loss function", name))
-        clips = self._loss.names & _CLIPS
-        if clips and "backward" not in self._loss.names:
+        names = set(_names_in(_code_of(self._loss)))
+        clips = names & _CLIPS
+        if clips and "backward" not in names:
             raise LossError(
                 f"the loss function calls {min(clips)}, which finds no gradients there: the "
                 "backward pass comes after it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
             )
+
+    def check_delayed(self, function: Any, held: Mapping[str, Any]) -> None:
+        """Raises LossError if `function`, of leaves of delayed gradients, refers to what is in
+        `held`: the body or the step changes it before they run again."""
+        names = {id(value): name for name, value in held.items() if value is not None}
+        for path, value in _reached(function, self._model, self._has_users_type).items():
+            if id(value) in names:
+                raise _changes_while_delayed(path, f"is {names[id(value)]}")
 
     def begin(self) -> None:
         """Records the variables at the start of a body."""
@@ -134,6 +144,11 @@ class BodyVariables:
             for one, other in zip(*map(_uses, pair), strict=False):
                 if one != other:
                     raise _not_passed(other.kind, name, averages=other.averages)
+        if self._delays:
+            of_loss = tuple(f"{name}." for name in variables_of(self._loss))
+            for name in changed:
+                if f"{name}.".startswith(("model.", *of_loss)):
+                    raise _changes_while_delayed(name, "was changed by the body")
         clocks = list(zip(self._clocks, _clocks(), strict=True))
         new = {
             name: pair
@@ -147,7 +162,7 @@ class BodyVariables:
 
     def _facts(self) -> Facts:
         facts: Facts = self._of_modules() if self._bodies < _BODIES else {}
-        for name, value in self._loss.variables():
+        for name, value in variables_of(self._loss).items():
             if name not in self._named:
                 facts.update(self._facts_of(name, value))
         for name, value in self._variables():
@@ -180,24 +195,24 @@ class BodyVariables:
         if self._root is None and frames:
             self._root = frames[-1].f_globals.get("__name__", "").partition(".")[0]
         for user in reversed(frames):
-            code = user.f_code
+            code, globals_ = user.f_code, user.f_globals
             if not code.co_flags & inspect.CO_OPTIMIZED or not self._is_users(
-                user.f_globals.get("__name__", ""), code.co_filename
+                globals_.get("__name__", ""), code.co_filename
             ):
                 continue
-            if names := _carried_names(code, user.f_lasti):
-                variables, globals_ = user.f_locals, user.f_globals
-                for name in names:
-                    if name in variables:
-                        yield name, variables[name]
-                    elif name in globals_:
-                        yield name, globals_[name]
+            held = user.f_locals
+            if code not in self._present:
+                locals_ = *held, *_counted(code, user.f_lasti)
+                self._present[code] = locals_, _globals_of(code, globals_)
+            locals_, named = self._present[code]
+            yield from ((name, held[name]) for name in locals_ if name in held)
+            yield from ((name, globals_[name]) for name in named if name in globals_)
 
     def _is_users(self, module: str, file: str) -> bool:
         return module.partition(".")[0] == self._root or not is_installed(file)
 
     def _facts_of(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if id(value) in self._passed or isinstance(value, _NOT_LOOKED_INTO):
+        if id(value) in self._passed:
             return
         fact = self._fact(value, 0)
         if fact is not _NONE:
@@ -209,13 +224,13 @@ class BodyVariables:
                     yield path, found
 
     def _has_users_type(self, value: Any) -> bool:
-        kind = type(value)
+        kind = value if isinstance(value, type | types.FunctionType) else type(value)
         if kind in (argparse.Namespace, types.SimpleNamespace):
             return True
-        module = sys.modules.get(kind.__module__)
-        if kind.__module__.partition(".")[0] in ("elastic_dp", "builtins"):
+        name = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__ or ""
+        if name.partition(".")[0] in ("elastic_dp", "builtins"):
             return False
-        return self._is_users(kind.__module__, getattr(module, "__file__", None) or "")
+        return self._is_users(name, getattr(sys.modules.get(name), "__file__", None) or "")
 
     def _fact(self, value: Any, depth: int) -> Any:
         """Returns what is compared of a value, or `_NONE`."""
@@ -266,43 +281,6 @@ class BodyVariables:
         return _Version(id(module), sum(t._version for t in tensors if not t.is_inference()))
 
 
-class _LossScope:
-    """The variables of the loss function: those of functions around it, globals, attributes."""
-
-    def __init__(self, loss_fn: Any) -> None:
-        while isinstance(loss_fn, functools.partial):
-            loss_fn = loss_fn.func
-        owner = getattr(loss_fn, "__self__", loss_fn)  # the object of a method
-        self._held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
-        function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
-        code = getattr(function, "__code__", None)
-        self._cells: dict[str, Any] = {}
-        self._globals: dict[str, Any] = {}
-        self._names: list[str] = []
-        self.names: set[str] = set()  # in its code, also those of attributes
-        if code is not None:
-            self.names = set(_names_in(code))
-            self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-            self._globals = function.__globals__
-            self._names = [
-                name
-                for name in code.co_names
-                if not isinstance(self._globals.get(name), _NOT_LOOKED_INTO)
-            ]
-
-    def variables(self) -> Iterator[tuple[str, Any]]:
-        for name in self._names:
-            if name in self._globals:
-                yield name, self._globals[name]
-        for name, cell in self._cells.items():
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-        for name, value in self._held.items():
-            yield f"loss_fn.{name}", value
-
-
 _NONE = object()  # of a value that is not compared
 
 
@@ -344,7 +322,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     held = getattr(value, "__dict__", None)
-    return held if isinstance(held, dict) else {}
+    return held if isinstance(held, Mapping) else {}
 
 
 def _clocks() -> list[float]:
@@ -399,93 +377,86 @@ def _not_passed(kind: str, name: str, *, averages: bool) -> LoopError:
     )
 
 
-# -------------------------------------------------------------------------------- what code reads
+def _changes_while_delayed(name: str, what: str) -> LossError:
+    return LossError(
+        f"the loss function, the inner optimizer or the model refers to {name}, which {what}. With "
+        "staleness=1 a micro-batch whose worker is lost runs again after the loop's body and the "
+        "scheduler, and must see what it saw: derive the value from the batch or the step of "
+        "inner_optimizer, make it a buffer that forward changes, or leave out staleness"
+    )
 
 
-@functools.cache
-def _carried_names(code: types.CodeType, at: int) -> tuple[str, ...]:
-    """Returns the variables that a pass through the loop around the instruction `at` may read
-    before it writes them, and those that functions made outside of this loop refer to."""
-    instructions = list(dis.get_instructions(code))
-    number = {one.offset: i for i, one in enumerate(instructions)}
-    start = max(i for i, one in enumerate(instructions) if one.offset <= at)
-    after = [_successors(i, instructions, number) for i in range(len(instructions))]
-    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
-        for i, one in enumerate(instructions):
-            if entry.start <= one.offset < entry.end:
-                after[i].add(number[entry.target])
-    before: list[set[int]] = [set() for _ in instructions]
-    for i, followers in enumerate(after):
-        for follower in followers:
-            before[follower].add(i)
-    loop = _reachable(after, start) & _reachable(before, start)
-    captured = set(code.co_freevars) | _counted(instructions, start)
-    for i, one in enumerate(instructions):
-        if i not in loop and one.opname in ("LOAD_CLOSURE", "LOAD_FAST"):
-            captured |= {one.argval} & set(code.co_cellvars)
-    written: dict[int, frozenset[str]] = {start: frozenset()}  # on all ways to an instruction
-    read: set[str] = set()
-    pending = [start] if loop else []
-    while pending:
-        i = pending.pop()
-        done = set(written[i])
-        for kind, name in _accesses(instructions[i]):
-            if kind == "LOAD":
-                read |= {name} - done
-            else:
-                done.add(name)
-        for follower in after[i] & loop:
-            known = written.get(follower)
-            ways = frozenset(done) if known is None else known & done
-            if ways != known:
-                written[follower] = ways
-                pending.append(follower)
-    return tuple(sorted(read | captured))
+# -------------------------------------------------------------------------------- what code names
 
 
-def _counted(instructions: list[dis.Instruction], start: int) -> set[str]:
-    """Returns the targets of `for i, step in enumerate(ctx.steps(…))`, which `enumerate` counts."""
-    names: set[str] = set()
-    if instructions[start].opname != "FOR_ITER":
-        return names
-    for one in instructions[start + 1 :]:
-        kinds = {kind for kind, _ in _accesses(one)}
-        if kinds == {"STORE"}:
-            names |= {name for _, name in _accesses(one)}
-        elif one.opname not in ("UNPACK_SEQUENCE", "NOP", "EXTENDED_ARG", "CACHE"):
-            break
-    return names if len(names) > 1 else set()
+def _reached(function: Any, model: nn.Module, is_users: Callable[[Any], bool]) -> Facts:
+    """Returns what a function and the model refer to, by name: variables, items of containers, and
+    attributes of users' objects that this code names."""
+    names = {"forward", "__call__"}
+    size, found = 0, dict[str, Any]()
+    while len(names) > size:  # code that is found later may name more
+        size, found, seen = len(names), {}, set[int]()
+        pending = [("loss_fn", function), ("model", model)]
+        while pending:
+            path, value = pending.pop()
+            if id(value) in seen or type(value) in _PLAIN:
+                continue
+            seen.add(id(value))
+            found[path] = value
+            if isinstance(value, types.MethodType):
+                pending += [("self", value.__self__), (path, value.__func__)]
+            elif isinstance(value, functools.partial):
+                pending += [(path, value.func), (path, value.args), (path, value.keywords)]
+            elif isinstance(value, types.FunctionType):
+                if is_users(value):
+                    names |= set(_names_in(value.__code__))
+                    pending += variables_of(value).items()
+            elif isinstance(value, list | tuple | dict):
+                items = value.values() if isinstance(value, dict) else value
+                pending += [(f"{path}[…]", item) for item in itertools.islice(items, _ITEMS)]
+            elif isinstance(value, nn.Module) or is_users(value):
+                if isinstance(value, nn.Module):
+                    pending += [(f"{path}.{name}", one) for name, one in value.named_children()]
+                own = [*_attributes(type(value)).items(), *_attributes(value).items()]
+                named = [pair for pair in own if pair[0] in names - _OF_TORCH]
+                pending += [(f"{path}.{name}", one) for name, one in named]
+    return found
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+def _code_of(function: Any) -> types.CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return getattr(function, "__code__", None)
+
+
+def _names_in(code: types.CodeType | None) -> Iterator[str]:
+    for constant in () if code is None else (code, *code.co_consts):
+        if constant is code:
+            yield from code.co_names
+        elif isinstance(constant, types.CodeType):
             yield from _names_in(constant)
 
 
-def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:
-    kinds = _ACCESS.findall(one.opname)
-    names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-    yield from zip(kinds, names, strict=False)
-
-
-def _successors(i: int, instructions: list[dis.Instruction], number: Mapping[int, int]) -> set[int]:
-    one = instructions[i]
-    jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-    found = {number[one.argval]} if jumps else set()
-    if one.opname not in _JUMPS and i + 1 < len(instructions):
-        found.add(i + 1)
-    return found
-
-
-def _reachable(edges: list[set[int]], start: int) -> set[int]:
-    """Returns what can be reached from `start` in one step or more."""
-    found: set[int] = set()
-    pending = [*edges[start]]
+def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> list[str]:
+    """Returns the globals that code names, and functions and classes of its module that it uses."""
+    names: dict[str, Any] = {}
+    pending: list[Any] = [code]
     while pending:
-        i = pending.pop()
-        if i not in found:
-            found.add(i)
-            pending += edges[i]
-    return found
+        for name in _names_in(pending.pop()):
+            if name not in names and (value := held.get(name, _NONE)) is not _NONE:
+                names[name] = value
+                own = vars(value).values() if isinstance(value, type) else [value]
+                functions = [one for one in own if isinstance(one, types.FunctionType)]
+                pending += [one.__code__ for one in functions if one.__globals__ is held]
+    return list(names)
+
+
+def _counted(code: types.CodeType, at: int) -> tuple[str, ...]:
+    """Returns the variable that counts in `for i, step in enumerate(ctx.steps(…))`."""
+    loop = [one for one in dis.get_instructions(code) if one.offset >= at][:3]
+    kinds = [one.opname for one in loop]
+    if kinds[:2] != ["FOR_ITER", "UNPACK_SEQUENCE"] or not kinds[2].startswith("STORE_"):
+        return ()
+    stored = loop[2].argval
+    return (stored[0] if isinstance(stored, tuple) else stored,)

@@ -15,11 +15,21 @@ from elastic_dp.train.state.unread_buffers import changed_by_body
 class LoopGuard:
     """Checks each loop body for changes that a worker that joins would miss."""
 
-    def __init__(self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any) -> None:
+    def __init__(
+        self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any, inner_optimizer: Any = None
+    ) -> None:
         self._buffers, self._body = buffers, state.loop_body_guard
+        optimizers, scheduler = state.optimizers.all, state.scheduler
+        delays = state.previous is not None
         self._variables = BodyVariables(
-            state.model, state.optimizers.all, loss_fn, state.scheduler, state.user.values()
+            state.model, optimizers, loss_fn, scheduler, state.user, delays=delays
         )
+        if delays:
+            changing = {f"state[{key!r}]": value for key, value in state.user.items()}
+            changing |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
+            changing["scheduler="] = scheduler
+            for function in (loss_fn, inner_optimizer):
+                self._variables.check_delayed(function, changing)
         self._body.watch_others(self._variables.other_optimizers())
 
     def loss_tried(self) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from elastic_dp.checkpoint.codec import encode
-from elastic_dp.errors import ModelError, SpecError, StateError
+from elastic_dp.errors import ModelError, RunMismatch, SpecError, StateError
 from elastic_dp.train.step.precision import check_precision
 
 
@@ -225,6 +226,22 @@ def _check_scheduler(scheduler: Any) -> None:
             "the loop's body, e.g. scheduler.step(step.loss), and pass it as "
             'state={"scheduler": scheduler} instead'
         ) from None
+
+
+def check_schedule_lasts(scheduler: Any, steps: int, restored: int | None = None) -> None:
+    """Raises an error if a schedule ends before the run: RunMismatch if it is that of the
+    checkpoint of step `restored`, else SpecError. `steps`: of the run, or 0."""
+    if not isinstance(scheduler, OneCycleLR) or scheduler.total_steps >= steps:
+        return
+    ends = f"OneCycleLR ends after total_steps={scheduler.total_steps}, and the run has {steps}"
+    if restored is None:
+        raise SpecError(f"scheduler={ends}: write OneCycleLR(…, total_steps=ctx.total_steps)")
+    raise RunMismatch(
+        f"the checkpoint of step {restored} has a schedule of fewer steps: {ends} now. Its rates "
+        f"were made for {scheduler.total_steps}: set max_steps={scheduler.total_steps} to get that "
+        "run's result, or start a new run from its weights, with a new name= and "
+        "elastic_dp.load_state"
+    )
 
 
 def _check_state_dict(name: str, holder: Any) -> None:

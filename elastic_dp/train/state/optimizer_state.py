@@ -178,7 +178,19 @@ class OptimizerState:
                 )
         self._held.know(one, *(getattr(one, name) for name in _OF_TORCH if hasattr(one, name)))
         for group in one.param_groups:
+            self._sort(group)
             self._held.know(group, group["params"])
+
+    def _sort(self, group: dict[str, Any]) -> None:
+        """Gives a group the order of the model's parameters: one that is made from a set has
+        another order in each process."""
+        order = {p: number for number, p in enumerate(self._names)}
+        names = group.get("param_names") or group["params"]
+        pairs = list(zip(group["params"], names, strict=True))
+        pairs.sort(key=lambda pair: order[pair[0]])
+        group["params"][:] = [p for p, _ in pairs]
+        if "param_names" in group:
+            group["param_names"] = [name for _, name in pairs]
 
     def _state_of(
         self,
