@@ -21,6 +21,7 @@ import dis
 import functools
 import inspect
 import itertools
+import operator
 import random
 import sys
 import time
@@ -202,8 +203,8 @@ class BodyVariables:
                 continue
             held = user.f_locals
             if code not in self._present:
-                locals_ = *held, *_counted(code, user.f_lasti)
-                self._present[code] = locals_, _globals_of(code, globals_)
+                compared = [*held, *_counted(code, user.f_lasti)]
+                self._present[code] = compared, _globals_of(code, globals_)
             locals_, named = self._present[code]
             yield from ((name, held[name]) for name in locals_ if name in held)
             yield from ((name, globals_[name]) for name in named if name in globals_)
@@ -262,6 +263,11 @@ class BodyVariables:
                     return _Used(type(value).__name__, value.last_epoch, averages=False)
             case itertools.count():
                 return _Items([repr(value)])
+            case types.GeneratorType() if value.gi_frame and not value.gi_running:
+                held = value.gi_frame.f_locals.values()
+                return _Items([value.gi_frame.f_lasti, *(self._fact(x, depth + 1) for x in held)])
+            case Iterator() if (left := operator.length_hint(value, -1)) >= 0:
+                return _Items([left])
             case np.generic():
                 return value.item()
             case np.ndarray() if value.nbytes <= _NBYTES and value.dtype.kind in "biufc":
