@@ -454,7 +454,7 @@ def test_a_worker_does_not_import_pandas():
 BUDGETS = {
     "checkpoint": (3_430, 2_800),
     "cli": (1_610, 1_000),
-    "cluster": (7_170, 4_800),
+    "cluster": (7_130, 4_800),
     "config": (1_355, 950),
     "coordinator": (4_970, 4_200),
     "data": (9_260, 5_600),

@@ -40,7 +40,7 @@ def runs_source(
 ) -> Callable[[], list[SeenRun]]:
     """Return a function that looks at all runs: those of a cluster, or at the storage path."""
     if storage_path is None:
-        from elastic_dp.cluster.runs.live_runs import runs_of
+        from elastic_dp.cluster.runs.attach import runs_of
 
         return lambda: [_seen(row["name"], row) for row in runs_of(address)]
     options = storage_options(storage_option)

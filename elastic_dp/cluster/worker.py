@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.followers.follower import FollowerProcess, connects_devices, lead
+from elastic_dp.cluster.followers import FollowerProcess, connects_devices, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.followers.follower import FollowerProcess, follow
+from elastic_dp.cluster.followers import FollowerProcess, follow
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits

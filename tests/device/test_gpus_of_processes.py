@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_dp.cluster.followers import child_processes
+from elastic_dp.cluster import followers
 from elastic_dp.cluster.ray import worker_actor
 from elastic_dp.device.gpu import visible_to_processes
 from elastic_dp.errors import ClusterError
@@ -49,10 +49,10 @@ Connection(int(sys.argv[1])).send(os.environ["{NAME}"])
 
 
 def test_child_finds_its_gpu_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_processes, "_MAIN", CHILD)
+    monkeypatch.setattr(followers, "_MAIN", CHILD)
     monkeypatch.setenv(NAME, "3")
     environments = visible_to_processes(["3", "5"], 2)[1:]
-    [follower] = child_processes.start_followers("w1", environments)
+    [follower] = followers.start_followers("w1", environments)
     assert follower.connection.recv() == "5"
     follower.connection.close()
 

@@ -34,10 +34,10 @@ from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatSer
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.runs.controller_state import (
     ControllerStateStore,
+    LossCounted,
     pending_requests,
     time_left_s,
 )
-from elastic_dp.cluster.runs.run_totals import LossCounted
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec

@@ -26,8 +26,8 @@ from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
+from elastic_dp.cluster.runs.controller_state import RunTotals
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
-from elastic_dp.cluster.runs.run_totals import RunTotals
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator.messages import (

@@ -22,7 +22,7 @@ from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
-from elastic_dp.cluster.runs.live_runs import NAMESPACE
+from elastic_dp.cluster.runs.attach import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost

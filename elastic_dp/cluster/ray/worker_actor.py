@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from elastic_dp.cluster.followers.child_processes import start_followers
+from elastic_dp.cluster.followers import start_followers
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink

@@ -3,8 +3,7 @@
 import json
 
 from elastic_dp.cluster.controller.run_report import RunReport
-from elastic_dp.cluster.runs.controller_state import ControllerState
-from elastic_dp.cluster.runs.run_totals import LossCounted, RunTotals
+from elastic_dp.cluster.runs.controller_state import ControllerState, LossCounted, RunTotals
 from elastic_dp.coordinator import messages as m
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.goodput import ControllerStarted

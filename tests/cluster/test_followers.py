@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 CHILD = """
 import os, signal, sys, time
 from multiprocessing.connection import Connection
-from elastic_dp.cluster.followers import child_processes
-child_processes._end_with(int(sys.argv[2]))
+from elastic_dp.cluster import followers
+followers._end_with(int(sys.argv[2]))
 sys.stdin.buffer.read()
 grandchild = os.fork()
 if not grandchild:
@@ -30,9 +30,9 @@ Connection(int(sys.argv[1])).send((os.getpid(), grandchild))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 PARENT = f"""
-from elastic_dp.cluster.followers import child_processes
-child_processes._MAIN = {CHILD!r}
-[follower] = child_processes.start_followers("w1", [{{}}])
+from elastic_dp.cluster import followers
+followers._MAIN = {CHILD!r}
+[follower] = followers.start_followers("w1", [{{}}])
 print(*follower.connection.recv(), flush=True)
 try:
     follower.connection.recv()
@@ -74,9 +74,9 @@ def test_first_process_hears_of_an_end_although_another_holds_the_connection(
 
 BROKEN = """
 import pickle
-from elastic_dp.cluster.followers import child_processes
+from elastic_dp.cluster import followers
 given = b"not a pickle", None, b"", ()
-[follower] = child_processes.start_followers("w1", [{}], *given)
+[follower] = followers.start_followers("w1", [{}], *given)
 print(follower.connection.recv().splitlines()[-1], flush=True)
 """
 
