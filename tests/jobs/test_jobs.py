@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.runs import group, lines_of, local
 
@@ -137,6 +138,29 @@ def test_digits_are_the_same_for_any_number_of_workers(tmp_path, sizes):
     trainer = digits.make_trainer(storage_path=str(tmp_path), data=str(tmp_path / "d"), epochs=1)
     trainer.spec = dataclasses.replace(trainer.spec, max_steps=12)
     same_everywhere(trainer, sizes)
+
+
+def test_llama_is_tuned_from_hugging_face_files_to_hugging_face_files(tmp_path):
+    llama = importlib.import_module("jobs.llama")
+    options = {"data": str(tmp_path / "data"), "storage_path": str(tmp_path), "length": 32}
+    trainer = llama.make_trainer(**options, name="a", steps=12)
+    result = trainer.fit(local=True)
+    assert result.exact and result.metrics["loss"] < 5.0  # 5.5 is chance
+    llama.save(trainer, result, str(tmp_path / "tuned"))
+    tuned, state = llama.load(str(tmp_path / "tuned")), result.load_state().model
+    assert all(torch.equal(tuned.state_dict()[name], value) for name, value in state.items())
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
+    same_everywhere(llama.make_trainer(**options, steps=2), (2,))
+
+
+def test_resnet_learns_from_shards_of_images(tmp_path):
+    resnet = importlib.import_module("jobs.resnet")
+    options = {"data": str(tmp_path / "data"), "storage_path": str(tmp_path), "width": 4}
+    result = resnet.make_trainer(**options, name="a", epochs=6).fit(local=True)
+    assert result.exact and result.metrics["accuracy"] > 0.6  # 0.25 is chance
+    short = resnet.make_trainer(**options, micro_batch_size=8, epochs=1)
+    short.spec = dataclasses.replace(short.spec, max_steps=4)
+    same_everywhere(short, (2,))
 
 
 def test_digits_reach_97_per_cent(tmp_path):
