@@ -15,7 +15,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 
 from elastic_dp.cluster import overrides
 from elastic_dp.config import JobSpec
-from tests.k8s.fields import SETTLE_S, is_field
+from tests.k8s.fields import is_field
 from tests.k8s.manifests import (
     CLUSTERS,
     ON_WHOLE_MACHINES,
@@ -32,6 +32,7 @@ from tests.k8s.manifests import (
     templates,
 )
 
+SETTLE_S = 5  # between the end of Ray's drain and the end of its processes
 NOTICE_S = {
     "eks-spot": 120,
     "eks-shared": 120,

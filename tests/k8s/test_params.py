@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s.filled import ANSWERS, K8S, copy_filled, params
+from tests.k8s.filled import K8S, copy_filled, params
 from tests.k8s.manifests import _kubectl, build, loaded, ray_object
 
 HEAD = "headGroupSpec.template.spec.containers.0."
@@ -173,38 +173,8 @@ def with_other_values(folder: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def leaves_with_other_values(folder: str) -> dict[str, Any]:
-    return by_place(with_other_values(folder))
-
-
-@functools.cache
 def has_a_job(folder: str) -> bool:
     return ray_object(build(folder))["kind"] == "RayJob"
-
-
-def has(place: str, leaf: Any, value: str) -> bool:
-    return value in leaf if place.endswith("entrypoint") else str(leaf) == value
-
-
-@pytest.mark.parametrize(("folder", "key"), CASES)
-def test_params_each_value_reaches_its_places_and_no_other(folder, key):
-    if key == "name":
-        objects = with_other_values(folder)
-        named = {o["metadata"]["name"] for o in objects if o["kind"] != "PersistentVolumeClaim"}
-        assert named == {"other", "other-workers"}
-        old = ray_object(build(folder))["metadata"]["name"]
-        assert not re.search(rf"name[=:] ?{old}\b", yaml.safe_dump(objects))
-        return
-    value, everywhere = OTHER_VALUES[key], leaves_with_other_values(folder)
-    reached = {place: leaf for place, leaf in everywhere.items() if has(place, leaf, value)}
-    places = places_of(folder, key)
-    assert {plain(place) for place in reached} == places
-    groups = [place for place in reached if "workerGroupSpecs" in place]
-    assert len(groups) == 2 * len([place for place in places if "workerGroupSpecs" in place])
-    for place, now in reached.items():
-        if not place.endswith("entrypoint"):
-            a_number = place.endswith(("maxReplicas", "backoffLimit"))
-            assert now == (int(value) if a_number else value), place
 
 
 def places_of(folder: str, key: str) -> set[str]:
@@ -264,35 +234,6 @@ def test_params_namespace_has_the_clouds_identity_and_groups(cloud, tmp_path):
             assert all(place.endswith(f"annotations.{annotation}") for place in places)
 
 
-@pytest.mark.parametrize("folder", [f for f in READERS if f.startswith("prepull/")])
-def test_params_prepull_pulls_the_image_of_the_run(folder, tmp_path):
-    value = OTHER_VALUES["image"]
-    differs = changed(build(folder), with_values(tmp_path, folder, {"image": value}))
-    assert set(differs.values()) == {value} and len(differs) == 1
-
-
-@pytest.mark.parametrize("folder", READERS)
-def test_params_no_placeholder_is_left(folder):
-    """The name of an image is no placeholder either: no other image is in a manifest than the one
-    of params.env."""
-    text = yaml.safe_dump(build(folder))
-    assert not re.search(r"\b(NAME|SCRIPT|[A-Z]+_(PATH|URL|WORKERS)|ARGUMENTS)\b", text)
-    assert "ConfigMap" not in text
-    values = params(cloud_of(folder)) | ANSWERS[cloud_of(folder)]
-    images = set(re.findall(r"^ +image: (.+)$", text, re.M)) - {"registry.k8s.io/pause:3.10"}
-    assert images <= {values.get("image")}
-    assert folder.startswith("namespaces/") or images
-
-
-def test_params_every_overlay_reads_a_params_file():
-    assert {*OVERLAYS} <= {*READERS}
-
-
-def test_params_no_kustomization_renames_an_image_by_a_name_to_guess():
-    for path in K8S.rglob("kustomization.yaml"):
-        assert "images" not in yaml.safe_load(path.read_text()), path
-
-
 def refused(k8s, folder: str) -> str:
     made = rendered(k8s, folder)
     assert made.returncode != 0 and not made.stdout
@@ -319,22 +260,3 @@ def test_params_as_shipped_are_refused_by_name(folder):
 def test_params_wrong_value_is_refused_by_name(cloud, key, wrong, said, tmp_path):
     k8s = copy_filled(tmp_path / "k8s", {cloud: {key: wrong}})
     assert said in refused(k8s, f"overlays/{cloud}-spot")
-
-
-def test_params_a_second_run_overrides_only_what_differs(tmp_path):
-    """What the README says of another run: a copy of an overlay, with a `run/` of its own."""
-    k8s = copy_filled(tmp_path / "k8s")
-    mine = k8s / "overlays" / "mine"
-    (mine / "run").mkdir(parents=True)
-    text = (k8s / "overlays/gke-spot/kustomization.yaml").read_text()
-    (mine / "kustomization.yaml").write_text(
-        text.replace("- ../../params/gke\n", "- ../../params/gke\n- run\n")
-    )
-    shared = (k8s / "overlays/gke-shared/run/kustomization.yaml").read_text()
-    (mine / "run/kustomization.yaml").write_text(shared.replace("name=shared", "name=mine"))
-    made = rendered(k8s, "overlays/mine")
-    assert made.returncode == 0, made.stderr
-    job = ray_object(loaded(made.stdout))
-    assert job["metadata"]["name"] == "mine" and "--set name=mine " in job["spec"]["entrypoint"]
-    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert [group["maxReplicas"] for group in workers] == [32, 32]
