@@ -88,8 +88,8 @@ class DataConfig(_Order):
     - `cache_dir`: a folder of each machine in which its workers keep what they read from the store,
       for the next epochs and runs; an absolute path. Files of the machine itself are not copied.
     - `cache_bytes`: limit for what the cache keeps in `cache_dir`, which may hold other files.
-    - `on_bad_shard`: "fail" the run if a row group cannot be decoded, or "skip" its rows and report
-      them.
+    - `on_bad_shard`: "fail" the run if a row group, or an image for `decode`, cannot be decoded; or
+      "skip" these rows and report them.
     - `max_bad_fraction`: the run fails if more than this fraction of the rows is skipped (with
       weights: of the rows of a source).
     - `storage_options`: options for the store of `url`.

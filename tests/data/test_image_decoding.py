@@ -106,13 +106,39 @@ def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_pa
     ("bad", "message"),
     [(b"no image", "cannot identify image file"), (None, "column 'image' is null")],
 )
-@pytest.mark.parametrize("on_bad_shard", ["fail", "skip"])
-def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, on_bad_shard, tmp_path):
-    contents = [encoded(pixels(0)), bad] * 4
-    config = images(tmp_path, contents, shuffle="none", on_bad_shard=on_bad_shard)
+def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, tmp_path):
+    config = images(tmp_path, [encoded(pixels(0)), bad] * 4, shuffle="none")
     data = open_data(config, virtual_workers=1)
     with pytest.raises(UserCodeError, match=rf"DataConfig\.decode .*{message}.*rows 0, 1 of a\."):
         data.batch(1, 0)
+    data.close()
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_skip_leaves_out_and_reports_the_row_of_an_image_that_cannot_be_decoded(
+    processes, tmp_path
+):
+    contents: list[bytes | None] = [encoded(pixels(i)) for i in range(ROWS)]
+    contents[3], contents[4], contents[9] = b"no image", None, contents[9][:40]  # type: ignore[index]
+    options: dict[str, Any] = {"on_bad_shard": "skip", "max_bad_fraction": 0.1}
+    config = images(tmp_path, contents, epochs=1, workers=processes, shuffle="none", **options)
+    data = open_data(config, virtual_workers=V)
+    found, bad, left_out = list[int](), set[int](), 0
+    for step in range(1, data.steps_per_epoch + 1):
+        for v in range(V):
+            batch = data.batch(step, v)
+            rows = [] if batch is None else zip(batch["id"].tolist(), batch["image"], strict=True)
+            for i, image in rows:
+                assert np.array_equal(image, pixels(i))
+                found.append(i)
+            bad |= data.bad_row_groups(step, v)
+            left_out += data.masked(step, v)
+    assert sorted(found) == [i for i in range(ROWS) if i not in (3, 4, 9)] and left_out == 3
+    names = [data.describe_row_group(number) for number in sorted(bad)]
+    assert names == [f"row {i} of a.parquet" for i in (3, 4, 9)]
+    with pytest.raises(DataError, match=r"3 of the 24 rows of the data set, 0\.12 of them, cannot"):
+        data.check_bad(bad)
+    data.check_bad(sorted(bad)[:2])
     data.close()
 
 

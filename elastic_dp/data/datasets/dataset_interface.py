@@ -11,11 +11,11 @@ Three things hold for both:
   `workers` it runs in a process that seeds them in the same way. `transform(batch, rng)` runs
   ahead, in threads, and must not keep state between calls.
 
-Row groups that cannot be decoded: with on_bad_shard="fail", `batch` raises BadShard. With "skip",
-`batch` leaves out their rows, so it has `masked` rows fewer than `rows` says. A worker reports what
-it found by `bad_row_groups`; `mark_bad` gives each worker the row groups on which all have agreed.
-So all workers leave out the same rows. `check_bad` and `check_left_out` raise if these are too
-many: at the same step whatever the number of workers.
+Row groups that cannot be decoded, and rows whose image cannot be: with on_bad_shard="fail", `batch`
+raises BadShard or UserCodeError. With "skip", `batch` leaves out these rows, so it has `masked`
+rows fewer than `rows` says. A worker reports what it found by `bad_row_groups`; `mark_bad` gives
+each worker those on which all have agreed. So all workers leave out the same rows. `check_bad` and
+`check_left_out` raise if these are too many: at the same step whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from elastic_dp.data.discovery.shard_index import Index
 
 
 class BadRowGroups(Protocol):
-    """Bad row groups, by their number in the index, which is the same on all workers."""
+    """Bad row groups, by their number in the index, and bad rows, by their number in the data set +
+    the number of row groups: the same ones on all workers."""
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         """From the next `batch` on, leaves out their rows, also in micro-batches made ahead."""
 
     def describe_row_group(self, row_group: int) -> str:
-        """A name for messages. Example: "row group 3 of part-00003.parquet"."""
+        """A name for messages. Example: "row group 3 of part-00003.parquet"; of a row, "row
+        17 of part-00003.parquet"."""
 
 
 class Dataset(BadRowGroups, Protocol):
@@ -63,8 +65,8 @@ class Dataset(BadRowGroups, Protocol):
         tail="short" the last step of an epoch may have fewer rows than others, or 0."""
 
     def masked(self, step: int, virtual_worker: int) -> int:
-        """The number of its rows in row groups that are known to be bad. Exact once `batch` has
-        returned the micro-batch."""
+        """The number of its rows that are known to be bad, or lie in bad row groups. Exact once
+        `batch` has returned the micro-batch."""
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
         """The bad row groups of the micro-batch, once `batch` has returned it. Row groups that were

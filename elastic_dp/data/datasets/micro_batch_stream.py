@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import BlockPool
-from elastic_dp.data.pipeline.batch_assembler import distinct
+from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
 from elastic_dp.data.pipeline.collation import Collator, located, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
@@ -43,15 +43,23 @@ class _StreamCall:
     collator: Collator
     seed: int
 
-    def __call__(self, arrays: Any, step: int, virtual_worker: int) -> Any:
+    def __call__(self, arrays: Any, step: int, virtual_worker: int) -> tuple[Any, list[int]]:
+        """(the micro-batch, the indices of its rows that are left out: see `Collator.decode`)."""
+        arrays, bad = self.collator.decode(arrays)
+        if arrays is None:
+            return None, bad
         seed_everything(batch_seed(self.seed, step, virtual_worker))
-        return self.collator.late(self.collator.early(arrays, step, virtual_worker))
+        return self.collator.late(self.collator.early(arrays, step, virtual_worker)), bad
 
 
 class MicroBatchStream(ABC):
     """A `MicroBatchSource` (see micro_batches.py). `row_bytes`: of a row of a micro-batch, about.
     `open_row_groups`: for which there must be memory. `copy_bytes`: of what is made of a row group
-    before that is dropped."""
+    before that is dropped.
+
+    `bad` has the numbers of row groups, and of single rows: row i of the data set has the number
+    i + the number of row groups.
+    """
 
     last_step: int | None = None
 
@@ -73,6 +81,7 @@ class MicroBatchStream(ABC):
         self._seed, self._stores, self._cache = config.seed, stores, cache
         self._collator = Collator(config, pin=pin and not workers)
         self.bad: set[int] = set()
+        self._row_ends = np.cumsum(row_groups.rows)  # by row group
         self._blocks = BlockPool(STEPS_AHEAD)
         workers = workers if self._collator.has_user_code or self._collator.decodes else 0
         self._processes = [
@@ -143,6 +152,11 @@ class MicroBatchStream(ABC):
             self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
 
     def describe_row_group(self, row_group: int) -> str:
+        if (row := row_group - len(self._row_ends)) >= 0:
+            group = int(np.searchsorted(self._row_ends, row, side="right"))
+            shard, _, first = self._row_groups.name(group)
+            in_group = row - int(self._row_ends[group] - self._row_groups.rows[group])
+            return f"row {first + in_group} of {shard}"
         shard, number, _ = self._row_groups.name(row_group)
         return f"row group {number} of {shard}"
 
@@ -158,13 +172,20 @@ class MicroBatchStream(ABC):
     def forget(self, keys: Iterable[Key]) -> None:
         self.reader.forget(keys)
 
-    def _finish(self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int) -> Any:
+    def _finish(
+        self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int, numbers: Ints
+    ) -> Any:
+        """`numbers`: of the rows, as `bad` has them."""
         if arrays is None:
             return None
-        if not self._in_processes:
-            return self._collator.early(arrays, *wanted.slot)
-        made = self._processes[producer].run(arrays, *wanted.slot)
-        return pinned(made) if self._pin else made
+        if self._in_processes:
+            made, bad = self._processes[producer].run(arrays, *wanted.slot)
+            made = pinned(made) if self._pin else made
+        else:
+            arrays, bad = self._collator.decode(arrays)
+            made = None if arrays is None else self._collator.early(arrays, *wanted.slot)
+        self.bad.update(numbers[bad].tolist())
+        return made
 
     def _readable(self, row_groups: list[int]) -> list[int]:
         return [row_group for row_group in row_groups if row_group not in self.bad]

@@ -155,7 +155,7 @@ class PackedStream(MicroBatchStream):
                 made.append(failed[min(needed)])
             else:
                 arrays = {n: aligned_part(out, start, stop) for n, out in columns.items()}
-                made.append(self._finish(arrays, m, producer))
+                made.append(self._finish(arrays, m, producer, np.empty(0, np.int64)))
         return made, sum(out.nbytes for out in columns.values())
 
     def _fill(

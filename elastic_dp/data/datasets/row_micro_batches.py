@@ -21,6 +21,7 @@ from elastic_dp.sampling import GrowingOrder, Mixture, Order
 
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
+_NONE: Ints = np.empty(0, np.int64)
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
 
@@ -40,14 +41,21 @@ class RowStream(MicroBatchStream):
     def masked(self, step: int, virtual_worker: int) -> int:
         if not self.bad:
             return 0
-        groups, _ = self._order.locate(step, virtual_worker)
-        return int(np.isin(groups, list(self.bad)).sum())
+        groups, rows = self._order.locate(step, virtual_worker)
+        bad = [*self.bad]
+        return int((np.isin(groups, bad) | np.isin(self._numbers(groups, rows), bad)).sum())
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
         if not self.bad:
             return frozenset()
-        groups, _ = self._order.locate(step, virtual_worker)
-        return frozenset(self.bad.intersection(groups.tolist()))
+        groups, rows = self._order.locate(step, virtual_worker)
+        numbers = self._numbers(groups, rows)
+        return frozenset(self.bad.intersection([*groups.tolist(), *numbers.tolist()]))
+
+    def _numbers(self, groups: Ints, rows: Ints) -> Ints:
+        """The numbers of rows, as `bad` has them."""
+        first: Ints = self._row_ends[groups] - self._row_groups.rows[groups]
+        return len(self._row_ends) + first + rows
 
     def describe(self, step: int, virtual_worker: int) -> str:
         """Example: "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet". Rows are
@@ -78,7 +86,11 @@ class RowStream(MicroBatchStream):
             if needed:
                 made.append(failed[min(needed)])
             else:
-                made.append(self._finish(assembler.cut(start, stop), m, producer))
+                numbers = _NONE
+                if self._collator.decodes:
+                    kept = start + np.flatnonzero(~np.isin(groups[start:stop], assembler.left_out))
+                    numbers = self._numbers(groups[kept], rows[kept])
+                made.append(self._finish(assembler.cut(start, stop), m, producer, numbers))
         return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
     def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:

@@ -151,7 +151,7 @@ class BatchAssembler:
             if len(kept) == 0:
                 return None
             if len(kept) < stop - start:
-                return {name: _pick(out[start:stop], kept) for name, out in self._out.items()}
+                return {name: pick(out[start:stop], kept) for name, out in self._out.items()}
         return {
             name: aligned_part(out, start, stop)
             if isinstance(out, np.ndarray)
@@ -291,7 +291,7 @@ def _num_values(array: pa.Array) -> int:
     return len(array) + (_num_values(array.flatten()) if kind.num_fields else 0)
 
 
-def _pick(out: Array | list[Any], kept: Ints) -> Any:
+def pick(out: Array | list[Any], kept: Ints) -> Any:
     if isinstance(out, np.ndarray):
         return aligned(out[kept])
     return regular([out[place] for place in kept.tolist()])

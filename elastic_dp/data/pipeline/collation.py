@@ -18,6 +18,7 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy
+from elastic_dp.data.pipeline.batch_assembler import pick
 from elastic_dp.data.pipeline.image_decoding import images
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
@@ -35,15 +36,41 @@ class Collator:
         self.runs_early = config.transform is not None and takes_rng(config.transform)
         own_generators = config.transform is None or self.runs_early
         self._decode = dict(config.decode or {})
-        self.decodes = bool(self._decode)
+        self.decodes, self._skips = bool(self._decode), config.on_bad_shard == "skip"
         self.all_early = own_generators and config.collate_fn is None
         self.has_user_code = config.transform is not None or config.collate_fn is not None
         # One micro-batch at a time.
         self.makes_alone = self.runs_early or self.decodes
 
+    def decode(self, arrays: dict[str, Any]) -> tuple[dict[str, Any] | None, list[int]]:
+        """(the arrays with pixels, the indices of rows that are left out). With on_bad_shard="skip"
+        these are the rows that cannot be decoded. The arrays are None if no row is left."""
+        if not self._decode:
+            return arrays, []
+        try:
+            return call_user("DataConfig.decode", self._decoded, arrays), []
+        except UserCodeError as error:
+            if not self._skips or not _is_of_content(error.__cause__):
+                raise
+        count = len(next(iter(arrays.values())))
+        bad = [row for row in range(count) if not self._can_decode(arrays, row)]
+        if len(bad) == count:
+            return None, bad
+        kept = np.delete(np.arange(count), bad)
+        rows = {name: pick(column, kept) for name, column in arrays.items()}
+        return call_user("DataConfig.decode", self._decoded, rows), bad
+
+    def _can_decode(self, arrays: dict[str, Any], row: int) -> bool:
+        one = {name: arrays[name][row : row + 1] for name in self._decode}
+        try:
+            call_user("DataConfig.decode", self._decoded, one)
+        except UserCodeError as error:
+            if not _is_of_content(error.__cause__):
+                raise
+            return False
+        return True
+
     def early(self, arrays: Any, step: int, virtual_worker: int) -> Any:
-        if self.decodes:
-            arrays = call_user("DataConfig.decode", self._decoded, arrays)
         if self.runs_early:
             rng = generator_for(self._seed, step, virtual_worker)
             arrays = call_user("DataConfig.transform", self._transform, arrays, rng)
@@ -80,6 +107,12 @@ class Collator:
             return torch.from_numpy(aligned_copy(value))
         _check_list(name, value)
         return value
+
+
+def _is_of_content(error: BaseException | None) -> bool:
+    """Whether a decoder raised `error` for the bytes, and not for what the machine lacks: whether
+    a row is skipped must not depend on the machine."""
+    return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
 
 
 def takes_rng(transform: Callable[..., Any]) -> bool:
