@@ -7,8 +7,10 @@ bucket has the strides of its parameter. Of a sharded parameter all of this is i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -83,6 +85,12 @@ class GradientBucket:
 
 
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
+_is_none = functools.partial(operator.is_, None)
+
+
+def all_present(gradients: Gradients) -> bool:
+    """Returns whether each parameter has a gradient."""
+    return not any(map(_is_none, gradients))
 
 
 class SumsOfOneKind(NamedTuple):
@@ -96,6 +104,8 @@ class SumsOfOneKind(NamedTuple):
 
     def rounded(self, gradients: Gradients, node: Node) -> Gradients:
         """Returns a list in which the gradients of these parameters are rounded."""
+        if self.last - self.first == len(gradients) and all_present(gradients):
+            return [*self.rounding.round(gradients, node, self.first_blocks)]  # type: ignore[arg-type]
         there = self._present(gradients)
         rounded = [*gradients]
         found = self.rounding.round(
@@ -109,6 +119,10 @@ class SumsOfOneKind(NamedTuple):
 
     def accumulate(self, sums: Gradients, gradients: Gradients, node: Node) -> None:
         """Adds gradients of these parameters to their sums, where both are there."""
+        is_all = self.last - self.first == len(gradients)
+        if is_all and all_present(gradients) and all_present(sums):
+            self.rounding.accumulate(sums, gradients, node, self.first_blocks)  # type: ignore[arg-type]
+            return
         both = [i for i in self._present(gradients) if sums[i] is not None]
         if both:
             self.rounding.accumulate(

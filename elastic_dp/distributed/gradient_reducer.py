@@ -25,13 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_dp.device.graph_replay import graphs_are_replayed
 from elastic_dp.distributed.cross_worker_reduction import ReductionPlan
-from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout, Gradients
+from elastic_dp.distributed.gradient_buckets import (
+    GradientBucket,
+    GradientLayout,
+    Gradients,
+    all_present,
+)
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire
@@ -39,6 +45,8 @@ from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_lik
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
+
+_gradient = attrgetter("grad")
 
 
 class SubtreeSum(NamedTuple):
@@ -219,7 +227,7 @@ class GradientReducer:
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._stack))
         v = leaf.virtual_worker
-        self._begin((v, v + 1), merges, is_last)
+        self._node, self._merges, self._is_last, self._last = (v, v + 1), merges, is_last, None
 
     def add_finished(self, node: Node, gradients: Gradients, merges: int, is_last: bool) -> None:
         """Adds the sum of a finished node in place of its leaves. `gradients` are given up.
@@ -275,8 +283,9 @@ class GradientReducer:
             for p in bucket.parameters:
                 if p.grad is not None:  # it came after its bucket was sent
                     self.late, p.grad = True, None
-        parameters = self._layout.parameters if observed else ()
-        found: dict[torch.Tensor, torch.Tensor | None] = {p: local_of(p.grad) for p in parameters}
+        found: dict[torch.Tensor, torch.Tensor | None] = {}
+        if observed:
+            found |= {p: local_of(p.grad) for p in self._layout.parameters}
         if not is_last:
             self._push(self._take(self._layout.parameters, 0))
         return found
@@ -352,7 +361,7 @@ class GradientReducer:
 
     def _take(self, parameters: Sequence[torch.nn.Parameter], first: int) -> Gradients:
         """Takes the gradients of parameters from `first` on. Raises ModelError."""
-        gradients: Gradients = [p.grad for p in parameters]
+        gradients: Gradients = list(map(_gradient, parameters))
         for p in parameters:
             p.grad = None
         if self._sharded:
@@ -366,14 +375,18 @@ class GradientReducer:
         return gradients
 
     def _note_used(self, gradients: Gradients, first: int) -> None:
+        if all_present(gradients):
+            self._used[first : first + len(gradients)] = b"\1" * len(gradients)
+            return
         for index, gradient in enumerate(gradients, first):
             if gradient is not None:
                 self._used[index] = 1
 
     def _push(self, own: Gradients) -> None:
         """Adds a leaf, or a finished node in its place, to the sums that it completes."""
-        self._check_memory(own, 0)
-        node, completed = self._node, self._stack[len(self._complete()) :]
+        if self._stack:
+            self._check_memory(own, 0)
+        node, completed = self._node, self._stack[len(self._stack) - self._merges :]
         gradients = own
         for kind in self._layout.kinds:
             gradients = kind.rounded(gradients, node)
@@ -381,8 +394,7 @@ class GradientReducer:
             node = (below.node[0], node[1])
             for kind in self._layout.kinds:
                 kind.accumulate(below.gradients, gradients, node)
-            pairs = zip(below.gradients, gradients, strict=True)
-            gradients = [other if one is None else one for one, other in pairs]
+            gradients = _either(below.gradients, gradients)
         if graphs_are_replayed():  # the next replay writes to the memory of these gradients
             pairs = zip(gradients, own, strict=True)
             gradients = [g.clone() if g is not None and g is old else g for g, old in pairs]
@@ -502,4 +514,12 @@ def _chosen(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
 
 def _addresses(gradients: Gradients) -> set[int]:
     """Returns where gradients begin in memory. An empty one has the address 0, and no memory."""
-    return {gradient.data_ptr() for gradient in gradients if gradient is not None} - {0}
+    there = gradients if all_present(gradients) else [g for g in gradients if g is not None]
+    return {*map(torch.Tensor.data_ptr, there)} - {0}  # type: ignore[arg-type]
+
+
+def _either(one: Gradients, other: Gradients) -> Gradients:
+    """Returns the gradients of `one`, and those of `other` where it has none."""
+    if all_present(one):
+        return one
+    return [b if a is None else a for a, b in zip(one, other, strict=True)]

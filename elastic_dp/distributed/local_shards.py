@@ -90,7 +90,7 @@ def whole_of(tensor: Any) -> Any:
 def gathered(tensor: Any) -> Any:
     """Returns the whole of a `DTensor` in each of the processes that hold it, which all call this,
     and everything else as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "_local_tensor") else tensor
 
 
 def reshard(model: torch.nn.Module) -> None:

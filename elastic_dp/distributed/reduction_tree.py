@@ -10,6 +10,7 @@ A worker has a share of the leaves: one or more ranges. Each range consists of a
 chunk adds the subtrees of all workers (`add_up`).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -65,6 +66,7 @@ class Leaf(NamedTuple):
     merges: int
 
 
+@functools.lru_cache(1024)
 def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     """Returns the order in which a worker runs its leaves and adds them, subtree by subtree.
 

@@ -37,7 +37,11 @@ def derive(*parts: int) -> int:
     key = len(parts)
     for part in parts:
         while True:
-            key = mix64((key ^ (part & _MASK)) + _GAMMA & _MASK)
+            key = (key ^ (part & _MASK)) + _GAMMA & _MASK
+            # As `mix64`, which it need not call: each micro-batch has its seeds.
+            key = ((key ^ (key >> 30)) * _FACTORS[0]) & _MASK
+            key = ((key ^ (key >> 27)) * _FACTORS[1]) & _MASK
+            key ^= key >> 31
             part >>= 64
             if not part:
                 break

@@ -22,7 +22,9 @@ class PhaseReporter:
 
     def report(self, phase: str) -> None:
         self.phase = phase
-        self._status.write(self._groups.generation, self._progress.position.step, phase)
+        membership = self._groups.membership
+        generation = 0 if membership is None else membership.generation
+        self._status.write(generation, self._progress.position.step, phase)
 
     def pass_point(self, name: str, step: int | None = None) -> None:
         """Passes a named point at which a test may have planned a fault."""

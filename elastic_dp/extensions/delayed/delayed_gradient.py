@@ -79,7 +79,7 @@ class DelayedGradient(StepGradient):
         self._sender.close()
         self._open_reducer(self.leaves.gradients, step, sends=not self._late_sums)
         self.sums = self.leaves.gradients
-        self.leaves.meanwhile = _nothing
+        self.leaves.meanwhile = None
         if self._late_sums:
             self.sums = self._sender
             self.leaves.meanwhile = self.exchange.advance
@@ -215,7 +215,3 @@ class DelayedGradient(StepGradient):
     def _hold(self, sums: Mapping[Node, Gradients]) -> None:
         for node, gradients in sums.items():
             self._held.add(node, FinishedNode(gradients, {}, {}))
-
-
-def _nothing() -> None:
-    pass

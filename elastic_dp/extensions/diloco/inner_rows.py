@@ -72,6 +72,8 @@ class InnerMicroBatches(MicroBatchRunner):
     """Runs the micro-batches of inner steps, each with a number of its own, in the place of that of
     the virtual worker."""
 
+    several = True
+
     def __init__(self, rows: InnerRows, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self.rows = rows

@@ -84,21 +84,21 @@ class InnerSteps:
         lost: list[GroupError] = []
 
         def passes(point: str) -> None:
-            if point == "backward" and not lost:
+            if point == "backward" and runner.meanwhile is not None and not lost:
                 try:
-                    turn.meanwhile()
+                    runner.meanwhile()
                 except GroupError as error:
                     lost.append(error)
-            turn.passes(point)
+            runner.pass_point(point, step)
 
-        step, v = turn.step, turn.virtual_worker
+        runner, step, v = turn.runner, turn.step, turn.virtual_worker
         found: PseudoGradients = {}
         result: MicroBatchResult | None = None
         if self.rows.rows(step, v) > 0:
             keys = self.rows.keys_with_rows(step, v)
             batches = ((key, self.micro_batches.batch(step, key)) for key in keys)
             found, result = self._make(step, v, batches, turn.expected, passes)
-        turn.runner.add_given(turn, result, found)
+        runner.add_given(turn, result, found)
         if lost:
             raise lost.pop()
 

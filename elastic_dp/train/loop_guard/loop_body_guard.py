@@ -16,8 +16,7 @@ another member. If a body wrote to that state, some members would apply the chan
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -96,22 +95,13 @@ class LoopBodyGuard:
         if before is not None and (changes := before.items() - self._all_values().items()):
             raise _body_wrote(min(changes)[0])
 
-    @contextlib.contextmanager
-    def in_loss(self) -> Iterator[None]:
-        """A context in which the loss function runs."""
-        self.is_in_loss = True
-        try:
-            yield
-        finally:
-            self.is_in_loss = False
-
     def versions(self) -> list[int]:
         """Returns the versions of the parameters."""
         return list(map(_version, self._parameters))
 
     def written_since(self, versions: list[int]) -> str | None:
         """Returns the name of a parameter whose version differs from `versions`, or None."""
-        now = self.versions()
+        now = list(map(_version, self._parameters))
         if now == versions:
             return None
         return next(n for n, a, b in zip(self._names, versions, now, strict=True) if a != b)

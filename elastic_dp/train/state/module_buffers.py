@@ -127,7 +127,7 @@ class ModuleBuffers:
                 self._unread[virtual_worker] = left
             return
         changed = self._undo()
-        self._attributes.undo(self._modules_of(changed))
+        self._attributes.undo(self._modules_of(changed) if changed else ())
         if contributes:
             self._leaves[virtual_worker] = changed
 
@@ -318,7 +318,7 @@ class ModuleBuffers:
             own.put_back()
             own.content.copy_(self._committed[i])
             self._versions[i] = own.version
-        return changed | self._undo_extra()
+        return changed | self._undo_extra() if self._extra else changed
 
     def _undo_extra(self) -> dict[int, _Value]:
         changed: dict[int, _Value] = {}

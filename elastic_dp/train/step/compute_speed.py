@@ -25,6 +25,7 @@ class ComputeSpeed:
     """Measures one worker. `tell` receives the value after each step; None: nothing is measured."""
 
     def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
+        self.measures = tell is not None
         self._tell, self._on_gpu, self._micro_batches = tell, is_gpu(device), 1
         self._instant: Callable[[], Any] = instant if self._on_gpu else time.perf_counter
         self._steps: deque[float] = deque(maxlen=STEPS)
@@ -42,7 +43,7 @@ class ComputeSpeed:
         self._micro_batches = micro_batches
 
     def start_micro_batch(self) -> None:
-        if self._tell is not None:
+        if self.measures:
             self._instants.append(self._instant())
 
     def end_micro_batch(self) -> None:

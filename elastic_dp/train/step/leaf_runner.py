@@ -62,24 +62,8 @@ class Turn:
     leaf: TreeLeaf
     is_last: bool  # of this worker, and its gradient is sent in its backward pass
     expected: float  # the weight of the step
+    virtual_worker: int
     runner: LeafRunner
-
-    @property
-    def virtual_worker(self) -> int:
-        return self.leaf.virtual_worker
-
-    def passes(self, point: str) -> None:
-        """Passes a named point; see fault_injection.py."""
-        self.runner.pass_point(point, self.step)
-
-    def meanwhile(self) -> None:
-        """Does what can be done for gradients that are on their way. Raises GroupError."""
-        self.runner.meanwhile()
-
-    def sends(self) -> None:
-        """The gradient is about to be sent. Raises GroupError."""
-        if self.is_last:
-            self.runner.send_first()
 
 
 @dataclass
@@ -93,21 +77,24 @@ class OnePass:
     makes: str = "gradient"
 
     def run(self, turn: Turn) -> None:
-        v, loss, result = turn.virtual_worker, None, None
-        if self.data.rows(turn.step, v) > 0:
-            turn.passes("before_forward")
-            batch = self.micro_batches.batch(turn.step, v)
-            loss, result = self.micro_batches.forward(batch, turn.step, v, turn.expected)
-            turn.passes("forward")
-            turn.runner.gradients.before_backward()
-        turn.meanwhile()
+        runner, step, v = turn.runner, turn.step, turn.virtual_worker
+        loss = result = None
+        if self.data.rows(step, v) > 0:
+            runner.pass_point("before_forward", step)
+            batch = self.micro_batches.batch(step, v)
+            loss, result = self.micro_batches.forward(batch, step, v, turn.expected)
+            runner.pass_point("forward", step)
+            runner.gradients.before_backward()
+        if runner.meanwhile is not None:
+            runner.meanwhile()
         if loss is None:
-            self.refuses_none(turn.step, v)
+            self.refuses_none(step, v)
         else:
-            turn.sends()
-            turn.passes("backward")
+            if turn.is_last:
+                runner.send_first()
+            runner.pass_point("backward", step)
             loss.backward()
-        turn.runner.add(turn, result, contributes=loss is not None)
+        runner.add(turn, result, contributes=loss is not None)
 
     def first_batch(self, virtual_worker: int) -> int:
         return virtual_worker
@@ -142,11 +129,12 @@ class LeafRunner:
     micro_batches: Callable[[int], int] = lambda step: 1  # of a virtual worker, by step
     lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # Does what can be done meanwhile for gradients of an earlier step.
-    meanwhile: Callable[[], None] = lambda: None
+    meanwhile: Callable[[], None] | None = None
     results: dict[int, MicroBatchResult] = field(default_factory=dict)  # of the present step
     _finished: FinishedWork | None = None  # of a step that was aborted
     _participants: Sequence[StepParticipant] = ()
     _observers: Sequence[StepParticipant] = ()
+    _expected: tuple[int, float] = (0, 0.0)  # the weight of a step
 
     # ----------------------------------------------------------------------------- a step
 
@@ -166,8 +154,10 @@ class LeafRunner:
 
     def expected_weight(self, step: int) -> float:
         """Returns the weight of a step: the rows of all its virtual workers."""
-        numbers = range(self.shares.virtual_workers(step))
-        return float(sum(self.data.rows(step, v) for v in numbers))
+        if self._expected[0] != step:
+            numbers = range(self.shares.virtual_workers(step))
+            self._expected = step, float(sum([self.data.rows(step, v) for v in numbers]))
+        return self._expected[1]
 
     def run_step(
         self, step: int, *, sends: bool = True, idle: bool = False
@@ -205,9 +195,9 @@ class LeafRunner:
                 if v < reused_until:
                     continue
                 self.control.may_continue()
-                taken = finished.take(v, limit) if finished is not None else None
+                taken = finished.take(v, limit) if finished and finished.nodes else None
                 if taken is None:
-                    turn = Turn(step, leaf, v + 1 == last, expected, self)
+                    turn = Turn(step, leaf, v + 1 == last, expected, v, self)
                     self._run_leaf(turn, idle=idle)
                     continue
                 node, work = taken
@@ -223,19 +213,22 @@ class LeafRunner:
     def _run_leaf(self, turn: Turn, *, idle: bool) -> None:
         self.gradients.before_leaf(turn.leaf, turn.is_last)
         if idle:
-            self.meanwhile()
             self.add(turn, None, contributes=False)
         else:
             self.leaf.run(turn)
-        self.speed.end_micro_batch()
-        self.meanwhile()
+        if self.speed.measures:
+            self.speed.end_micro_batch()
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     def add(self, turn: Turn, result: MicroBatchResult | None, *, contributes: bool) -> None:
         """Adds what a backward pass has left in `p.grad`, and the buffers."""
         if result is not None:
             self.results[turn.virtual_worker] = result
         self.buffers.after_leaf(turn.virtual_worker, contributes=contributes)
-        observed = self.gradients.after_leaf(turn.leaf, turn.is_last, observed=self.is_observed)
+        observed = self.gradients.after_leaf(
+            turn.leaf, turn.is_last, observed=bool(self._observers)
+        )
         if result is not None and contributes:
             for participant in self._observers:
                 participant.leaf_ended(result, observed)

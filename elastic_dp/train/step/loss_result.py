@@ -56,12 +56,12 @@ def parse_loss(
         raise LossError(
             f"the metrics are {_described(metrics)}, must be a mapping of names to numbers"
         )
-    return gathered(loss).reshape(()), number, _numbers(metrics, unread)
+    return gathered(loss).reshape(()), number, _numbers(metrics, unread) if metrics else {}
 
 
 def total_weight(step: int, results: Iterable[Any]) -> float:
     """Returns the sum of the weights of a step's micro-batches. Raises LossError."""
-    weight = math.fsum(result.weight for result in results)
+    weight = math.fsum([result.weight for result in results])
     if 0 < weight < LEAST_WEIGHT:
         raise LossError(
             f"the weights of step {step} add up to {weight:g}, too little to divide "
@@ -75,7 +75,7 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
 
     Values near the limits of a float are added directly and may give inf or nan.
     """
-    parts, weight = [x * w for x, w in values], math.fsum(w for _, w in values)
+    parts, weight = [x * w for x, w in values], math.fsum([w for _, w in values])
     try:
         has_state = math.fsum(parts)
     except (OverflowError, ValueError):  # beyond the largest float; inf - inf

@@ -71,6 +71,8 @@ def take_read(results: Mapping[int, MicroBatchResult], read: Iterable[torch.Tens
 class MicroBatchRunner:
     """`precision`: of `ctx.steps`."""
 
+    several = False  # whether a virtual worker has more than one in a step
+
     def __init__(
         self,
         state: TrainState,
@@ -122,8 +124,9 @@ class MicroBatchRunner:
     def batch(self, step: int, v: int) -> Any:
         # A transform draws here, or in a process.
         seed_everything(batch_seed(self._seed, step, self._key(v)))
-        self._report(f"data {self._virtual_worker(step, v)}")
-        return to_device(self._data.batch(step, v), self._device)
+        self._report(f"data {self._virtual_worker(step, v) if self.several else v}")
+        batch = self._data.batch(step, v)
+        return batch if self._device.type == "cpu" else to_device(batch, self._device)
 
     def forward(
         self, batch: Any, step: int, v: int, expected: float | None
@@ -131,19 +134,24 @@ class MicroBatchRunner:
         """Returns the scaled loss to run backward from, or None if the weight is 0; and the
         result. `expected`: the weight of the step, by which it is divided; None: it is not scaled.
         """
-        self._report(f"compute {self._virtual_worker(step, v)}")
+        self._report(f"compute {self._virtual_worker(step, v) if self.several else v}")
         seed_everything(seed_for(self._seed, step, self._key(v)))
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
-        self._speed.start_micro_batch()
+        if self._speed.measures:
+            self._speed.start_micro_batch()
         begin_graph_iteration()
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.
         torch.clear_autocast_cache()
         loop_body_guard = self._state.loop_body_guard
         versions = loop_body_guard.versions()
-        with loop_body_guard.in_loss(), autocast(self.precision, self._device):
-            returned = self._loss_fn(self._state.model, batch)
+        loop_body_guard.is_in_loss = True
+        try:
+            with autocast(self.precision, self._device):
+                returned = self._loss_fn(self._state.model, batch)
+        finally:
+            loop_body_guard.is_in_loss = False
         written = loop_body_guard.written_since(versions)
         if written is not None:
             self._check_written(written)

@@ -263,7 +263,7 @@ class BadRowGroups(StepParticipant):
 
     def propose(self) -> bytes:
         bad = frozenset[int]().union(
-            *(self._data.bad_row_groups(self._step, v) for v in self._results.own)
+            *[self._data.bad_row_groups(self._step, v) for v in self._results.own]
         )
         new = sorted(bad - self._state.bad_row_groups)
         return msgpack.packb(new) if new else b""
