@@ -1,0 +1,102 @@
+"""Loops as people write them (user_loops.py), where workers that began are lost."""
+
+import pytest
+import torch
+
+from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.data import open_data
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.local_run import LocalRun
+from tests.runs import group, spec_of, texts_of
+from tests.train.jobs import hold
+from tests.train.user_loops import LOOPS, STEPS
+
+# The others are tried with `make slow`.
+IN_CI = {
+    *("early_stopping_that_travels", "plateau", "averaged_model_that_teaches"),
+    *("layers_that_freeze", "curriculum", "lr_of_a_generator", "global_counter"),
+}
+
+
+class Context:
+    """A context whose bodies wait for the size of the group."""
+
+    def __init__(self, ctx):
+        self.ctx = ctx
+
+    def __getattr__(self, name):
+        return getattr(self.ctx, name)
+
+    def steps(self, *args, **options):
+        for step in self.ctx.steps(*args, **options):
+            yield step
+            hold(self.ctx, step)
+
+
+def held(train):
+    return lambda ctx: train(Context(ctx))
+
+
+def job(workers):
+    config = {"hold": {0: workers}}
+    return spec_of(steps=STEPS, workers=workers, virtual=6, config=config)
+
+
+def alone(name):
+    """The run of one process, and what it said."""
+    spec, heard = job(1), []
+    data = open_data(spec.data, virtual_workers=6)
+    run = LocalRun(spec, data, torch.device("cpu"), on_say=heard.append)
+    run.run(held(LOOPS[name][0]))
+    return run, heard
+
+
+def check_said(words, texts):
+    """Checks that a warning has these words, or that there is none."""
+    warnings = [text for text in texts if "WARNING" in text]
+    if words is None:
+        assert not warnings
+    else:
+        assert any(words in text for text in warnings), texts
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_is_exact_or_named_in_one_process(name):
+    _, error, words = LOOPS[name]
+    if error is None:
+        check_said(words, alone(name)[1])
+        return
+    with pytest.raises(error) as refusal:
+        alone(name)
+    assert type(refusal.value) is error and words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(
+            name, workers, marks=() if workers == 2 and name in IN_CI else pytest.mark.slow
+        )
+        for name in LOOPS
+        for workers in (1, 2, 3)
+    ],
+)
+def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, workers, tmp_path):
+    _, error, words = LOOPS[name]
+    # Each time rank 0, which is the one that has been there for longest.
+    places = [str(tmp_path / f"{i}") for i in range(workers)]
+    faults = tuple(
+        WorkerFault("backward", rank=0, world_size=workers, step=4 + 3 * i, once=place)
+        for i, place in enumerate(places)
+    )
+    outcome, run = group(job(workers), held(LOOPS[name][0]), faults=faults)
+    if error is not None:
+        refusal = error_of(outcome)
+        assert type(refusal) is error and words in str(refusal), outcome.traceback
+        return
+    check_said(words, texts_of(run))
+    if words is None:
+        assert outcome.error is None, outcome.traceback
+        undisturbed, _ = alone(name)
+        assert (outcome.step, outcome.digest) == (undisturbed.step, undisturbed.digest)
+        assert outcome.workers_lost
