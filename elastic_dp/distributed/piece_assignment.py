@@ -36,14 +36,6 @@ class Holders(NamedTuple):
         return (self.primary,) if self.backup is None else (self.primary, self.backup)
 
 
-class Move(NamedTuple):
-    """A copy of a piece that `receiver` gets from `sender`."""
-
-    piece: int
-    sender: int
-    receiver: int
-
-
 def assign_pieces(
     sizes: Sequence[int],
     world_size: int,
@@ -77,21 +69,6 @@ def assign_pieces(
     assignment.balance()
     assignment.separate()
     return assignment.holders(kept)
-
-
-def moves_to(
-    holders: Sequence[Collection[int]], held: Sequence[Collection[int]], sizes: Sequence[int]
-) -> list[Move]:
-    """Returns the copies that are made so that `holders[piece]` hold each piece. Those that hold it
-    now send it, whoever has less to send."""
-    sent: defaultdict[int, int] = defaultdict(int)
-    moves = []
-    for piece, (wanted, present) in enumerate(zip(holders, held, strict=True)):
-        for receiver in sorted(set(wanted).difference(present)):
-            sender = min(present, key=lambda rank: (sent[rank], rank))
-            sent[sender] += sizes[piece]
-            moves.append(Move(piece, sender, receiver))
-    return moves
 
 
 class _Assignment:

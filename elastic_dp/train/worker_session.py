@@ -47,7 +47,7 @@ from elastic_dp.train.gang.gang_kind import kind_of_gang
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.state_transfer import (
     StateTransfer,
-    TransferRole,
+    TransferPlan,
     plan_state_transfer,
 )
 from elastic_dp.train.generations.worker_control import (
@@ -385,21 +385,23 @@ class WorkerSession:
         self.pass_point("forming")
         members = membership.members
         self.weights.compare_among(tuple(member.worker for member in members))
-        plan = plan_state_transfer(membership, self.worker, self.position)
-        source = members[membership.rank(membership.source)]
-        if plan.role is not TransferRole.RESTORE:
+        plan = plan_state_transfer(membership)
+        if not plan.restores:
             # rows of virtual workers that come here, meanwhile
+            source = members[plan.source]
             self._read_ahead(membership, source.position.step + 1)
-        self._groups.start(plan.ranks)
-        payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
-        state_group = self._groups.formed()
-        if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
+        self._groups.start()
+        receives = plan.restores or membership.rank(self.worker) in plan.receivers
+        sends = plan.receivers and not receives
+        payload = self._transfer.payload() if sends else None  # meanwhile
+        self._groups.formed()
+        if receives:
             # and its memory, before there is more to hold
             self.transaction.gradient.forget_finished()
         formed_at = time.time()
-        taken = self._get_state(membership, plan.role, state_group, payload)
+        taken = self._get_state(membership, plan, payload)
         copied_at = time.time()
-        if plan.role is TransferRole.RESTORE:
+        if plan.restores:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
         taken += self._get_pieces(membership)
@@ -415,26 +417,20 @@ class WorkerSession:
         self.report("compute")
 
     def _get_state(
-        self,
-        membership: Membership,
-        role: TransferRole,
-        group: ProcessGroup | None,
-        payload: StatePayload | None,
+        self, membership: Membership, plan: TransferPlan, payload: StatePayload | None
     ) -> int:
-        """Restores, sends or receives the state, or neither. `group`: of those that send or
-        receive. Returns the number of bytes received."""
-        if role is TransferRole.RESTORE:
-            self._transfer.restore(group, membership, self.checkpoints)
+        """Restores, sends or receives the state, or neither. `payload`: what a member sends.
+        Returns the number of bytes received."""
+        main = self._groups.main
+        assert main is not None
+        if plan.restores:
+            self._transfer.restore(main, membership, self.checkpoints)
             check_schedule_lasts(self.state.scheduler, self.total_steps, self.position.step)
-        if role is TransferRole.RESTORE or membership.source == self.worker:
+        if plan.restores or membership.source == self.worker:
             self.progress.has_initial_state(membership.lineage_id)
-        if payload is not None:
-            assert group is not None
-            self._transfer.send(group, payload)
-        if role is TransferRole.RECEIVE:
-            assert group is not None
-            return self._transfer.receive(group, membership.lineage_id)
-        return 0
+        if plan.restores or not plan.receivers:
+            return 0
+        return self._transfer.move(main, plan, payload, membership.lineage_id)
 
     def _get_pieces(self, membership: Membership) -> int:
         """Receives its pieces of a sharded optimizer. Returns the number of bytes received."""

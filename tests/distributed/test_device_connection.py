@@ -223,7 +223,7 @@ def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_form
     control = WorkerControl(_generation=1, _inside=True)
     groups = generation_groups.GenerationGroups("a", CPU, control, InMemory(), connects=True)
     groups.enter(membership)
-    groups.start(())
+    groups.start()
     groups.formed()
     assert limits == [device_connection.CONNECTING_LIMIT_S]
 

@@ -194,14 +194,15 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     held = held_before_its_commit(plain, 22, 0, tmp_path / "committed")
 
     def train(ctx: Any) -> None:
-        received = StateTransfer.receive
+        moved = StateTransfer.move
 
-        def receive(transfer: Any, *given: Any) -> int:
-            kept = ctx._session.transaction.leaves._finished
-            (tmp_path / ctx._session.worker).write_text(str(kept and [*kept.nodes]))
-            return received(transfer, *given)
+        def move(transfer: Any, group: Any, plan: Any, payload: Any, *given: Any) -> int:
+            if payload is None:
+                kept = ctx._session.transaction.leaves._finished
+                (tmp_path / ctx._session.worker).write_text(str(kept and [*kept.nodes]))
+            return moved(transfer, group, plan, payload, *given)
 
-        StateTransfer.receive = receive
+        StateTransfer.move = move
         held(ctx)
 
     spec = spec_of(steps=25, config={"hold": {0: 3}}, min_workers=3, standby=1)

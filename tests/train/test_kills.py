@@ -11,19 +11,20 @@ import functools
 import itertools
 import os
 import signal
+from collections import Counter
 
 import pytest
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import SizeRequested, StopRequested, TrainingPosition
-from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.fault_injection import _generation_of as generation_of
-from elastic_dp.train.generations.state_transfer import state_transfer_ranks
+from elastic_dp.train.generations.state_transfer import plan_state_transfer
 from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.state import state_moves
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
@@ -322,27 +323,27 @@ def in_pieces(train, folder):
     at."""
 
     def torn(ctx):
-        session, together = ctx._session, tensor_broadcast._packs
+        session, begin, begun = ctx._session, state_moves.Move.begin, Counter()
 
-        def with_a_point(flats):
-            pieces = list(together(flats))
-            assert len(pieces) >= 4
-            yield from pieces[:2]
-            membership = session.membership
-            gives = membership.source == session.worker
-            if gives:
-                takers = state_transfer_ranks(membership, session.rank, session.position)[1:]
-                arrived = [folder / f"{session.generation}-{r}" for r in takers]
-                over = session.control._over
-                eventually(lambda: all(file.exists() for file in arrived) or over())
-            else:
-                arrived = folder / f"{session.generation}-{session.rank}"
-                arrived.write_text(str(session.position.step), encoding="utf-8")
-            session.pass_point("sending_state" if gives else "receiving_state")
-            yield from pieces[2:]
+        def with_a_point(move):
+            begun[move] += len(move._units) > 1
+            if begun[move] == 3:
+                membership = session.membership
+                receivers = plan_state_transfer(membership).receivers
+                arrived = {r: folder / f"{session.generation}-{r}" for r in receivers}
+                if session.rank in arrived:
+                    at = str(session.position.step)
+                    arrived[session.rank].write_text(at, encoding="utf-8")
+                    session.pass_point("receiving_state")
+                elif membership.source == session.worker:
+                    over = session.control._over
+                    eventually(lambda: all(f.exists() for f in arrived.values()) or over())
+                    session.pass_point("sending_state")
+            begin(move)
 
-        tensor_broadcast._PACKED_BYTES, tensor_broadcast._MAX_IN_FLIGHT = 256, 1
-        tensor_broadcast._packs = with_a_point
+        state_moves.UNIT_BYTES = state_moves.ROUND_BYTES = 256
+        state_moves._MAX_IN_FLIGHT = 1
+        state_moves.Move.begin = with_a_point
         train(ctx)
 
     return torn

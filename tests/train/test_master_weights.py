@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.codec import encode
-from elastic_dp.distributed.tensor_broadcast import meta_of
+from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
@@ -208,12 +208,12 @@ def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
         p.grad = torch.ones_like(p)
     optimizer.step()
     encoded, tensors = encode(state.tree([], None))
-    specs = [meta_of(tensor) for _, tensor in tensors]
+    specs = [TensorSpec.of(*one) for one in tensors]
     state.preallocate()
     ours = state.own_tensors(encoded, specs)
     large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
     assert len(large) == 4, "the parameter, its master and two moments"
-    assert all(ours[slot].dtype == specs[slot].dtype for slot in large)
+    assert all(ours[slot].dtype == specs[slot].torch_dtype for slot in large)
 
 
 def test_run_with_a_join_and_a_leave_has_the_local_digest():

@@ -26,8 +26,8 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.distributed import gradient_units
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.sharding import backup_copies, piece_exchange
-from elastic_dp.train.sharding.piece_exchange import PieceRound
+from elastic_dp.train.sharding import sharded_optimizer
+from elastic_dp.train.state import state_moves
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
 from tests.runs import (
@@ -272,8 +272,8 @@ def copies_slowly(train, dead, told):
     def cut(ctx):
         if dead.exists():
             eventually(told.exists)
-        backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
-        backup_copies.STEP_PART = 1 << 20
+        sharded_optimizer.STEP_BYTES = SMALL_UNIT_BYTES
+        sharded_optimizer.STEP_PART = 1 << 20
         session, commits = ctx._session, ctx._session._committed
 
         def committed(record):
@@ -508,7 +508,8 @@ def dies_in_rounds(train, rank, passes, first, second):
     """Pieces are copied in many rounds, those of backups while steps run. Once the file `first`
     exists, this rank counts how often a round is about to begin or to be sent, or has arrived, and
     dies with the number `passes`; it makes the file `second`."""
-    begin, send, arrive = PieceRound.__init__, PieceRound.send, PieceRound.arrive
+    kind = state_moves._Round
+    begin, send, land = kind.__init__, kind.send, kind.land
 
     def cut(ctx):
         session, passed = ctx._session, itertools.count(1)
@@ -528,13 +529,12 @@ def dies_in_rounds(train, rank, passes, first, second):
                 count()
             send(this)
 
-        def arrives(*given):
-            arrived = arrive(*given)
+        def lands(this):
+            land(this)
             count()
-            return arrived
 
-        PieceRound.__init__, PieceRound.send, PieceRound.arrive = begins, sends, arrives
-        piece_exchange.ROUND_BYTES = backup_copies.STEP_BYTES = SMALL_UNIT_BYTES
+        kind.__init__, kind.send, kind.land = begins, sends, lands
+        state_moves.ROUND_BYTES = sharded_optimizer.STEP_BYTES = SMALL_UNIT_BYTES
         train(ctx)
 
     return cut

@@ -13,8 +13,8 @@ import torch
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.codec import encode
+from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.distributed.tensor_broadcast import meta_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
@@ -161,7 +161,7 @@ def test_memory_of_a_worker_that_will_join_fits_the_weights_and_their_state() ->
         p.grad = torch.ones_like(p)
     optimizer.step()
     encoded, tensors = encode(state.tree([], None))
-    specs = [meta_of(tensor) for _, tensor in tensors]
+    specs = [TensorSpec.of(*one) for one in tensors]
     state.preallocate()
     large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
     assert len(large) == 4, "the parameter, its weights and two moments"

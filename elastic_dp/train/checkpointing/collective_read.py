@@ -27,10 +27,10 @@ from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit
 from elastic_dp.checkpoint.unit_reader import read_unit, state_of
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import exchange_spans, pack_payload, receive, send
 from elastic_dp.errors import CheckpointDamaged
 from elastic_dp.train.checkpointing.sliced_read import Slice, read_slices, refuse_damage
 from elastic_dp.train.sharding.checkpoint_units import StateCut
+from elastic_dp.train.state.state_moves import hand_out, move, units_of
 
 States = list[tuple[StateUnit, dict[str, Any]]]
 
@@ -90,11 +90,19 @@ def read_collectively(
         return ReadCheckpoint(commit, tensors, units.states(), units.is_own)
 
 
+def _share_spans(group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Gives all members the bytes of `line` that each has: rank r those of `spans[r]`."""
+    shares = [units_of(line[start:end]) for start, end in spans]
+    have = [[rank] for rank, units in enumerate(shares) for _ in units]
+    units = [unit for some in shares for unit in some]
+    move(group, units, have, [range(group.world_size)] * len(units))
+
+
 def _share_line(commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> None:
     """Gives all members the shares that each has read."""
     layout, size = commit.manifest.layout, group.world_size
     if size > 1:
-        exchange_spans(group, line, [layout.span(layout.share(r, size)) for r in range(size)])
+        _share_spans(group, line, [layout.span(layout.share(r, size)) for r in range(size)])
 
 
 def _read_cut(
@@ -145,15 +153,9 @@ def _read_cut(
 
 def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
     """Returns the commit record of rank 0 on all members."""
-    if group.world_size == 1:
-        assert commit is not None
-        return commit
-    if group.rank == 0:
-        assert commit is not None
-        send(group, pack_payload(commit.step.to_bytes(8, "little") + commit.to_bytes()))
-        return commit
-    given, _ = receive(group, torch.device("cpu"))
-    return CommitRecord.from_bytes(given[8:], int.from_bytes(given[:8], "little"))
+    content = b"" if commit is None else commit.step.to_bytes(8, "little") + commit.to_bytes()
+    told = hand_out(group, content, 0, range(group.world_size))
+    return commit or CommitRecord.from_bytes(told[8:], int.from_bytes(told[:8], "little"))
 
 
 class _Units:
@@ -195,7 +197,7 @@ class _Units:
         if not self.is_own and self._group.world_size > 1 and len(self._line):
             shares = [self._share(rank) for rank in range(self._group.world_size)]
             spans = [(self._ends[first], self._ends[last]) for first, last in shares]
-            exchange_spans(self._group, self._line, spans)
+            _share_spans(self._group, self._line, spans)
         content: Any = self._line.numpy()
         target = memoryview(content)
         return [

@@ -7,8 +7,8 @@ these. So nobody has more in memory than its own slices, and what is on its way.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from elastic_dp.checkpoint.checkpoint_reader import read_blocks
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged
+from elastic_dp.train.state.state_moves import StateUnit, move, units_of
 
 READ_BLOCKS = 16  # of a member at a time
-SENT_BYTES = 4 << 20  # of what a member has read, to all others at a time
 
 
 class Slice(NamedTuple):
@@ -61,17 +61,23 @@ def read_slices(
             wrong = error.reason
         enters("receive")
         refuse_damage(group, commit, wrong)
-        for at in range(0, max(end - start for start, end in spans), SENT_BYTES):
-            some = [Slice(start + at, min(start + at + SENT_BYTES, end)) for start, end in spans]
-            sent = [
-                [window[a - mine.start : b - mine.start] for _, a, b in _cuts(theirs, some[rank])]
-                for theirs in needed
-            ]
-            targets = [
-                [found[n][a - slices[n].start :][: b - a] for n, a, b in _cuts(slices, span)]
-                for span in some
-            ]
-            _all_to_all(group, sent, targets)
+        units, have, need = list[StateUnit](), list[list[int]](), list[list[int]]()
+        for reader, span in enumerate(spans):
+            for (a, b), targets in _targets(needed, span).items():
+                if reader == rank:
+                    flat = window[a - mine.start : b - mine.start]
+                elif rank in targets:
+                    flat = found[targets[rank]][a - slices[targets[rank]].start :][: b - a]
+                else:
+                    flat = torch.empty(b - a, dtype=torch.uint8, device="meta")
+                some = units_of(flat)
+                units += some
+                have += [[reader]] * len(some)
+                need += [list(targets)] * len(some)
+                if reader == rank and rank in targets:
+                    number = targets[rank]
+                    found[number][a - slices[number].start :][: b - a].copy_(flat)
+        move(group, units, have, need)
     return found
 
 
@@ -80,6 +86,18 @@ def refuse_damage(group: ProcessGroup, commit: CommitRecord, wrong: str) -> None
     reasons = [told.decode() for told in group.gather_bytes(wrong.encode()) if told]
     if reasons:
         raise CheckpointDamaged(commit.step, "; ".join(dict.fromkeys(reasons)))
+
+
+def _targets(
+    needed: Sequence[Sequence[Slice]], span: Slice
+) -> dict[tuple[int, int], dict[int, int]]:
+    """Returns the bytes of `span` that ranks need, and for each rank the number of its slice. Two
+    slices are equal or disjoint."""
+    found: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    for rank, slices in enumerate(needed):
+        for number, start, end in _cuts(slices, span):
+            found[start, end][rank] = number
+    return found
 
 
 def _span_of(blocks: Iterator[tuple[int, int]]) -> Slice:
@@ -96,19 +114,3 @@ def _cuts(slices: Sequence[Slice], span: Slice) -> Iterator[tuple[int, int, int]
         if start < end:
             yield number, start, end
         number += 1
-
-
-def _all_to_all(
-    group: ProcessGroup,
-    sent: Sequence[Sequence[torch.Tensor]],
-    targets: Sequence[Sequence[torch.Tensor]],
-) -> None:
-    """Sends the bytes `sent[r]` to rank r, and receives in `targets[r]` what it has sent."""
-    none = torch.empty(0, dtype=torch.uint8)
-    flat = torch.cat([none, *chain.from_iterable(sent)])
-    sizes = [[sum(map(len, some)) for some in of_ranks] for of_ranks in (targets, sent)]
-    arrived = torch.empty(sum(sizes[0]), dtype=torch.uint8)
-    group.wait(group.all_to_all(arrived, flat, *sizes))
-    into = list(chain.from_iterable(targets))
-    for target, given in zip(into, arrived.split(list(map(len, into))), strict=True):
-        target.copy_(given)

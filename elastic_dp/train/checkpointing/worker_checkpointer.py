@@ -376,11 +376,7 @@ class WorkerCheckpointer:
         def cuts_of(commit: CommitRecord) -> list[StateCut]:
             if self._units is None:
                 return []
-            cuts = self._units.cuts(commit.manifest, *among)
-            # Their ranks are those of the membership, and the group has others.
-            names = [told.decode() for told in group.gather_bytes(self._worker.encode())]
-            in_group = [names.index(member.worker) for member in membership.members]
-            return [cut._replace(ranks=tuple(in_group[r] for r in cut.ranks)) for cut in cuts]
+            return self._units.cuts(commit.manifest, *among)
 
         return read_collectively(
             self._catalog,

@@ -4,15 +4,13 @@ use.
 The controller may say who the next members will most likely be while this worker is still in the
 present generation (`prepare`): their group then forms in the background, and is taken if they are.
 
-A generation has up to three groups: one for the steps, one between the members that send and
-receive state, formed at the same time where both are needed, and one for evaluations, formed when
-it is first used. All end with the generation.
+A generation has up to two groups: one for state and steps, and one for evaluations, formed when it
+is first used. Both end with the generation.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +25,6 @@ from elastic_dp.distributed.process_group import (
     drop_abandoned_groups,
 )
 from elastic_dp.distributed.rendezvous import GroupName, Rendezvous
-from elastic_dp.errors import GroupError
 from elastic_dp.threads import background
 from elastic_dp.train.generations.worker_control import WorkerControl
 
@@ -111,34 +108,22 @@ class GenerationGroups:
         """Makes this the present generation."""
         self.membership = membership
 
-    def start(self, involved: Sequence[int]) -> None:
-        """Starts to form the group of all members, and that of the ranks `involved` in a state
-        transfer."""
-        self._involved = involved
+    def start(self) -> None:
+        """Starts to form the group of all members."""
         self._main_formation = self._formation_of_all()
-        self._state_formation = self._formation(self._name("state"), involved) if involved else None
 
-    def formed(self) -> ProcessGroup | None:
-        """Waits for both groups. Sets `main` and returns the other one. Raises GroupError."""
-        state = self._state_formation
-        try:
-            self.main = self._main_formation.wait()
-            assert self.membership is not None
-            self.main.place(self.membership.topology)
-            state_group = None if state is None else state.wait()
-        except GroupError:
-            if state is not None:
-                state.abort()
-            raise
+    def formed(self) -> None:
+        """Waits for the group, and sets `main`. Raises GroupError."""
+        assert self.membership is not None
+        self.main = self._main_formation.wait()
+        self.main.place(self.membership.topology)
         if self._connects and self._rendezvous is not None:
             connect_devices(self.main, self._rendezvous, self.generation)
         for old in self._old:
             old.close()
+        self._old = []
         if self._has_large_buffers:
             drop_abandoned_groups(0.0)  # returns at once
-        # Other members may still be receiving, so the group closes with the next forming.
-        self._old = [] if state_group is None else [state_group]
-        return state_group
 
     def check_connection(self) -> None:
         """Raises FormingFailed if this member's device has failed while it was connected."""
@@ -153,7 +138,7 @@ class GenerationGroups:
     def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations. Raises GroupError."""
         if self._side is None:
-            self._side = self._formation(self._name("side"), range(self.world_size)).wait()
+            self._side = self._formation(GroupName(self.generation, "side", self._process)).wait()
         return self._side
 
     def leave(self) -> None:
@@ -179,17 +164,15 @@ class GenerationGroups:
                 return prepared.formation
             prepared.formation.abandon()
         name = GroupName.main(membership.generation, membership.prepared, self._process)
-        return self._formation(name, range(self.world_size))
+        return self._formation(name)
 
-    def _formation(self, name: GroupName, ranks: Sequence[int]) -> GroupFormation:
-        """Starts to form a group of the members with these ranks, in this order, this worker
-        included."""
+    def _formation(self, name: GroupName) -> GroupFormation:
         assert self.membership is not None
         formation = GroupFormation(
             self._rendezvous,
             name,
-            rank=ranks.index(self.rank),
-            world_size=len(ranks),
+            rank=self.rank,
+            world_size=self.world_size,
             device=self._device,
             timeout_s=self.membership.forming_timeout_s,
         )
@@ -199,6 +182,3 @@ class GenerationGroups:
     @property
     def _process(self) -> int:
         return 0 if self._rendezvous is None else self._rendezvous.process
-
-    def _name(self, purpose: str) -> GroupName:
-        return GroupName(self.generation, purpose, self._process)

@@ -1,92 +1,63 @@
-"""How a worker gets the run's state when a generation begins: from another member or a checkpoint.
+"""How a worker gets the run's state when a generation begins: from other members or a checkpoint.
 
-`plan_state_transfer` depends only on the membership and the worker's own position, so all members
-make the same plan. `StateTransfer` executes it.
+`plan_state_transfer` depends only on the membership, so all members make the same plan.
+`StateTransfer` executes it.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic_dp.coordinator.messages import Membership, TrainingPosition, WorkerId
+from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import StatePayload, send
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.gang.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.state_moves import StateUnit, hand_out, move
 from elastic_dp.train.state.state_payload import (
-    pack_state,
-    receive_state,
-    serialize_state,
-    unpack_state,
+    DIGEST_BYTES,
+    StatePayload,
+    from_vector,
+    to_vectors,
 )
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 
-
-class TransferRole(enum.Enum):
-    NONE = enum.auto()  # this worker neither needs state nor sends it
-    SEND = enum.auto()
-    RECEIVE = enum.auto()
-    RESTORE = enum.auto()  # all members read the newest checkpoint together
+# What a step changes has the same bits on all members at one step, so any of them can send it. What
+# the loop body changes may differ, so all of it comes from the source.
+_ANY_MEMBER_SENDS = ("step.parameters.", "step.optimizer.")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What this worker does.
+    """`receivers` are the ranks of members that lack the state of `source`. The others have it."""
 
-    `ranks` are those of all members that send or receive state, the source first.
-    """
-
-    role: TransferRole
-    ranks: Sequence[int] = ()
+    restores: bool  # all members read the newest checkpoint together
+    source: int
+    receivers: Sequence[int]
 
 
-def plan_state_transfer(
-    membership: Membership, worker: WorkerId, position: TrainingPosition
-) -> TransferPlan:
-    """Returns the plan for `worker`, which is at `position`."""
-    ranks = state_transfer_ranks(membership, membership.rank(worker), position)
-    if membership.restore:
-        return TransferPlan(TransferRole.RESTORE, ranks)
-    if not ranks:
-        return TransferPlan(TransferRole.NONE)
-    sends = membership.source == worker
-    return TransferPlan(TransferRole.SEND if sends else TransferRole.RECEIVE, ranks)
-
-
-def state_transfer_ranks(
-    membership: Membership, rank: int, position: TrainingPosition
-) -> list[int]:
-    """Returns the ranks that send or receive state, the source first.
-
-    The list is empty if `rank`, at `position`, is not one of them.
-    """
-    members = membership.members
-    source = membership.rank(membership.source)
-    first = not any(member.has_state for member in members)
-    truth = position if first else members[source].position
+def plan_state_transfer(membership: Membership) -> TransferPlan:
+    members, source = membership.members, membership.rank(membership.source)
+    truth = members[source].position
     receivers = [
-        r
-        for r, member in enumerate(members)
-        if r != source and (not member.has_state or member.position < truth)
+        rank
+        for rank, member in enumerate(members)
+        if rank != source and (not member.has_state or member.position < truth)
     ]
-    involved = [source, *receivers]
-    return involved if receivers and rank in involved else []
+    return TransferPlan(membership.restore, source, receivers)
 
 
 class StateTransfer:
-    """Executes the plan of one worker, once a group is formed for it: `send`, `receive` or
-    `restore`."""
+    """Executes the plan of one worker, once a group is formed: `move` or `restore`."""
 
     def __init__(
         self,
@@ -115,20 +86,50 @@ class StateTransfer:
             "position": list(progress.position),
             "of_finished_bodies": progress.of_finished_bodies(),
         }
-        return serialize_state(tree | ours | {"agreed": self._weights.agreed})
+        return StatePayload.of(tree | ours | {"agreed": self._weights.agreed})
 
-    def send(self, group: ProcessGroup, payload: StatePayload) -> None:
-        self._reporter.report("give")
-        self._reporter.pass_point("sending_state")
-        send(group, payload)
+    def move(
+        self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
+    ) -> int:
+        """Sends the state to the receivers of `plan`, or receives it: all of it or nothing.
 
-    def receive(self, group: ProcessGroup, lineage_id: int) -> int:
-        """Receives the state, all of it or nothing. Returns the number of bytes received."""
+        `payload`: of a member that has the state. Returns the number of bytes received. Raises
+        GroupError.
+        """
+        if payload is not None:
+            self._reporter.report("give")
+            self._reporter.pass_point("sending_state")
+            self._move(group, plan, payload)
+            return 0
         self._reporter.report("receive")
         self._reporter.pass_point("receiving_state")
-        joins = not self._progress.has_state
-        targets = self._state.own_tensors if joins else None
-        tree, nbytes = receive_state(group, self._device, targets)
+        received, nbytes = self._move(group, plan, None)
+        self._adopt(received, lineage_id)
+        return nbytes
+
+    def _move(
+        self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None
+    ) -> tuple[StatePayload, int]:
+        digests = group.gather_equal(payload.digest if payload else bytes(DIGEST_BYTES))
+        alike = [rank for rank, one in enumerate(digests) if one == digests[plan.source]]
+        others = [rank for rank in range(group.world_size) if rank not in alike]
+        ours = payload.text if payload is not None and group.rank in alike else b""
+        text = hand_out(group, ours, plan.source, others)
+        if payload is None:
+            targets = None if self._progress.has_state else self._state.own_tensors
+            payload = StatePayload.receive(text, self._device, targets)
+        elif group.rank not in alike:  # its loop body keeps state of another kind, so it sends none
+            payload = StatePayload.receive(text, torch.device("meta"), None)
+        units, have = list[StateUnit](), list[list[int]]()
+        for spec, of_tensor in zip(payload.specs, payload.units(), strict=True):
+            units += of_tensor
+            senders = alike if spec.name.startswith(_ANY_MEMBER_SENDS) else [plan.source]
+            have += [senders] * len(of_tensor)
+        nbytes = move(group, units, have, [plan.receivers] * len(units))
+        return payload, nbytes
+
+    def _adopt(self, payload: StatePayload, lineage_id: int) -> None:
+        tree, joins = payload.tree(), not self._progress.has_state
         self._control.may_continue()
         position = TrainingPosition(*tree["position"])
         if joins or position.step > self._progress.position.step:
@@ -144,11 +145,10 @@ class StateTransfer:
         # Otherwise the source was ahead only by an evaluation or the end of the run, and this
         # worker keeps the hyper-parameters that its own body set.
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
-        return nbytes
 
     def restore(
         self,
-        group: ProcessGroup | None,
+        group: ProcessGroup,
         membership: Membership,
         checkpoints: WorkerCheckpointer | None,
     ) -> None:
@@ -162,10 +162,9 @@ class StateTransfer:
             self._reporter.report(phase)
             self._reporter.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
-        alone = ProcessGroup(None, 0, 1, self._device)
         share = None if self._gang is None else self._share
         commit, evaluations, log_calls = checkpoints.restore(
-            self._state, group or alone, membership, self._device, enters, share
+            self._state, group, membership, self._device, enters, share
         )
         self._restored(commit.step, evaluations, log_calls)
 
@@ -175,18 +174,18 @@ class StateTransfer:
         self._reporter.report("restore")
         self._reporter.pass_point("restoring")
         content = torch.frombuffer(bytearray(self._gang.control.part()), dtype=torch.uint8)
-        tree = unpack_state(content, self._device)
+        tree = from_vector(content, self._device)
         self._state.adopt(tree, body=True)
         self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
 
     def _share(self, tree: Any, step: int, device_types: Mapping[str, str]) -> Any:
         """Hands out a restored state to the processes of this worker. Returns the part of this
-        one. `device_types`: see `rehome_state`."""
+        one. `device_types`: see `StatePayload.of`."""
         assert self._gang is not None
         tree = tree | {"restored": step}
         parts = [self._state.part(tree, process) for process in range(self._gang.size)]
-        flat = [pack_state(part, device_types).numpy().tobytes() for part in parts[1:]]
-        self._gang.control.hand_out(flat)
+        vectors = [torch.cat(to_vectors(part, device_types)) for part in parts[1:]]
+        self._gang.control.hand_out([flat.numpy().tobytes() for flat in vectors])
         return parts[0]
 
     def _restored(self, step: int, evaluations: list[dict[str, float]], log_calls: int) -> None:

@@ -14,6 +14,15 @@ keeps what it has prepared until it knows whether some other member has committe
 same generation, it updates by the gradients that it has prepared (`roll_forward`); if not, the step
 is done again.
 
+Behind a loss, pieces of which one holder is left have it as their primary, as far as all members
+have equal parts so, and train on. Their backups get the state in the first steps of the generation:
+some in each step. The state is sent before the backward pass that sends the gradients, and waited
+for behind that. The backups have the gradient of that step like all holders, so they take part in
+its commit. Until then a piece has one holder, and is lost with it. All other copies are made before
+the first step, as where a joiner is given its part: nobody may let go of a piece before another
+member has it. All are, where a member is to leave soon. A generation may end before they are made;
+then the coordinator lets no member go (`WorkerStopped.lacks_copies`).
+
 With one member or two, all hold everything. Then a step updates in place after its commit, as it
 does without sharding, and no parameters are gathered.
 
@@ -28,31 +37,36 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.gradient_norm import GradientNorm
-from elastic_dp.distributed.piece_assignment import Holders, assign_pieces, moves_to
+from elastic_dp.distributed.piece_assignment import Holders, assign_pieces
 from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.sharding.backup_copies import BackupCopies, holders_now
 from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
 from elastic_dp.train.sharding.kept_copies import copies_to_keep
 from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
-from elastic_dp.train.sharding.piece_exchange import exchange
 from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
 from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
+from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
+from elastic_dp.train.state.state_payload import from_vector, to_vectors
 
 ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
 # The same on a device, which is given its work in few large pieces. It updates no more in place at
 # a time, either: torch's optimizers make temporary tensors for all that they update together.
 COPIED_BYTES_ON_DEVICE = 64 << 20
+# Of parameters: what a member sends in one step for backups, at least; and the part of their bytes
+# that it sends, if that is more.
+STEP_BYTES = 1 << 20
+STEP_PART = 64
 
 
 @dataclass(slots=True)
@@ -94,7 +108,8 @@ class ShardedOptimizer:
         self._group: ProcessGroup | None = None
         self.holders: list[Holders] = []  # of this or the last generation, by piece
         self._small: AbstractSet[int] = frozenset()  # of the pieces that this member holds
-        self._copies: BackupCopies | None = None  # of this generation
+        self._copies: Move | None = None  # for backups, in steps of this generation
+        self._arrived: dict[int, State] = {}  # and not held yet
         self._left_early = False  # the last one, before they were made
         self._kept_gather: tuple[list[bool], ParameterGather] | None = None  # see `_gather_of`
         self._gather: ParameterGather | None = None  # of this step
@@ -120,28 +135,48 @@ class ShardedOptimizer:
         self.close()
         self._prepared = None
         world_size, rank = group.world_size, group.rank
-        held = holders_now(group, self.held, len(self.pieces))
+        held = ranks_with(group, self.held, len(self.pieces))
         if lost := sum(not ranks for ranks in held):
             raise PiecesLost(
                 f"{lost} of the {len(self.pieces)} pieces of the optimizer's state were on lost "
                 "workers alone"
             )
         holders = assign_pieces(self.sizes, world_size, topology, held)
-        mine = {n for n, one in enumerate(holders) if rank in one.ranks}
-        moves = moves_to([one.ranks for one in holders], held, self.sizes)
         # Before a run's first step there is next to nothing to copy.
         at_once = at_once or world_size <= ALL_HOLD or not self.committed_in
-        copies = BackupCopies(group, moves, holders, held, self.sizes, at_once=at_once)
-        received: dict[int, State] = {}
-        nbytes = exchange(group, copies.before, self.held, received.__setitem__, self._device)
-        self.held |= received
+        later = [
+            not at_once and ranks == [one.primary] for ranks, one in zip(held, holders, strict=True)
+        ]
+        need = [one.ranks for one in holders]
+        units = [
+            StateUnit(size, partial(self._read, number), partial(self._write, number))
+            for number, size in enumerate(self.sizes)
+        ]
+        self._arrived = {}
+        before = [() if waits else ranks for ranks, waits in zip(need, later, strict=True)]
+        nbytes = move(group, units, held, before)
+        self._hold_arrived()
         if any(set(ranks).difference(one.ranks) for ranks, one in zip(held, holders, strict=True)):
             group.gather_bytes(b"")  # all have what they need: from now on others may let it go
-        self.held = {n: state for n, state in self.held.items() if n in mine}
+        self.held = {n: state for n, state in self.held.items() if rank in need[n]}
         self._group, self._generation, self.holders = group, generation, holders
-        self._copies, self._left_early = copies, False
+        behind = [ranks if waits else () for ranks, waits in zip(need, later, strict=True)]
+        budget = max(STEP_BYTES, sum(self.sizes) // STEP_PART)
+        self._copies = Move(group, units, held, behind, budget=budget)
+        self._left_early = False
         self._small = self._small_pieces()
         return nbytes
+
+    def _read(self, number: int) -> list[torch.Tensor]:
+        has_arrived = number in self._arrived  # and is sent on
+        return to_vectors(self._arrived[number] if has_arrived else self.held[number])
+
+    def _write(self, number: int, content: torch.Tensor) -> None:
+        self._arrived[number] = from_vector(content, self._device)
+
+    def _hold_arrived(self) -> None:
+        self.held |= self._arrived
+        self._arrived = {}
 
     def close(self) -> None:
         """Leaves the generation. What is prepared is kept; see `roll_forward`."""
@@ -174,7 +209,7 @@ class ShardedOptimizer:
         self._prepared = self._gather = None
         if self._copies is not None:
             self.take_copies()
-            self._copies.begin(self.held)
+            self._copies.begin()
 
     def send_copies(self) -> None:
         """Sends them, once. All members call it before they send gradients. Raises GroupError."""
@@ -184,16 +219,18 @@ class ShardedOptimizer:
     def take_copies(self) -> None:
         """Holds the copies that were sent, once they have arrived. Called before anything of this
         step is launched on a device. Raises GroupError."""
-        if self._copies is not None and (arrived := self._copies.take(self._device)):
-            self.held |= arrived
-            self._small = self._small_pieces()
+        if self._copies is not None:
+            self._copies.take()
+            if self._arrived:
+                self._hold_arrived()
+                self._small = self._small_pieces()
 
     def copy_rest(self) -> None:
         """Makes all copies that are missing, since some member is about to leave. All members call
         it. Raises GroupError."""
-        while self._copies is not None and not self.backups_are_made:
+        if self._copies is not None:
+            self._copies.finish()
             self.take_copies()
-            self._copies.begin(self.held)
 
     def needed(self) -> HeldRanges | None:
         """Returns which ranks need the gradient of which elements; None: all need all."""
@@ -434,7 +471,7 @@ class ShardedOptimizer:
     @property
     def backups_are_made(self) -> bool:
         """Whether each piece has all its holders in this generation."""
-        return self._copies is None or self._copies.are_made
+        return self._copies is None or self._copies.is_done
 
     def lacks_copies(self, generation: int) -> bool:
         """Whether some piece may have one holder since `generation`, which this member has left."""

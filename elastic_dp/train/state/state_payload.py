@@ -1,4 +1,4 @@
-"""The state as members send it to each other: JSON and tensors, as in a checkpoint.
+"""The state as workers send it to each other: JSON and tensors, as in a checkpoint.
 
 A payload names no code, and reading it runs none.
 """
@@ -7,59 +7,93 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from elastic_dp.checkpoint.codec import decode, encode
-from elastic_dp.distributed import tensor_broadcast
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import StatePayload, TensorMeta
+from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes, is_dense
+from elastic_dp.errors import CollectiveFailed
+from elastic_dp.train.state.state_moves import StateUnit, units_of
+
+_LENGTH_BYTES = 8
+DIGEST_BYTES = 16
 
 # Returns the tensors that are written in place, by slot, for an encoded tree and its tensors.
-Targets = Callable[[Any, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
+Targets = Callable[[Any, Sequence[TensorSpec]], Mapping[int, torch.Tensor]]
 
 
-def serialize_state(tree: Any) -> StatePayload:
-    """Returns the payload of a tree. Raises StateError, which names an entry that cannot be
-    stored."""
-    encoded, tensors = encode(tree)
-    text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return tensor_broadcast.pack_payload(text, [tensor for _, tensor in tensors])
+@dataclass(frozen=True)
+class StatePayload:
+    """A tree that is encoded: its JSON, and its tensors by slot, whose memory it shares if they
+    are dense."""
+
+    encoded: Any
+    specs: Sequence[TensorSpec]
+    tensors: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, tree: Any, device_types: Mapping[str, str] | None = None) -> StatePayload:
+        """`device_types` is the type of the device on which each tensor belongs, by its name, if
+        that is not where it is. Raises StateError, which names an entry that cannot be stored."""
+        encoded, named = encode(tree)
+        specs = [TensorSpec.of(name, tensor) for name, tensor in named]
+        if device_types is not None:
+            specs = [replace(spec, device=device_types.get(spec.name, "cpu")) for spec in specs]
+        return cls(encoded, specs, [tensor for _, tensor in named])
+
+    @cached_property
+    def text(self) -> bytes:
+        """All but the tensors' contents."""
+        told = [self.encoded, [spec.to_json() for spec in self.specs]]
+        return json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
+
+    @property
+    def digest(self) -> bytes:
+        """Payloads with the same digest have the same tensors, by name and kind."""
+        told = json.dumps([spec.to_json() for spec in self.specs]).encode()
+        return blake2b(told, digest_size=DIGEST_BYTES).digest()
+
+    @classmethod
+    def receive(cls, text: bytes, device: torch.device, targets: Targets | None) -> StatePayload:
+        """Returns a payload like that with this text, whose tensors are to be written: those that
+        `targets` names, or new ones; without memory on a meta `device`. Raises
+        CollectiveFailed."""
+        try:
+            encoded, told = json.loads(text)
+            specs = [TensorSpec.from_json(spec) for spec in told]
+        except (ValueError, TypeError) as error:
+            raise CollectiveFailed(f"a member sends what is no state: {error}") from None
+        own = {} if targets is None else targets(encoded, specs)
+        return cls(encoded, specs, _destinations(specs, device, own))
+
+    def units(self) -> list[list[StateUnit]]:
+        """Returns the units of each tensor."""
+        return [units_of(flat_bytes(tensor)) for tensor in self.tensors]
+
+    def tree(self) -> Any:
+        return decode(self.encoded, self.tensors)
 
 
-def pack_state(tree: Any, device_types: Mapping[str, str]) -> torch.Tensor:
-    """Returns a tree of the host as one byte vector, for a process on this machine. Raises
-    StateError. `device_types`: see `rehome_state`."""
-    encoded, named = encode(tree)
-    text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    places = [device_types.get(name, "cpu") for name, _ in named]
-    return torch.cat(tensor_broadcast.to_flats(text, [tensor for _, tensor in named], places))
+def to_vectors(tree: Any, device_types: Mapping[str, str] | None = None) -> list[torch.Tensor]:
+    """Returns a tree as byte vectors that follow each other. Those of dense tensors are their
+    memory. `device_types`: see `StatePayload.of`."""
+    payload = StatePayload.of(tree, device_types)
+    head = bytearray(len(payload.text).to_bytes(_LENGTH_BYTES, "little") + payload.text)
+    return [torch.frombuffer(head, dtype=torch.uint8), *map(flat_bytes, payload.tensors)]
 
 
-def unpack_state(flat: torch.Tensor, device: torch.device) -> Any:
-    """Reverses `pack_state`."""
-    text, tensors = tensor_broadcast.from_flat(flat, device)
-    return decode(json.loads(text), tensors)
-
-
-def receive_state(
-    group: ProcessGroup,
-    device: torch.device,
-    targets: Targets | None = None,
-) -> tuple[Any, int]:
-    """Returns the tree that rank 0 of `group` sends, and the size of its tensors in bytes.
-
-    `targets` names tensors that are received in place.
-    """
-
-    def ours(text: bytes, specs: Sequence[TensorMeta]) -> Mapping[int, torch.Tensor]:
-        return {} if targets is None else targets(json.loads(text), specs)
-
-    text, tensors = tensor_broadcast.receive(group, device, ours)
-    tree = decode(json.loads(text), tensors)
-    return tree, sum(t.numel() * t.element_size() for t in tensors)
+def from_vector(flat: torch.Tensor, device: torch.device) -> Any:
+    """Reverses `to_vectors`, in new memory."""
+    at = _LENGTH_BYTES + int.from_bytes(flat[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    payload = StatePayload.receive(flat[_LENGTH_BYTES:at].numpy().tobytes(), device, None)
+    for spec, tensor in zip(payload.specs, payload.tensors, strict=True):
+        flat_bytes(tensor).copy_(flat[at : at + spec.nbytes])
+        at += spec.nbytes
+    return payload.tree()
 
 
 def rehome_state(
@@ -70,19 +104,42 @@ def rehome_state(
 ) -> Any:
     """Returns the tree with each tensor copied once: to those that `targets` names, or to new ones.
 
-    `device_types` is the type of the device on which each tensor belongs, by the tensor's name.
+    `device_types`: see `StatePayload.of`.
     """
-    encoded, named = encode(tree)
-    metas = [
-        replace(tensor_broadcast.meta_of(tensor), device_type=device_types.get(name, "cpu"))
-        for name, tensor in named
-    ]
-    tensors = [tensor for _, tensor in named]
-    own = tensor_broadcast.copy_to_own_memory(tensors, metas, device, targets(encoded, metas))
-    return decode(encoded, own)
+    given = StatePayload.of(tree, device_types)
+    own = _destinations(given.specs, device, targets(given.encoded, given.specs))
+    for mine, tensor in zip(own, given.tensors, strict=True):
+        mine.copy_(tensor)
+    return decode(given.encoded, own)
 
 
 def tensor_slot(encoded: Any) -> int | None:
     """Returns the slot of a tensor in an encoded tree, or None if the value is not a tensor."""
     is_tensor = isinstance(encoded, dict) and encoded.get("$") == "tensor"
     return encoded["v"] if is_tensor else None
+
+
+def _destinations(
+    specs: Sequence[TensorSpec], device: torch.device, own: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the tensors to write to: those of `own` where one is named and fits, else new
+    ones, on `device` unless the spec's is the host."""
+    tensors = []
+    for slot, spec in enumerate(specs):
+        mine = own.get(slot)
+        if mine is not None and is_dense(mine) and _fits(mine.detach(), spec):
+            tensors.append(mine.detach())
+            continue
+        is_host = spec.device == "cpu" and device.type != "meta"
+        empty = torch.empty(
+            spec.shape, dtype=spec.torch_dtype, device=torch.device("cpu") if is_host else device
+        )
+        tensors.append(
+            empty if spec.stride is None else empty.view(-1).as_strided(spec.shape, spec.stride)
+        )
+    return tensors
+
+
+def _fits(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    mine = TensorSpec.of(spec.name, tensor)
+    return (mine.dtype, mine.shape, mine.stride) == (spec.dtype, spec.shape, spec.stride)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
-from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
@@ -195,7 +195,7 @@ class TrainState:
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         self._preallocated = [spares(p) for p in parameters]
 
-    def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
+    def own_tensors(self, encoded: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
         """Returns the tensors of a worker without state that receive in place, by slot.
 
         These are parameters, buffers and preallocated optimizer state. `encoded` is the tree with

@@ -54,22 +54,22 @@ def dying(rank, once):
     """The same; the first of this rank dies in the middle of what the members send each other."""
 
     def train(ctx):
-        exchange_spans = collective_read.exchange_spans
+        share_spans = collective_read._share_spans
 
         def die(group, line, spans):
-            broadcast, sent = group.broadcast, []
+            all_to_all, sent = group.all_to_all, []
 
-            def counted(piece, root):
-                sent.append(root)
+            def counted(*given):
+                sent.append(given)
                 if len(sent) == 3 and group.rank == rank and not os.path.exists(once):
                     open(once, "x").close()
                     os.kill(os.getpid(), signal.SIGKILL)
-                return broadcast(piece, root)
+                return all_to_all(*given)
 
-            group.broadcast = counted
-            exchange_spans(group, line, spans)
+            group.all_to_all = counted
+            share_spans(group, line, spans)
 
-        collective_read.exchange_spans = die
+        collective_read._share_spans = die
         wide(ctx)
 
     return train

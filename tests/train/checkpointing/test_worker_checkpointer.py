@@ -177,9 +177,7 @@ def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
 
 
 @pytest.mark.parametrize(("kept", "has_state"), [(True, True), (False, True), (True, False)])
-def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
-    monkeypatch, kept, has_state
-):
+def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(kept, has_state):
     """A worker that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
@@ -189,7 +187,6 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
         evaluations=[],
         ended=None,
     )
-    monkeypatch.setattr(state_transfer, "receive_state", lambda *_: (tree, 0))
     progress, control = WorkerProgress(TrainingPosition(4), has_state=has_state), WorkerControl()
     control._generation, control._inside = 1, True
     control.request_checkpoint()
@@ -201,7 +198,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
         total_steps=0,
         **{name: MagicMock() for name in others},
     )
-    transfer.receive(MagicMock(), lineage_id=1)
+    transfer._adopt(MagicMock(tree=lambda: tree), lineage_id=1)
     assert progress.position == TrainingPosition(5) and progress.has_state
     assert control.checkpoint_wanted is not (kept and has_state)
 

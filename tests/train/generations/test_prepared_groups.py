@@ -53,7 +53,7 @@ def forms(
         told = one._control.wait()
         assert isinstance(told, Membership)
         one.enter(told)
-        one.start(())
+        one.start()
         one.formed()
         assert one.main is not None
         one.main.gather_bytes(b"connected")

@@ -30,7 +30,7 @@ LIMITS = {  # in bytes, smaller and larger than what there is
     (of_state.gradient_units, "UNIT_BYTES"): (1024, 4096),
     (of_state.kept_copies, "KEPT_BYTES"): (0, 4096, 1 << 20),
     (of_state.kept_copies, "ALL_KEPT_BYTES"): (0, 1 << 20),
-    (of_state.backup_copies, "STEP_BYTES"): (1024, 1 << 20),
+    (of_state.sharded_optimizer, "STEP_BYTES"): (1024, 1 << 20),
     (of_state.sharded_optimizer, "COPIED_BYTES"): (2048, 1 << 20),
     (of_state.parameter_gather, "GATHERED_BYTES"): (1000, 4 << 20),
 }

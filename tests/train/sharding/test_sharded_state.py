@@ -22,7 +22,6 @@ from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAM
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
 from elastic_dp.train.sharding import (
-    backup_copies,
     kept_copies,
     parameter_gather,
     sharded_optimizer,
@@ -385,7 +384,7 @@ def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkey
 @pytest.fixture
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies for backups are sent in several steps."""
-    monkeypatch.setattr(backup_copies, "STEP_BYTES", 1024)
+    monkeypatch.setattr(sharded_optimizer, "STEP_BYTES", 1024)
     monkeypatch.setitem(globals(), "SHAPES", [(600, 33), (129,), (64, 2), (1,), ()])
 
 

@@ -21,6 +21,7 @@ from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import sliced_read
 from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits
+from elastic_dp.train.state import state_moves
 from tests.checkpoint.states import memory_store
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.sharding.test_sharded_state import (
@@ -35,7 +36,7 @@ from tests.train.sharding.test_sharded_state import (
 
 KINDS = [(70, 33), (129,), (64, 65), (1,), ()]
 PART_BYTES = 2048
-SENT_BYTES = 1500
+ROUND_BYTES = 1500
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,8 @@ def _small_parts(monkeypatch):
     monkeypatch.setattr(layouts, "_MIN_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(layouts, "_PARTS", 1 << 20)
     monkeypatch.setattr(sliced_read, "READ_BLOCKS", 2)
-    monkeypatch.setattr(sliced_read, "SENT_BYTES", SENT_BYTES)
+    monkeypatch.setattr(state_moves, "ROUND_BYTES", ROUND_BYTES)
+    monkeypatch.setattr(state_moves, "UNIT_BYTES", ROUND_BYTES)
 
 
 def turned(parameters):
@@ -152,7 +154,7 @@ def test_each_byte_is_read_once_and_a_member_has_only_what_it_needs(monkeypatch)
         states = [value for state in member.sharding.held.values() for value in state.values()]
         assert nbytes == for_all + sum(value.nbytes for value in states if value.dim())
     assert max(nbytes for _, nbytes in restored) < 0.9 * commit.nbytes
-    assert max(received) <= 3 * SENT_BYTES, "it came at once"
+    assert max(received) <= 3 * ROUND_BYTES, "it came at once"
 
 
 def test_damage_found_by_one_sends_all_to_the_checkpoint_before():

@@ -1,12 +1,24 @@
-"""A restored state goes from the bytes that were read to its place in one copy."""
+"""State between workers: every bit of it comes, to its place in one copy, and nothing that comes
+names code to run."""
 
+import pickle
+from itertools import chain
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, read_own_range, whole_tree
-from elastic_dp.train.state.state_payload import rehome_state
-from tests.checkpoint.states import memory_store, save, train_state
+from elastic_dp.errors import CollectiveFailed, StateError
+from elastic_dp.train.state.state_payload import (
+    StatePayload,
+    from_vector,
+    rehome_state,
+    to_vectors,
+)
+from tests.checkpoint.states import memory_store, same, save, train_state
+from tests.checkpoint.test_codec import TREE
 
 DEVICE = torch.device("meta")  # nothing can be copied from it
 
@@ -48,3 +60,48 @@ def test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_
         if isinstance(value, torch.Tensor)
     ]
     assert moments and all(value.device == DEVICE for value in moments)
+
+
+def sent(tree, targets=None):
+    """What another worker has of a tree that it receives."""
+    given = StatePayload.of(tree)
+    taken = StatePayload.receive(given.text, torch.device("cpu"), targets)
+    pairs = zip(chain(*taken.units()), chain(*given.units()), strict=True)
+    for mine, theirs in pairs:
+        mine.write(torch.cat(list(theirs.read())))
+    return taken.tree()
+
+
+@pytest.mark.parametrize(
+    "pass_on", [sent, lambda t: from_vector(torch.cat(to_vectors(t)), torch.device("cpu"))]
+)
+def test_every_kind_of_value_comes_in_every_bit(pass_on):
+    nan = torch.tensor([0x7FC12345, -0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    tree = pass_on(TREE | {"nan": nan})
+    assert all(same(value, tree[key]) for key, value in TREE.items())
+    assert tree["nan"].view(torch.int32).equal(nan.view(torch.int32))
+
+
+def test_tensors_arrive_where_they_are_to_be():
+    mine = torch.zeros(3)
+    tree = {"a": torch.ones(3), "b": torch.ones(2)}
+    got = sent(tree, lambda encoded, specs: {encoded["a"]["v"]: mine})
+    assert got["a"].data_ptr() == mine.data_ptr() and mine.tolist() == [1, 1, 1]
+
+
+class Runs:
+    """What a pickle may do."""
+
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Runs, "ran", True)
+
+
+def test_code_is_neither_sent_nor_run():
+    with pytest.raises(StateError, match="Runs"):
+        StatePayload.of({"x": Runs()})
+    for foreign in (pickle.dumps(Runs()), b'[{}, [["x", "load", [1], null, "cpu"]]]'):
+        with pytest.raises(CollectiveFailed, match=r"no state"):
+            StatePayload.receive(foreign, torch.device("cpu"), None)
+    assert not Runs.ran
