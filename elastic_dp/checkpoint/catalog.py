@@ -3,8 +3,7 @@
     <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 continues from
                                                                             step 900 of claim 3
     <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
-    <run>/checkpoints/step-000000001000/<digest>/part-00000.safetensors
-    <run>/checkpoints/step-000000001000/<digest>/units-<digest>.safetensors
+    <run>/checkpoints/step-000000001000/<digest>.safetensors                a blob
 
 - Only committed checkpoints are listed. One listing finds them all; a commit record is read when it
   is needed.
@@ -12,11 +11,11 @@
   claim once, before it trains; the lease's number is the fence of the claim. A controller that was
   suspended may commit steps after its successor continued from an earlier one. Such commits are not
   part of the history.
-- Parts are stored under the digest of the state, and units of an optimizer's state, which workers
-  have each a part of, beside them under digests of their own (state_units.py). Files of different
-  states never collide, and the same state always gives the same objects with the same bytes.
+- A blob is named by its content. Blobs of different states never collide, and the same state always
+  gives the same objects with the same bytes. It is a part of the state that all workers hold
+  (layout.py), or some units of an optimizer's state that two of them hold (state_units.py).
 - A deletion starts with the commit record, so a crash between two deletions never leaves a
-  committed checkpoint without its parts.
+  committed checkpoint without its blobs.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from elastic_dp.checkpoint.commit_record import CommitRecord, Manifest
-from elastic_dp.checkpoint.state_units import UnitFile
+from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import ObjectMissing, Store
 
 _COMMIT = re.compile(r"step-(\d{12})\.claim-(\d{8})\.json")
 _CLAIM = re.compile(r"claim-(\d{8})\.from-(\d{8})-(\d{12})\.json")
-_PART = re.compile(r"step-(\d{12})/([0-9a-f]{32})/")
+_BLOB = re.compile(r"step-(\d{12})/([0-9a-f]{32})\.safetensors(\.|$)")
 
 
 class CommitName(NamedTuple):
@@ -187,7 +185,7 @@ class Catalog:
         return claim
 
     def retain(self, keep: Keep, fence: int, *, writing: Iterable[int] = ()) -> list[int]:
-        """Deletes checkpoints that `keep` does not retain and parts that were never committed.
+        """Deletes checkpoints that `keep` does not retain and blobs that were never committed.
 
         Steps in `writing` are left alone. Returns the steps whose commit records were deleted.
         Raises LeaseLost, before it deletes anything, if there is a later claim than `fence`.
@@ -210,35 +208,35 @@ class Catalog:
         return [name.step for name in gone]
 
     def _sweep(self, kept: set[CommitName], busy: set[int]) -> None:
-        """Deletes the parts that no retained commit record names, and temporary files of killed
+        """Deletes the blobs that no retained commit record names, and temporary files of killed
         writers.
 
-        Parts of steps after the newest commit stay, because a worker may still be writing them.
+        Blobs of steps after the newest commit stay, because a worker may still be writing them.
         """
         newest = max((name.step for name in kept), default=0)
-        folders = {name.step: self._digests(kept, name.step) for name in kept}
+        named = {name.step: self._blobs_of(kept, name.step) for name in kept}
         for entry in self.store.find(f"{self.folder}/"):
             inner = entry.path[len(self.folder) + 1 :]
-            found = _PART.match(inner)
+            found = _BLOB.match(inner)
             if found is None:
                 if inner.endswith(".tmp"):
                     self.store.delete(entry.path)
                 continue
-            step, digest = int(found[1]), found[2]
+            step, blob = int(found[1]), found[2]
             if step in busy or step > newest:
                 continue
-            named = folders.get(step, set())
-            if (named is not None and digest not in named) or inner.endswith(".tmp"):
+            of_step = named.get(step, set())
+            if (of_step is not None and blob not in of_step) or inner.endswith(".tmp"):
                 self.store.delete(entry.path)
 
-    def _digests(self, kept: Iterable[CommitName], step: int) -> set[str] | None:
-        """Returns the names of the folders that the commit records of a step use.
+    def _blobs_of(self, kept: Iterable[CommitName], step: int) -> set[str] | None:
+        """Returns the names of the blobs of all commit records of a step.
 
-        Returns None if one of the records cannot be read: then any folder may be in use.
+        Returns None if one of the records cannot be read: then any blob may be in use.
         """
         try:
             mine = [self.read(name).manifest for name in kept if name.step == step]
-            return {manifest.digest_without_units[:32] for manifest in mine}
+            return {name for manifest in mine for name in manifest.headers}
         except (CheckpointDamaged, CheckpointError):
             return None
 
@@ -254,19 +252,14 @@ class Catalog:
         return sorted(names), sorted(claims)
 
 
-def files_path(folder: str, manifest: Manifest) -> str:
-    """Returns the path of the folder of a checkpoint's files in the store."""
-    return f"{folder}/step-{manifest.step:012}/{manifest.digest_without_units[:32]}"
+def step_folder(folder: str, step: int) -> str:
+    """Returns the path of the folder of a step's blobs in the store."""
+    return f"{folder}/step-{step:012}"
 
 
-def part_path(folder: str, manifest: Manifest, number: int) -> str:
-    """Returns the path of a part in the store."""
-    return f"{files_path(folder, manifest)}/part-{number:05}.safetensors"
-
-
-def units_path(folder: str, manifest: Manifest, file: UnitFile) -> str:
-    """Returns the path of a file of units in the store."""
-    return f"{files_path(folder, manifest)}/{file.name}"
+def blob_path(folder: str, step: int, name: str) -> str:
+    """Returns the path of a blob in the store."""
+    return f"{step_folder(folder, step)}/{name}.safetensors"
 
 
 def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[CommitName]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from elastic_dp.checkpoint.catalog import Catalog, files_path, part_path, units_path
+from elastic_dp.checkpoint.catalog import Catalog, blob_path, step_folder
 from elastic_dp.checkpoint.commit_record import CommitRecord, block_digest, block_digester
 from elastic_dp.errors import CheckpointDamaged, StorageError
 from elastic_dp.storage import ObjectMissing
@@ -17,38 +17,20 @@ IN_FLIGHT = 32  # concurrent requests
 _CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
-def headers_by_path(catalog: Catalog, commit: CommitRecord) -> dict[str, bytes]:
-    """Returns the header of each file by its path in the store."""
-    manifest = commit.manifest
-    headers = {
-        part_path(catalog.folder, manifest, part.number): part.header
-        for part in manifest.layout.parts
-    }
-    for file in () if manifest.units is None else manifest.units.files:
-        headers[units_path(catalog.folder, manifest, file)] = file.header
-    return headers
-
-
 def missing_files(catalog: Catalog, commit: CommitRecord) -> list[str]:
     """Returns what is wrong with the names and sizes of the files in a listing.
 
     It reads no file, so it is cheap enough to choose a checkpoint by.
     """
-    manifest = commit.manifest
-    entries = catalog.store.find(f"{files_path(catalog.folder, manifest)}/")
-    sizes = {entry.path.rpartition("/")[2]: entry.size for entry in entries}
-    wanted = {
-        part_path("", manifest, part.number).rpartition("/")[2]: part.nbytes
-        for part in manifest.layout.parts
-    }
-    for file in () if manifest.units is None else manifest.units.files:
-        wanted[file.name] = file.nbytes
+    entries = catalog.store.find(f"{step_folder(catalog.folder, commit.step)}/")
+    sizes = {entry.path: entry.size for entry in entries}
     wrong = []
-    for name, nbytes in wanted.items():
-        if name not in sizes:
-            wrong.append(f"{name} is missing")
-        elif sizes[name] != nbytes:
-            wrong.append(f"{name} has {sizes[name]} bytes, not {nbytes}")
+    for name, (_, nbytes) in commit.manifest.headers.items():
+        path = blob_path(catalog.folder, commit.step, name)
+        if path not in sizes:
+            wrong.append(f"{short(path)} is missing")
+        elif sizes[path] != nbytes:
+            wrong.append(f"{short(path)} has {sizes[path]} bytes, not {nbytes}")
     return wrong
 
 
@@ -111,5 +93,5 @@ def threads(catalog: Catalog) -> int:
 
 
 def short(path: str) -> str:
-    """Returns the end of a path: the step, the folder and the file."""
-    return "/".join(path.rsplit("/", 3)[1:])
+    """Returns the end of a path: the step and the file."""
+    return "/".join(path.rsplit("/", 2)[1:])

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, part_path
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path
 from elastic_dp.checkpoint.checkpoint_files import (
-    headers_by_path,
     missing_files,
     read_range,
     short,
@@ -150,7 +149,8 @@ def verify(catalog: Catalog, name: CommitName) -> list[str]:
     except CheckpointDamaged as error:
         return [error.reason]
     wrong = missing_files(catalog, commit)
-    for path, header in headers_by_path(catalog, commit).items():
+    for blob, (header, _) in commit.manifest.headers.items():
+        path = blob_path(catalog.folder, commit.step, blob)
         try:
             if bytes(catalog.store.read(path, 0, len(header))) != header:
                 wrong.append(f"the header of {short(path)} was changed")
@@ -210,6 +210,6 @@ def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memo
     layout = commit.manifest.layout
     start, _ = layout.block_span(block)
     part = layout.part_of(start)
-    path = part_path(catalog.folder, commit.manifest, part.number)
+    path = blob_path(catalog.folder, commit.step, commit.manifest.part_names[part.number])
     at = len(part.header) + start - part.start
     read_range(catalog, commit, path, at, target, commit.manifest.blocks[block])

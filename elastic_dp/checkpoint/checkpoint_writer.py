@@ -1,9 +1,8 @@
-"""Writes checkpoints: first the parts, then the commit record, one small conditional write.
+"""Writes checkpoints: first the blobs, then the commit record, one small conditional write.
 
-- Every member writes its share of the parts. The parts do not depend on which member wrote them. If
-  a member is lost, others write its parts: each member holds the whole state.
-- Of a sharded optimizer's state each member holds some units only (state_units.py). One of the two
-  members that hold a unit writes it, and the other one if that is lost.
+- Each blob is to be written by one of the members that hold it, and by another one if that is lost.
+  All members hold the parts; two hold each unit of a sharded optimizer's state (state_units.py).
+  A blob does not depend on which member writes it.
 - The commit record is written only after every part and every unit is, and only if all members hold
   the same state by its digest, and both holders of a unit the same bytes.
 """
@@ -13,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from elastic_dp.checkpoint.catalog import Catalog, CommitName, part_path, units_path
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, blob_path
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.state_units import UnitFile, UnitPlace, UnitTable
@@ -24,114 +24,99 @@ from elastic_dp.errors import LeaseLost, StateError
 
 
 @dataclass(frozen=True)
-class WorkerParts:
-    """What one member reports to the committer.
+class WorkerBlobs:
+    """What one member reports to the committer about the blobs of a checkpoint.
 
-    `digest` is the digest of the state that it holds; `parts` are the numbers of the parts that it
-    wrote.
+    `digest` is that of the state that it holds. `planned` says who is to write each blob that the
+    member holds, by name, and `written` has the names of those that it wrote. `files` are the blobs
+    of units among them; the checkpoint has `total_units` units.
     """
 
     writer: str
     step: int
     digest: str
-    parts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class WorkerUnits:
-    """What one member reports about units. The checkpoint has `total` of them.
-
-    `held` are the files of those that the member holds, and `planned` says who is to write each of
-    these files. `written` has the names of those that the member wrote.
-    """
-
-    total: int
-    held: tuple[UnitFile, ...]
-    planned: tuple[str, ...]
+    planned: Mapping[str, str]
     written: frozenset[str]
+    files: tuple[UnitFile, ...] = ()
+    total_units: int = 0
 
 
-def write_own_parts(
+def write_blobs(
     catalog: Catalog,
     snapshot: Snapshot,
-    rank: int,
-    world_size: int,
-    executor: Executor,
-    *,
-    writer: str = "",
-) -> WorkerParts:
-    """Writes the share of worker `rank` of `world_size`.
-
-    Writing a share again creates the same objects with the same bytes.
-    """
-    manifest = snapshot.manifest(executor)
-    numbers = manifest.layout.share(rank, world_size)
-    return write_parts(catalog, snapshot, numbers, executor, writer=writer or str(rank))
-
-
-def write_parts(
-    catalog: Catalog,
-    snapshot: Snapshot,
-    numbers: Iterable[int],
-    executor: Executor,
-    *,
-    writer: str = "",
-) -> WorkerParts:
-    """Writes these parts, for example those that a lost member did not write."""
-    manifest = snapshot.manifest(executor)
-
-    def write(number: int) -> int:
-        path = part_path(catalog.folder, manifest, number)
-        catalog.store.write(path, snapshot.part(manifest.layout.parts[number]))
-        return number
-
-    return WorkerParts(writer, manifest.step, manifest.digest, tuple(executor.map(write, numbers)))
-
-
-def write_units(
-    catalog: Catalog,
-    manifest: Manifest,
-    snapshot: UnitSnapshot,
     executor: Executor,
     *,
     writer: str,
+    members: Sequence[str],
+    units: UnitSnapshot | None = None,
     names: Collection[str] | None = None,
-) -> WorkerUnits:
-    """Writes the files of units that `writer` is to write, or those with these names.
+) -> WorkerBlobs:
+    """Writes the blobs that `writer` is to write, or those with these names. `members` share the
+    parts.
 
-    `manifest` is that of the state without units. Writing a file again creates the same object with
-    the same bytes.
+    Writing a blob again creates the same object with the same bytes.
     """
-    files = snapshot.files(executor)
-    mine = [
-        file
-        for planned, file in files
-        if (planned == writer if names is None else file.name in names)
-    ]
+    manifest = snapshot.manifest(executor)
+    layout, planned, contents = manifest.layout, dict[str, str](), dict[str, Any]()
+    for rank, member in enumerate(members):
+        for number in layout.share(rank, len(members)):
+            name = manifest.part_names[number]
+            planned[name] = member
+            contents[name] = partial(snapshot.part, layout.parts[number])
+    files = () if units is None else units.files(executor)
+    for member, file in files:
+        assert units is not None
+        planned[file.name], contents[file.name] = member, partial(units.content, file)
+    if names is None:
+        mine = [name for name, member in planned.items() if member == writer]
+    else:
+        mine = [name for name in planned if name in names]
 
-    def write(file: UnitFile) -> str:
-        path = units_path(catalog.folder, manifest, file)
-        catalog.store.write(path, snapshot.content(file))
-        return file.name
+    def write(name: str) -> None:
+        catalog.store.write(blob_path(catalog.folder, manifest.step, name), contents[name]())
 
-    written = frozenset(executor.map(write, mine))
-    held, planned = tuple(file for _, file in files), tuple(planned for planned, _ in files)
-    return WorkerUnits(snapshot.total, held, planned, written)
+    list(executor.map(write, mine))
+    return WorkerBlobs(
+        writer=writer,
+        step=manifest.step,
+        digest=manifest.digest,
+        planned=planned,
+        written=frozenset(mine),
+        files=tuple(file for _, file in files),
+        total_units=0 if units is None else units.total,
+    )
 
 
-def written_files(reports: Iterable[WorkerUnits]) -> dict[str, UnitFile]:
-    """Returns the files of units that some member has written, by name."""
-    found = {file.name: file for one in reports for file in one.held if file.name in one.written}
+def written_files(reports: Iterable[WorkerBlobs]) -> dict[str, UnitFile]:
+    """Returns the blobs of units that some member has written, by name."""
+    found = {file.name: file for one in reports for file in one.files if file.name in one.written}
     return dict(sorted(found.items()))
 
 
-def all_units_are_written(reports: Collection[WorkerUnits]) -> bool:
-    """Returns whether each unit is in a file that is written."""
+def owed_blobs(manifest: Manifest, reports: Collection[WorkerBlobs]) -> dict[str, set[str]]:
+    """Returns the blobs without which the checkpoint is incomplete, by name, and who is to write
+    each. Members of two generations may have put a unit into different blobs: one is enough."""
+    written = {name for one in reports for name in one.written}
     places = {unit.place for file in written_files(reports).values() for unit in file.units}
-    return all(len(places) == one.total for one in reports)
+    owed = {name: set[str]() for name in manifest.part_names if name not in written}
+    for one in reports:
+        for file in one.files:
+            if any(unit.place not in places for unit in file.units):
+                owed[file.name] = set()
+    for one in reports:
+        for name in owed.keys() & one.planned.keys():
+            owed[name].add(one.planned[name])
+    return owed
 
 
-def unit_table(reports: Collection[WorkerUnits]) -> UnitTable:
+def is_written(manifest: Manifest, reports: Collection[WorkerBlobs]) -> bool:
+    """Returns whether all parts and all units are written."""
+    places = {unit.place for file in written_files(reports).values() for unit in file.units}
+    has_units = all(len(places) == one.total_units for one in reports)
+    return has_units and not owed_blobs(manifest, reports)
+
+
+def unit_table(reports: Collection[WorkerBlobs]) -> UnitTable:
     """Returns the table of a checkpoint whose units are all written."""
     files, places = [], set[UnitPlace]()
     for file in written_files(reports).values():
@@ -142,50 +127,40 @@ def unit_table(reports: Collection[WorkerUnits]) -> UnitTable:
     return UnitTable(tuple(files))
 
 
-def units_that_differ(reports: Mapping[str, Iterable[WorkerUnits]]) -> list[str]:
+def units_that_differ(reports: Iterable[WorkerBlobs]) -> list[str]:
     """Returns the members that hold other bytes of a unit than another member."""
     holders: dict[UnitPlace, dict[str, set[str]]] = {}
-    for worker, told in reports.items():
-        for file in (file for one in told for file in one.held):
-            for unit in file.units:
-                by_digest = holders.setdefault(unit.place, {})
-                by_digest.setdefault(unit.kind.text + unit.digest, set()).add(worker)
+    for one in reports:
+        for unit in (unit for file in one.files for unit in file.units):
+            by_digest = holders.setdefault(unit.place, {})
+            by_digest.setdefault(unit.kind.text + unit.digest, set()).add(one.writer)
     odd = [by_digest for by_digest in holders.values() if len(by_digest) > 1]
-    return sorted({worker for one in odd for workers in one.values() for worker in workers})
-
-
-def missing(manifest: Manifest, shares: Iterable[WorkerParts]) -> list[int]:
-    """Returns the numbers of the parts that no member has written yet."""
-    written = {number for share in shares for number in share.parts}
-    return [part.number for part in manifest.layout.parts if part.number not in written]
+    return sorted({worker for found in odd for workers in found.values() for worker in workers})
 
 
 def write_commit(
     catalog: Catalog,
     manifest: Manifest,
-    shares: Sequence[WorkerParts],
+    reports: Sequence[WorkerBlobs],
     fence: int,
     metadata: CommitMetadata,
-    units: Mapping[str, Sequence[WorkerUnits]] | None = None,
 ) -> CommitRecord:
-    """Commits the checkpoint. `units` is what members reported about units, by member.
+    """Commits the checkpoint of which members have reported the blobs.
 
     Committing the same state twice under one claim gives one checkpoint; a different state is
     refused. Raises StateError if two members hold different bytes of a unit, and LeaseLost if
     another controller committed another state.
     """
-    assert all(share.digest == manifest.digest_without_units for share in shares), shares
-    assert all(share.step == manifest.step for share in shares), shares
-    assert not missing(manifest, shares), missing(manifest, shares)
-    if units is not None:
-        if differing := units_that_differ(units):
-            raise StateError(
-                "the optimizer's state",
-                f"not the same on the two members that hold a part of it at step {manifest.step}: "
-                f"it differs on {', '.join(differing)}",
-            )
-        reports = [one for told in units.values() for one in told]
-        assert all_units_are_written(reports)
+    assert all(one.digest == manifest.digest_without_units for one in reports), reports
+    assert all(one.step == manifest.step for one in reports), reports
+    if differing := units_that_differ(reports):
+        raise StateError(
+            "the optimizer's state",
+            f"not the same on the two members that hold a part of it at step {manifest.step}: "
+            f"it differs on {', '.join(differing)}",
+        )
+    assert is_written(manifest, reports), owed_blobs(manifest, reports)
+    if any(one.total_units for one in reports):
         manifest = replace(manifest, units=unit_table(reports))
     made = CommitRecord(manifest, fence, metadata)
     name = CommitName(manifest.step, fence)
@@ -201,18 +176,18 @@ def write_commit(
 
 
 def join_parts(
-    catalog: Catalog, written: Iterable[tuple[Manifest, WorkerParts]]
-) -> tuple[Manifest, WorkerParts] | None:
+    written: Iterable[tuple[Manifest, WorkerBlobs]],
+) -> tuple[Manifest, WorkerBlobs] | None:
     """Makes one checkpoint of parts that members with different states have written, each part as
     one of them has it. Returns None unless each part is written and the layouts are equal.
 
     What is equal on all members, as the weights are, is whole in it.
     """
     sources: dict[int, Manifest] = {}
-    writer, step = "", 0
-    for manifest, share in written:
-        sources |= dict.fromkeys(share.parts, manifest)
-        writer, step = share.writer, share.step
+    last: WorkerBlobs | None = None
+    for manifest, last in written:
+        names = enumerate(manifest.part_names)
+        sources |= {number: manifest for number, name in names if name in last.written}
     first = next(iter(sources.values()), None)
     if first is None or any(one.layout != first.layout for one in sources.values()):
         return None
@@ -222,11 +197,9 @@ def join_parts(
     per_part = layout.part_bytes // layout.block_bytes
     blocks = tuple(sources[n // per_part].blocks[n] for n in range(layout.blocks))
     made = replace(first, blocks=blocks)
-    for number, source in sources.items():
-        path = part_path(catalog.folder, source, number)
-        content = catalog.store.read(path, 0, layout.parts[number].nbytes)
-        catalog.store.write(part_path(catalog.folder, made, number), content)
-    return made, WorkerParts(writer, step, made.digest, tuple(sorted(sources)))
+    assert last is not None
+    planned = dict.fromkeys(made.part_names, last.writer)
+    return made, replace(last, digest=made.digest, planned=planned, written=frozenset(planned))
 
 
 def differences(one: Manifest, other: Manifest, tensors: Sequence[Sequence[str]] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commit record: the small JSON file that makes written parts a checkpoint.
+"""The commit record: the small JSON file that makes written blobs a checkpoint.
 
 - A `Manifest` describes the state: its structure, where its bytes are and their digests. Every
   member of the group computes it from its own copy of the state. Its digest covers every byte of
@@ -22,10 +22,10 @@ from typing import Any
 import xxhash
 
 from elastic_dp.checkpoint.layout import Layout, TensorSpec, canonical, whole_number
-from elastic_dp.checkpoint.state_units import UnitTable
+from elastic_dp.checkpoint.state_units import UnitTable, blob_name
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,25 @@ class Manifest:
 
     @cached_property
     def digest_without_units(self) -> str:
-        """The SHA-256 of all but the units. It names the folder of the files: each worker knows it
-        before it writes the first of them."""
+        """The SHA-256 of all but the units, which each worker computes of the state it holds."""
         return hashlib.sha256(canonical(self._without_units())).hexdigest()
+
+    @cached_property
+    def part_names(self) -> tuple[str, ...]:
+        """The name of the blob of each part of the layout, which follows from its content."""
+        each = self.layout.part_bytes // self.layout.block_bytes
+        return tuple(
+            blob_name([part.header.decode("latin-1"), *self.blocks[number * each :][:each]])
+            for number, part in enumerate(self.layout.parts)
+        )
+
+    @property
+    def headers(self) -> dict[str, tuple[bytes, int]]:
+        """The header and the size in bytes of each blob, by its name."""
+        parts = zip(self.part_names, self.layout.parts, strict=True)
+        files = () if self.units is None else self.units.files
+        found = {name: (part.header, part.nbytes) for name, part in parts}
+        return found | {file.name: (file.header, file.nbytes) for file in files}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values."""

@@ -31,6 +31,11 @@ from elastic_dp.checkpoint.layout import (
 )
 
 
+def blob_name(facts: list[Any]) -> str:
+    """Returns the name of a blob of which these facts determine every byte."""
+    return hashlib.sha256(canonical(facts)).hexdigest()[:32]
+
+
 class UnitPlace(NamedTuple):
     """The elements `first` up to `last` of a parameter, in the order in which they lie in memory.
 
@@ -108,8 +113,7 @@ class UnitFile:
     @cached_property
     def name(self) -> str:
         """The name of the file, which follows from the units in it."""
-        facts = [unit.facts for unit in self.units]
-        return f"units-{hashlib.sha256(canonical(facts)).hexdigest()[:32]}.safetensors"
+        return blob_name([unit.facts for unit in self.units])
 
     @cached_property
     def header(self) -> bytes:

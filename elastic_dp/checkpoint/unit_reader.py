@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from elastic_dp.checkpoint.catalog import Catalog, units_path
+from elastic_dp.checkpoint.catalog import Catalog, blob_path
 from elastic_dp.checkpoint.checkpoint_files import read_range, threads
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitKind
@@ -22,7 +22,7 @@ def read_unit(
     if target is None:
         target = memoryview(bytearray(placed.unit.kind.nbytes))
     if len(target):
-        path = units_path(catalog.folder, commit.manifest, placed.file)
+        path = blob_path(catalog.folder, commit.step, placed.file.name)
         read_range(catalog, commit, path, placed.at, target, placed.unit.digest)
     return target
 

@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import (
-    WorkerParts,
-    WorkerUnits,
-    write_own_parts,
-    write_parts,
-    write_units,
-)
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_blobs
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.unit_snapshot import UnitGroup, UnitSnapshot
@@ -46,30 +40,31 @@ class Upload:
     step: int
     stall_s: float
     waited_s: float
-    share: Future[WorkerParts]
+    share: Future[WorkerBlobs]
 
 
 class Uploader:
     """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
     uploader.
 
-    `on_written(share, manifest, units, tensors)` is called on such a thread with what the committer
-    needs.
-    Every member computes the same manifest. `units` is None where no state is divided into units.
+    `on_written(blobs, manifest, tensors)` is called on such a thread with what the committer needs.
+    Every member computes the same manifest.
     """
 
     def __init__(
         self,
         catalog: Catalog,
-        on_written: Callable[[WorkerParts, Manifest, WorkerUnits | None, tuple[str, ...]], None],
+        on_written: Callable[[WorkerBlobs, Manifest, tuple[str, ...]], None],
     ) -> None:
         self.snapshot = Snapshot()
         self.units: UnitSnapshot | None = None  # as of the step of `snapshot`
         self._catalog, self._on_written = catalog, on_written
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
-        self._running: Future[WorkerParts] | None = None
+        self._running: Future[WorkerBlobs] | None = None
         self._last: Future[Any] | None = None  # the same, or parts of it that were requested later
+        self._writer = ""  # of the newest snapshot, as the next line
+        self._members: Sequence[str] = ()
         self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
         # Held while the snapshot is filled, and while parts that were requested later are written.
         self._copying = threading.Lock()
@@ -107,13 +102,12 @@ class Uploader:
         self,
         step: int,
         tree: Any,
-        rank: int,
-        world_size: int,
         *,
-        writer: str = "",
+        writer: str,
+        members: Sequence[str],
         units: tuple[int, Sequence[UnitGroup]] | None = None,
     ) -> Upload:
-        """Copies the state and starts to write a share of it.
+        """Copies the state and starts to write what `writer` is to write, one of `members`.
 
         `units`: how many there are, and those that this member holds. Raises StateError if the
         state cannot be stored, or the error of the previous upload.
@@ -123,8 +117,9 @@ class Uploader:
         waited_s = time.perf_counter() - begun_at
         with self._copying:
             self.copy(step, tree, units)
+        self._writer, self._members = writer, members
         self._patience_s = PATIENCE_S
-        self._last = self._running = self._one.submit(self._write, rank, world_size, writer)
+        self._last = self._running = self._one.submit(self._write)
         for copied in self._copied():
             self._one.submit(copied.memory.register)  # behind it, when nobody waits any more
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
@@ -136,15 +131,12 @@ class Uploader:
             self.units = UnitSnapshot() if self.units is None else self.units
             self.units.take(*units)
 
-    def write(
-        self, step: int, numbers: Sequence[int], units: Sequence[str] = (), *, writer: str = ""
-    ) -> None:
-        """Also writes these parts, and the files of units with these names, if the snapshot still
-        holds this step. Without any, it reports the digest of each tensor. Any thread may call
-        it."""
-        self._last = self._one.submit(self._write_more, step, numbers, units, writer)
+    def write(self, step: int, names: Sequence[str]) -> None:
+        """Also writes the blobs with these names, if the snapshot still holds this step. Without
+        any, it reports the digest of each tensor. Any thread may call it."""
+        self._last = self._one.submit(self._write_more, step, names)
 
-    def wait(self) -> WorkerParts | None:
+    def wait(self) -> WorkerBlobs | None:
         """Waits for the upload under way and returns its share, or None if there is none.
 
         Raises the error of that upload, once.
@@ -165,36 +157,22 @@ class Uploader:
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()
 
-    def _write(self, rank: int, world_size: int, writer: str) -> WorkerParts:
-        share = write_own_parts(
-            self._catalog, self.snapshot, rank, world_size, self._writers, writer=writer
+    def _write(self, names: Sequence[str] | None = None, *, compares: bool = False) -> WorkerBlobs:
+        """Writes and reports blobs; with `compares` also the digest of each tensor."""
+        blobs = write_blobs(
+            self._catalog,
+            self.snapshot,
+            self._writers,
+            writer=self._writer,
+            members=self._members,
+            units=self.units,
+            names=names,
         )
-        self._tell(share, writer, None)
-        return share
+        tensors = self.snapshot.tensor_digests() if compares else ()
+        self._on_written(blobs, self.snapshot.manifest(), tensors)
+        return blobs
 
-    def _tell(
-        self,
-        share: WorkerParts,
-        writer: str,
-        names: Sequence[str] | None,
-        *,
-        compares: bool = False,
-    ) -> None:
-        """Writes units, too: those with these names, or those that `writer` is to write. Reports
-        what is written, and with `compares` the digest of each tensor."""
-        manifest, units = self.snapshot.manifest(), None
-        if self.units is not None:
-            units = write_units(
-                self._catalog, manifest, self.units, self._writers, writer=writer, names=names
-            )
-        self._on_written(share, manifest, units, self.snapshot.tensor_digests() if compares else ())
-
-    def _write_more(
-        self, step: int, numbers: Sequence[int], units: Sequence[str], writer: str
-    ) -> None:
+    def _write_more(self, step: int, names: Sequence[str]) -> None:
         with self._copying:
             if self.snapshot.step == step:
-                share = write_parts(
-                    self._catalog, self.snapshot, numbers, self._writers, writer=writer
-                )
-                self._tell(share, writer, units, compares=not numbers and not units)
+                self._write(names, compares=not names)

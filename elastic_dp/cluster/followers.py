@@ -41,7 +41,7 @@ from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang.gang import Gang
@@ -192,7 +192,7 @@ class _FollowerLink:
     def say(self, text: str) -> None:
         pass
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         pass
 
     def skipped(self, row_groups: Sequence[str]) -> None:

@@ -75,18 +75,16 @@ class WorkerJob:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteParts:
-    """Also write these parts of the checkpoint after `step`, and the files of units with these
-    names, because their writer is lost.
-    """
+class WriteBlobs:
+    """Also write the blobs with these names of the checkpoint after `step`, because their writer is
+    lost."""
 
     worker: WorkerId
     step: int
-    parts: tuple[int, ...]
-    units: tuple[str, ...] = ()
+    names: tuple[str, ...]
 
 
-Request = Command | WriteParts | GroupRecords  # that a controller sends to workers
+Request = Command | WriteBlobs | GroupRecords  # that a controller sends to workers
 
 
 class Worker:
@@ -161,9 +159,9 @@ class Worker:
             case ReleaseWorker(reason=reason):
                 control.release(reason)
                 self._begin.set()
-            case WriteParts(step=step, parts=parts, units=units):
+            case WriteBlobs(step=step, names=names):
                 if self._session is not None and self._session.checkpoints is not None:
-                    self._session.checkpoints.write(step, parts, units)
+                    self._session.checkpoints.write(step, names)
             case TakeCheckpoint():
                 control.request_checkpoint()
             case WriteDrainCheckpoint(generation=generation, writers=writers):

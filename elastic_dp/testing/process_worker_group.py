@@ -46,7 +46,7 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.log_sender import LogSender
@@ -236,7 +236,7 @@ class _PipeLink:
     def say(self, text: str) -> None:
         self._send("say", text)
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         self._send("wrote", worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
@@ -14,7 +14,7 @@ from elastic_dp.train.generations.worker_progress import LogCall
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenParts:
+class WrittenBlobs:
     """What one member has written of a checkpoint.
 
     - `members` are those that shared the writing, by rank; a member that is a step behind may have
@@ -25,11 +25,10 @@ class WrittenParts:
     - `stall_s` is how long the snapshot blocked this member's training, in seconds.
     - `took_s` is the time from the begin of the snapshot to this report, in seconds.
     - `lineage_id` is the generation in which the run of this state began or went back.
-    - `units` is set where the optimizer is sharded.
     - `tensors` are the digests of all tensors, if the committer has asked for them.
     """
 
-    share: WorkerParts
+    blobs: WorkerBlobs
     members: tuple[WorkerId, ...]
     manifest: Manifest
     naming: Mapping[str, Any]
@@ -39,7 +38,6 @@ class WrittenParts:
     job: str = ""
     data: str = ""
     took_s: float = 0.0
-    units: WorkerUnits | None = None
     tensors: tuple[str, ...] = ()
 
 
@@ -68,7 +66,7 @@ class ControllerLink(Protocol):
         """Sends a message for the user. Any thread may call it."""
         ...
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         """Reports written parts of a checkpoint. Any thread may call it."""
         ...
 

@@ -31,7 +31,7 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CommitterActions,
 )
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.generations.worker_progress import LogCall
@@ -75,7 +75,7 @@ class LocalRun:
                 catalog,
                 self.spec.checkpoint,
                 CommitterActions(
-                    request_parts=lambda one: kept.write(one.step, one.parts, one.units),
+                    request_blobs=lambda one: kept.write(one.step, one.names),
                     request_checkpoint=self.control.request_checkpoint,
                     tell=self.say,
                     committed=lambda step, duration_s: None,
@@ -191,7 +191,7 @@ class LocalRun:
     def register(self, record: MemberRecord) -> None:
         raise AssertionError("one worker has nobody to meet")
 
-    def wrote(self, worker: str, written: WrittenParts) -> None:
+    def wrote(self, worker: str, written: WrittenBlobs) -> None:
         assert self._committer is not None
         self._committer.wrote(worker, written)
 

@@ -5,11 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from elastic_dp.checkpoint.checkpoint_writer import (
-    write_commit,
-    write_own_parts,
-    write_units,
-)
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -82,37 +78,31 @@ def groups_of(rank, units, holders):
     return [UnitGroup(str(ranks[0]), mine) for ranks, mine in by_pair.items()]
 
 
-def write_sharded(catalog, step, tree, *, workers=3, lost=(), holders=None, unit=UNIT, last=True):
-    """Each worker writes its share and its units; for those that are `lost` others do. Returns what
-    a committer is told: the manifest, and by worker its parts and its units."""
+def write_sharded(catalog, step, tree, *, workers=3, lost=(), holders=None, unit=UNIT):
+    """Each worker writes its blobs; for those that are `lost` others do. Returns what a committer
+    is told: the manifest, and by worker its blobs."""
     units = units_of(tree, unit)
     holders = holders or held_by_two(len(units), workers)
-    rest, shares, reports = without_units(tree), [], {}
+    rest, reports = without_units(tree), {}
+    members = [str(rank) for rank in range(workers)]
     with ThreadPoolExecutor(4) as executor:
-        for rank in range(workers):
+        for rank, writer in enumerate(members):
             if rank in lost:
                 continue
             snapshot, own = Snapshot(), UnitSnapshot()
             snapshot.take(step, rest)
             own.take(len(units), groups_of(rank, units, holders))
-            manifest = snapshot.manifest()
-            shares.append(write_own_parts(catalog, snapshot, rank, workers, executor))
-            shares += [write_own_parts(catalog, snapshot, one, workers, executor) for one in lost]
-            names = {
-                file.name
-                for planned, file in own.files()
-                if int(planned) == rank or int(planned) in lost
-            }
-            reports[str(rank)] = [
-                write_units(catalog, manifest, own, executor, writer=str(rank), names=names)
-            ]
-    return manifest, shares, reports
+            how = {"writer": writer, "members": members, "units": own}
+            planned = write_blobs(catalog, snapshot, executor, **how, names=()).planned
+            mine = {n for n, by in planned.items() if by == writer or int(by) in lost}
+            reports[writer] = write_blobs(catalog, snapshot, executor, **how, names=mine)
+    return snapshot.manifest(), reports
 
 
 def sharded_checkpoint(catalog, step, tree, *, fence=1, naming=None, metrics=None, **how):
-    manifest, shares, reports = write_sharded(catalog, step, tree, **how)
+    manifest, reports = write_sharded(catalog, step, tree, **how)
     metadata = CommitMetadata(naming=naming or {}, metrics=metrics or {})
-    return write_commit(catalog, manifest, shares, fence, metadata, reports)
+    return write_commit(catalog, manifest, list(reports.values()), fence, metadata)
 
 
 def save_sharded(catalog, state, step, **how):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -77,12 +77,13 @@ def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: in
         snapshots = [Snapshot() for _ in range(workers)]
         for snapshot in snapshots:
             snapshot.take(step, tree)
-        shares = [
-            write_own_parts(catalog, snapshot, rank, workers, executor)
-            for rank, snapshot in enumerate(snapshots)
+        members = [str(rank) for rank in range(workers)]
+        blobs = [
+            write_blobs(catalog, snapshot, executor, writer=member, members=members)
+            for member, snapshot in zip(members, snapshots, strict=True)
         ]
         return write_commit(
-            catalog, snapshots[0].manifest(), shares, fence, CommitMetadata(**metadata)
+            catalog, snapshots[0].manifest(), blobs, fence, CommitMetadata(**metadata)
         )
 
 

@@ -1,7 +1,7 @@
 """The units of a sharded optimizer's state in a checkpoint: whoever holds and writes them, it is
 read bit for bit, and has one digest; what is missing or changed is named."""
 
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_dp.checkpoint import unit_snapshot
-from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, files_path, units_path
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path
 from elastic_dp.checkpoint.checkpoint_files import missing_files
 from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, verify
-from elastic_dp.checkpoint.checkpoint_writer import all_units_are_written, write_commit, write_units
+from elastic_dp.checkpoint.checkpoint_writer import is_written, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
@@ -78,7 +78,7 @@ def test_both_holders_have_the_same_files_and_the_backup_writes_those_of_a_lost_
         }
         assert same(load(catalog, committed), tree)
     first, *others = urls.values()
-    assert sum("/units-" in path for path in first) >= 3
+    assert len(first) >= 4
     assert all(one == first for one in others)
 
 
@@ -96,7 +96,7 @@ def test_files_of_units_are_safetensors_files(tmp_path):
     committed = sharded_checkpoint(catalog, 3, tree)
     opened = {}
     for file in committed.manifest.units.files:
-        path = "/" + units_path(catalog.folder, committed.manifest, file).lstrip("/")
+        path = "/" + blob_path(catalog.folder, 3, file.name).lstrip("/")
         opened |= safetensors.torch.load_file(path)
     first = tree["step"]["optimizer"][0]["exp_avg"]
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
@@ -125,26 +125,27 @@ def test_snapshot_keeps_its_bytes_while_the_state_changes_and_takes_no_new_memor
 
 def test_checkpoint_without_all_of_its_units_is_not_committed():
     catalog, tree = Catalog(memory_store()), whole_state()
-    manifest, shares, reports = write_sharded(catalog, 3, tree)
+    manifest, reports = write_sharded(catalog, 3, tree)
     del reports["1"]  # its backup has not written them
-    assert not all_units_are_written([one for told in reports.values() for one in told])
+    assert not is_written(manifest, reports.values())
     with pytest.raises(AssertionError):
-        write_commit(catalog, manifest, shares, 1, CommitMetadata(), reports)
+        write_commit(catalog, manifest, list(reports.values()), 1, CommitMetadata())
     assert catalog.names() == []
 
 
 def test_unit_that_differs_on_its_two_holders_is_not_committed():
     catalog, tree = Catalog(memory_store()), whole_state()
-    manifest, shares, reports = write_sharded(catalog, 3, tree)
+    manifest, reports = write_sharded(catalog, 3, tree)
     other = whole_state()
     other["step"]["optimizer"][0]["exp_avg"][0, 0] += 1.0
     units = units_of(other)
     snapshot = UnitSnapshot()
     snapshot.take(len(units), groups_of(1, units, held_by_two(len(units), 3)))
-    with ThreadPoolExecutor(1) as executor:
-        reports["1"] = [write_units(catalog, manifest, snapshot, executor, writer="1")]
+    reports["1"] = dataclasses.replace(
+        reports["1"], files=tuple(file for _, file in snapshot.files())
+    )
     with pytest.raises(StateError, match=r"two members that hold a part of it at step 3.* on 0, 1"):
-        write_commit(catalog, manifest, shares, 1, CommitMetadata(), reports)
+        write_commit(catalog, manifest, list(reports.values()), 1, CommitMetadata())
     assert catalog.names() == []
 
 
@@ -153,8 +154,8 @@ def damaged_files(tmp_path):
     catalog = Catalog(Store(str(tmp_path)))
     sharded_checkpoint(catalog, 1, whole_state(1))
     committed = sharded_checkpoint(catalog, 2, whole_state(2))
-    folder = Path("/", files_path(catalog.folder, committed.manifest))
-    return catalog, sorted(folder.glob("units-*"))
+    names = [file.name for file in committed.manifest.units.files]
+    return catalog, sorted(Path("/", blob_path(catalog.folder, 2, name)) for name in names)
 
 
 def test_each_changed_byte_of_a_file_of_units_is_found_and_named(tmp_path):

@@ -26,6 +26,9 @@ def uploader():
     made.close()
 
 
+ALONE = {"writer": "a", "members": ["a"]}
+
+
 def held(catalog, monkeypatch):
     """Writes wait for the event that is returned."""
     go, write = threading.Event(), catalog.store.write
@@ -43,24 +46,24 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     go = held(catalog, monkeypatch)
     tree = big_tree(3 << 20)
     before = big_tree(3 << 20)
-    upload = uploader.take(1, tree, 0, 1, writer="w0")
+    upload = uploader.take(1, tree, writer="w0", members=["w0"])
     assert uploader.busy and not upload.share.done()
     tree["whole"].zero_()
     tree["double"].zero_()
     go.set()
     share = uploader.wait()
-    [(told, manifest, units, _)] = uploader.shares
-    assert told == share and share.writer == "w0" and not uploader.busy and units is None
+    [(told, manifest, _)] = uploader.shares
+    assert told == share and share.writer == "w0" and not uploader.busy and not told.files
     write_commit(catalog, manifest, [share], 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
 
 
 def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     go = held(uploader._catalog, monkeypatch)
-    uploader.take(1, {"x": torch.ones(3)}, 0, 1)
+    uploader.take(1, {"x": torch.ones(3)}, **ALONE)
     done = []
     thread = threading.Thread(
-        target=lambda: done.append(uploader.take(2, {"x": torch.zeros(3)}, 0, 1))
+        target=lambda: done.append(uploader.take(2, {"x": torch.zeros(3)}, **ALONE))
     )
     thread.start()
     assert not done and uploader.snapshot.step == 1
@@ -77,9 +80,9 @@ def test_late_upload_is_waited_for_once(uploader, monkeypatch):
     monkeypatch.setattr("elastic_dp.checkpoint.uploader.PATIENCE_S", 0.05)
     go = held(uploader._catalog, monkeypatch)
     assert uploader.ready()
-    uploader.take(1, {"x": torch.ones(3)}, 0, 2)  # the part is the other one's
+    uploader.take(1, {"x": torch.ones(3)}, writer="a", members="ab")  # the part is the other one's
     uploader.wait()
-    uploader.write(1, [0])
+    uploader.write(1, uploader.snapshot.manifest().part_names)
     assert not uploader.late and not uploader.ready() and uploader.late
     with monkeypatch.context() as patched:
         patched.setattr("elastic_dp.checkpoint.uploader.wait_for", pytest.fail)
@@ -87,7 +90,7 @@ def test_late_upload_is_waited_for_once(uploader, monkeypatch):
     go.set()
     eventually(lambda: not uploader.late)
     assert uploader.ready()
-    uploader.take(2, {"x": torch.ones(3)}, 0, 1)
+    uploader.take(2, {"x": torch.ones(3)}, **ALONE)
     assert uploader.wait().step == 2 and not uploader.late
 
 
@@ -97,17 +100,17 @@ def test_upload_error_is_raised_once_and_the_next_upload_works(uploader, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(uploader._catalog.store, "write", refuse)
-        uploader.take(1, {"x": torch.ones(3)}, 0, 1)
+        uploader.take(1, {"x": torch.ones(3)}, **ALONE)
         with pytest.raises(StorageError, match="403"):
-            uploader.take(2, {}, 0, 1)
+            uploader.take(2, {}, **ALONE)
     assert uploader.wait() is None
-    uploader.take(3, {"x": torch.ones(3)}, 0, 1)
+    uploader.take(3, {"x": torch.ones(3)}, **ALONE)
     assert uploader.wait().step == 3
 
 
 def test_a_state_that_cannot_be_stored_starts_nothing(uploader):
     with pytest.raises(StateError, match=r"body\.f"):
-        uploader.take(1, {"body": {"f": print}}, 0, 1)
+        uploader.take(1, {"body": {"f": print}}, **ALONE)
     assert uploader.wait() is None and uploader.shares == []
 
 
@@ -116,16 +119,15 @@ def test_units_are_copied_with_the_state_and_written_by_who_is_to_write_them(upl
     units = units_of(tree)
     groups = groups_of(0, units, [(n % 2, 1 - n % 2) for n in range(len(units))])
     assert {group.writer for group in groups} == {"0", "1"}
-    uploader.take(1, without_units(tree), 0, 1, writer="0", units=(len(units), groups))
+    uploader.take(1, without_units(tree), writer="0", members="0", units=(len(units), groups))
     before = copy.deepcopy(tree)
     tree["step"]["optimizer"][0]["exp_avg"].zero_()
-    share = uploader.wait()
-    [(_, manifest, told, _)] = uploader.shares
-    mine = [f.name for f, w in zip(told.held, told.planned, strict=True) if w == "0"]
-    assert (told.total, sorted(told.written)) == (len(units), sorted(mine))
-    others = [file.name for file in told.held if file.name not in mine]
-    uploader.write(1, [], others, writer="0")
+    uploader.wait()
+    [(told, manifest, _)] = uploader.shares
+    mine = [name for name, writer in told.planned.items() if writer == "0"]
+    assert (told.total_units, sorted(told.written)) == (len(units), sorted(mine))
+    uploader.write(1, told.planned.keys() - told.written)
     eventually(lambda: len(uploader.shares) == 2)
-    reports = {"0": [written for *_, written, _ in uploader.shares]}
-    write_commit(catalog, manifest, [share], 1, CommitMetadata(), reports)
+    reports = [blobs for blobs, *_ in uploader.shares]
+    write_commit(catalog, manifest, reports, 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)

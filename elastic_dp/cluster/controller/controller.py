@@ -77,7 +77,7 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
 
@@ -173,7 +173,7 @@ class Controller:
         """Write a text to the journal, for clients that follow the run."""
         self.journal.command(Explain(text))
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         """Take a member's report about its part of a checkpoint."""
         self.checkpoints.wrote(worker, written)
 

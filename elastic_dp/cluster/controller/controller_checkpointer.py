@@ -12,7 +12,7 @@ from typing import Any
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
-from elastic_dp.cluster.worker import WriteParts
+from elastic_dp.cluster.worker import WriteBlobs
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -27,7 +27,7 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
 )
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 
 
 class ControllerCheckpointer:
@@ -85,7 +85,7 @@ class ControllerCheckpointer:
         if self._committer is not None:
             self._committer.log(step, metrics)
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         if self._committer is not None:
             self._committer.wrote(worker, written)
 
@@ -122,9 +122,9 @@ class ControllerCheckpointer:
             Catalog(store),
             self._spec.checkpoint,
             CommitterActions(
-                request_parts=lambda one: worker_group.send(
+                request_blobs=lambda one: worker_group.send(
                     [one.worker],
-                    WriteParts(one.worker, one.step, tuple(one.parts), tuple(one.units)),
+                    WriteBlobs(one.worker, one.step, tuple(one.names)),
                 ),
                 request_checkpoint=partial(self._post, CheckpointRequested()),
                 tell=self._say,

@@ -22,7 +22,7 @@ import ray
 
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.log_sender import LoggedCall, LogSender
 
@@ -38,7 +38,7 @@ class ActorLink:
         self._logs = LogSender(self._send)
         self._logged: deque[LoggedCall] = deque(maxlen=_REMEMBERED)  # and sent
         self._recorded: LogCall = (0, 0)  # as far as a controller has said
-        self._written: tuple[WorkerId, WrittenParts] | None = None
+        self._written: tuple[WorkerId, WrittenBlobs] | None = None
 
     def post(self, event: Event) -> None:
         self.flush()
@@ -57,7 +57,7 @@ class ActorLink:
         self.flush()
         self._call("say", text)
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         self.flush()
         with self._lock:
             self._written = worker, written

@@ -46,7 +46,7 @@ from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.telemetry.journal_reader import read_journal
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.log_sender import LoggedCall
 
 _SHARING = "elastic_dp.extensions.sharing.cluster_sharing"  # has a class that is an Admission
@@ -181,7 +181,7 @@ class ControllerActor:
         self._controller.say(text)
 
     @ray.method(concurrency_group="events")
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         self._controller.wrote(worker, written)
 
     @ray.method(concurrency_group="events")

@@ -45,12 +45,12 @@ from elastic_dp.train.checkpointing.checkpoint_metrics import CheckpointMetrics
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
 from elastic_dp.train.checkpointing.pending_checkpoints import (
     AlreadyCommitted,
-    PartsRequest,
+    BlobsRequest,
     PendingCheckpoint,
     PendingCheckpoints,
 )
 from elastic_dp.train.checkpointing.run_claim import RunClaim
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 
 _AGAIN_S = 2.0
 _NAMED = 5  # differences that a message names
@@ -70,7 +70,7 @@ class CommitterActions:
     All are called on the committer's thread.
     """
 
-    request_parts: Callable[[PartsRequest], None]
+    request_blobs: Callable[[BlobsRequest], None]
     request_checkpoint: Callable[[], None]  # for one of the next steps
     tell: Callable[[str], None]  # a message for the user
     # the step and the seconds from its snapshot, 0 if not known; it may be called twice
@@ -120,7 +120,7 @@ class CheckpointCommitter:
         """Records the metrics that a step logged, for the checkpoint of that step."""
         self._metrics.add(step, metrics)
 
-    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         self._tasks.put(lambda: self._add(worker, written))
 
     def lost(self, worker: WorkerId) -> None:
@@ -241,7 +241,7 @@ class CheckpointCommitter:
 
     # -------------------------------------------------------------------------------- parts
 
-    def _add(self, worker: WorkerId, written: WrittenParts) -> None:
+    def _add(self, worker: WorkerId, written: WrittenBlobs) -> None:
         match self._pending.add(worker, written, time.monotonic()):
             case AlreadyCommitted(step):
                 self._actions.committed(step, 0.0)
@@ -271,19 +271,16 @@ class CheckpointCommitter:
             self._schedule.requested(now)
             self._actions.request_checkpoint()
 
-    def _request(self, requests: Sequence[PartsRequest]) -> None:
+    def _request(self, requests: Sequence[BlobsRequest]) -> None:
         for one in requests:
-            self._actions.request_parts(one)
+            self._actions.request_blobs(one)
 
     def _commit_at_end(self, one: PendingCheckpoint) -> None:
         """Commits a checkpoint whose members are gone. They can write nothing more."""
         if one.differs:
             self._judge(one, waits=False, at_end=True)
-        if one.odd and not one.units and not one.is_written:
-            joined = self._persist(
-                "parts of the last checkpoint cannot be read",
-                lambda: join_parts(self._catalog, one.all_written),
-            )
+        if one.odd and not one.has_units and not one.is_written:
+            joined = join_parts(one.all_written)
             if joined is not None:
                 one.replace(*joined)
         self._commit_if_complete(one, waits=False)
@@ -327,9 +324,7 @@ class CheckpointCommitter:
         try:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)
-            units = one.units or None
-            fence = self._claim.fence
-            write_commit(self._catalog, one.manifest, one.written, fence, metadata, units)
+            write_commit(self._catalog, one.manifest, one.written, self._claim.fence, metadata)
             duration_s = time.monotonic() - one.began_at
             self._pending.committed(step)
             self._schedule.committed(one.stall_s, time.monotonic())
@@ -356,7 +351,7 @@ class CheckpointCommitter:
                 "what the loop body of the same step passes to ctx.log or ctx.checkpoint counts"
             )
 
-    def _about(self, step: int, written: WrittenParts) -> CommitMetadata:
+    def _about(self, step: int, written: WrittenBlobs) -> CommitMetadata:
         """Returns the metadata of a step that is being committed."""
         losses, observed_s = self._schedule.observed(time.monotonic())
         return CommitMetadata(

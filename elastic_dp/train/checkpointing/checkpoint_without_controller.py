@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_parts, write_units
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
 from elastic_dp.checkpoint.snapshot import Snapshot
@@ -108,14 +108,19 @@ def _commit(
     )
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
         manifest = snapshot.manifest(executor)
-        parts = range(len(manifest.layout.parts))
-        share = write_parts(catalog, snapshot, parts, executor, writer=worker)
-        told = None
+        blob_names = set(manifest.part_names)
         if units is not None:
-            files = [file.name for _, file in units.files(executor)]
-            own = write_units(catalog, manifest, units, executor, writer=worker, names=files)
-            told = {worker: [own]}
+            blob_names |= {file.name for _, file in units.files(executor)}
+        blobs = write_blobs(
+            catalog,
+            snapshot,
+            executor,
+            writer=worker,
+            members=[worker],
+            units=units,
+            names=blob_names,
+        )
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # raises LeaseLost if another worker was faster
-    write_commit(catalog, manifest, [share], fence, metadata(before), told)
+    write_commit(catalog, manifest, [blobs], fence, metadata(before))
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -1,11 +1,10 @@
-"""Checkpoints with some parts written: which parts are missing, who has them, when one is complete.
+"""Checkpoints with some blobs written: which ones are missing, who has them, when one is complete.
 
 The module has no clock and no I/O. The rules:
 
-- A checkpoint is complete when every part of one state is written, by any member, and each member
+- A checkpoint is complete when every blob of one state is written, by any member, and each member
   that is present has reported its digest, even one that had nothing to write.
-- A part whose writer is lost is requested from another member that has reported the same state,
-  once from each member. A file of units is requested from one that holds them.
+- A blob whose writer is lost is requested from another member that holds it, once from each member.
 - Members whose states differ are asked for the digests of all tensors. The state that most of them
   hold is committed, and the others' reports are ignored.
 - A late report about a step before the newest commit record is ignored.
@@ -15,38 +14,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from elastic_dp.checkpoint.checkpoint_writer import (
-    WorkerParts,
-    WorkerUnits,
-    all_units_are_written,
-    missing,
-    written_files,
-)
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, is_written, owed_blobs
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 
 
 @dataclass
 class PendingCheckpoint:
-    """A checkpoint of which some parts are written. `first` is the first report about it, and
+    """A checkpoint of which some blobs are written. `first` is the first report about it, and
     `began_at` the begin of the first snapshot.
     """
 
-    first: WrittenParts
-    shares: dict[WorkerId, list[WorkerParts]] = field(default_factory=dict)
-    units: dict[WorkerId, list[WorkerUnits]] = field(default_factory=dict)
-    # The member that each part, or file of units by its name, was requested from.
-    requested: dict[int | str, WorkerId] = field(default_factory=dict)
+    first: WrittenBlobs
+    blobs: dict[WorkerId, list[WorkerBlobs]] = field(default_factory=dict)
+    # The member that each blob was requested from, by name.
+    requested: dict[str, WorkerId] = field(default_factory=dict)
     stall_s: float = 0.0
     told_at: float = 0.0
     began_at: float = math.inf
-    reports: dict[WorkerId, WrittenParts] = field(default_factory=dict)  # the newest of each
+    reports: dict[WorkerId, WrittenBlobs] = field(default_factory=dict)  # the newest of each
     # All that was reported, with whatever state.
-    all_written: list[tuple[Manifest, WorkerParts]] = field(default_factory=list)
+    all_written: list[tuple[Manifest, WorkerBlobs]] = field(default_factory=list)
     compared: set[WorkerId] = field(default_factory=set)  # asked for the digests of all tensors
     odd: set[WorkerId] = field(default_factory=set)  # members with another state
     held_back: bool = False  # committed only if nothing follows
@@ -54,85 +46,72 @@ class PendingCheckpoint:
 
     @property
     def step(self) -> int:
-        return self.first.share.step
+        return self.first.blobs.step
 
     @property
     def manifest(self) -> Manifest:
         return self.first.manifest
 
     @property
-    def written(self) -> list[WorkerParts]:
-        return [share for shares in self.shares.values() for share in shares]
+    def written(self) -> list[WorkerBlobs]:
+        return [one for told in self.blobs.values() for one in told]
 
     @property
-    def all_units(self) -> list[WorkerUnits]:
-        return [told for several in self.units.values() for told in several]
+    def has_units(self) -> bool:
+        return any(one.total_units for one in self.written)
 
     @property
     def is_written(self) -> bool:
-        """Whether all parts and all units are written."""
-        return not missing(self.manifest, self.written) and all_units_are_written(self.all_units)
-
-    @property
-    def all_parts(self) -> Sequence[int]:
-        return range(len(self.manifest.layout.parts))
+        """Whether all blobs are written."""
+        return is_written(self.manifest, self.written)
 
     @property
     def differs(self) -> bool:
         """Whether the members that have reported hold different states."""
-        return len({share.digest for share in self.written}) > 1
+        return len({one.digest for one in self.written}) > 1
 
-    def pair(self, *, waits: bool) -> tuple[WrittenParts, WrittenParts] | None:
+    def pair(self, *, waits: bool) -> tuple[WrittenBlobs, WrittenBlobs] | None:
         """Returns reports of two members with different states. With `waits`, only reports that
         have the digests of all tensors."""
         reports = [one for one in self.reports.values() if one.tensors or not waits]
         first = next(iter(reports), None)
-        other = (one for one in reports if first and one.share.digest != first.share.digest)
+        other = (one for one in reports if first and one.blobs.digest != first.blobs.digest)
         found = next(other, None)
         return None if first is None or found is None else (first, found)
 
     def keep_majority(self) -> None:
         """Ignores the members that do not hold the state that most of them hold, or the first."""
-        digests = [one.share.digest for one in self.reports.values()]
+        digests = [one.blobs.digest for one in self.reports.values()]
         chosen = max(digests, key=digests.count)
-        self.odd = {w for w, one in self.reports.items() if one.share.digest != chosen}
-        self.first = next(one for one in self.reports.values() if one.share.digest == chosen)
-        self.shares = {w: shares for w, shares in self.shares.items() if w not in self.odd}
-        self.units = {w: units for w, units in self.units.items() if w not in self.odd}
+        self.odd = {w for w, one in self.reports.items() if one.blobs.digest != chosen}
+        self.first = next(one for one in self.reports.values() if one.blobs.digest == chosen)
+        self.blobs = {w: told for w, told in self.blobs.items() if w not in self.odd}
         self.requested = {x: w for x, w in self.requested.items() if w not in self.odd}
 
-    def replace(self, manifest: Manifest, share: WorkerParts) -> None:
+    def replace(self, manifest: Manifest, blobs: WorkerBlobs) -> None:
         """Takes this state in place of those that members hold."""
-        self.first = dataclasses.replace(self.first, manifest=manifest, share=share)
-        self.shares = {share.writer: [share]}
+        self.first = dataclasses.replace(self.first, manifest=manifest, blobs=blobs)
+        self.blobs = {blobs.writer: [blobs]}
 
-    def add(self, worker: WorkerId, written: WrittenParts, now: float) -> None:
+    def add(self, worker: WorkerId, written: WrittenBlobs, now: float) -> None:
         if worker in self.odd:
             return
         self.reports[worker] = written
-        self.all_written.append((written.manifest, written.share))
+        self.all_written.append((written.manifest, written.blobs))
         self.stall_s = max(self.stall_s, written.stall_s)
-        self.shares.setdefault(worker, []).append(written.share)
-        if written.units is not None:
-            self.units.setdefault(worker, []).append(written.units)
+        self.blobs.setdefault(worker, []).append(written.blobs)
         self.told_at = now
         self.began_at = min(self.began_at, now - written.took_s)
 
-    def share_of(self, worker: WorkerId) -> Sequence[int]:
-        """Returns the parts that this member is to write."""
-        members = self.first.members
-        return self.manifest.layout.share(members.index(worker), len(members))
-
 
 @dataclass(frozen=True, slots=True)
-class PartsRequest:
-    """A request that `worker` also writes these parts of the checkpoint of `step`, and the files of
-    units with these names."""
+class BlobsRequest:
+    """A request that `worker` also writes the blobs with these names of the checkpoint of `step`.
+    Without any, it is to report the digest of each tensor."""
 
     worker: WorkerId
     step: int
-    parts: Sequence[int]
-    units: Sequence[str] = ()
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +139,10 @@ class PendingCheckpoints:
         return frozenset(self._pending)
 
     def add(
-        self, worker: WorkerId, written: WrittenParts, now: float
+        self, worker: WorkerId, written: WrittenBlobs, now: float
     ) -> PendingCheckpoint | AlreadyCommitted | None:
         """Records what a member wrote. Returns None if it is ignored."""
-        step = written.share.step
+        step = written.blobs.step
         abandoned = worker in self._abandoned or written.lineage_id <= self._rejected
         if abandoned:
             return None
@@ -176,60 +155,50 @@ class PendingCheckpoints:
     def lose(self, worker: WorkerId) -> None:
         self._lost.add(worker)
 
-    def requests_for_lost(self, one: PendingCheckpoint) -> list[PartsRequest]:
-        """Returns requests for the shares of all lost members."""
-        lost = self._lost.intersection(one.first.members)
-        parts = [x for worker in lost for x in self._requests(one, one.share_of(worker))]
-        return [*parts, *self._unit_requests(one, self._lost.__contains__)]
+    def requests_for_lost(self, one: PendingCheckpoint) -> list[BlobsRequest]:
+        """Returns requests for what lost members were to write."""
+        return self._requests(one, self._lost)
 
-    def requests_after_loss(self, one: PendingCheckpoint, worker: WorkerId) -> list[PartsRequest]:
-        """Returns requests for the share of a lost member and for what was requested from it."""
-        again = [item for item, asked in one.requested.items() if asked == worker]
-        for item in again:
-            del one.requested[item]
-        share = one.share_of(worker) if worker in one.first.members else ()
-        parts = [*(item for item in again if isinstance(item, int)), *share]
-        of_units = self._unit_requests(one, self._lost.__contains__)
-        return [*self._requests(one, parts), *of_units]
+    def requests_after_loss(self, one: PendingCheckpoint, worker: WorkerId) -> list[BlobsRequest]:
+        """Returns requests for what a lost member was to write, and for what was requested from
+        it."""
+        again = {name for name, asked in one.requested.items() if asked == worker}
+        for name in again:
+            del one.requested[name]
+        return self._requests(one, self._lost, again)
 
-    def requests_for_missing(self, one: PendingCheckpoint) -> list[PartsRequest]:
-        """Returns requests for all missing parts.
+    def requests_for_missing(self, one: PendingCheckpoint) -> list[BlobsRequest]:
+        """Returns requests for all missing blobs."""
+        return self._requests(one, None)
 
-        They include parts in the share of no member, where members divided the writing by two
-        memberships.
+    def _requests(
+        self,
+        one: PendingCheckpoint,
+        writers: Collection[WorkerId] | None,
+        names: Collection[str] = (),
+    ) -> list[BlobsRequest]:
+        """Returns requests for blobs that are not written, which these `writers`, or any, were to
+        write, and for these `names`, to members that are present and hold them.
+
+        Writing a blob twice does no harm.
         """
-        return [*self._requests(one, one.all_parts), *self._unit_requests(one, lambda _: True)]
-
-    def _unit_requests(
-        self, one: PendingCheckpoint, of_writer: Callable[[WorkerId], bool]
-    ) -> list[PartsRequest]:
-        """Returns requests for files of units that are not written, of the writers for which
-        `of_writer` is true, to members that are present and hold the units."""
-        places = {u.place for file in written_files(one.all_units).values() for u in file.units}
-        names: dict[WorkerId, list[str]] = {}
-        for worker, told in one.units.items():
+        owed = owed_blobs(one.manifest, one.written)
+        wanted = {
+            name
+            for name, planned in owed.items()
+            if name not in one.requested
+            and (writers is None or name in names or not planned.isdisjoint(writers))
+        }
+        found = []
+        for worker, told in one.blobs.items():
             if worker in self._lost:
                 continue
-            for report in told:
-                for writer, file in zip(report.planned, report.held, strict=True):
-                    covered = all(unit.place in places for unit in file.units)
-                    if of_writer(writer) and not covered and file.name not in one.requested:
-                        one.requested[file.name] = worker
-                        names.setdefault(worker, []).append(file.name)
-        return [PartsRequest(worker, one.step, (), tuple(some)) for worker, some in names.items()]
-
-    def _requests(self, one: PendingCheckpoint, parts: Sequence[int]) -> list[PartsRequest]:
-        """Returns requests to one member that is present and has reported this state.
-
-        Writing a part twice does no harm.
-        """
-        there = [worker for worker in one.shares if worker not in self._lost]
-        absent = set(missing(one.manifest, one.written)).intersection(parts)
-        absent.difference_update(one.requested)
-        if not there or not absent:
-            return []
-        one.requested.update(dict.fromkeys(absent, there[0]))
-        return [PartsRequest(there[0], one.step, sorted(absent))]
+            mine = sorted({name for report in told for name in report.planned if name in wanted})
+            if mine:
+                found.append(BlobsRequest(worker, one.step, tuple(mine)))
+                one.requested |= dict.fromkeys(mine, worker)
+                wanted.difference_update(mine)
+        return found
 
     def is_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> bool:
         """Returns whether the checkpoint can be committed. False if a later one was committed
@@ -247,11 +216,11 @@ class PendingCheckpoints:
         """Returns the members that are present and have not reported."""
         return set(one.first.members).difference(one.reports, self._lost)
 
-    def comparisons(self, one: PendingCheckpoint) -> list[PartsRequest]:
+    def comparisons(self, one: PendingCheckpoint) -> list[BlobsRequest]:
         """Returns requests for the digests of all tensors, once to each member."""
         asked = set(one.reports).difference(self._lost, one.compared)
         one.compared |= asked
-        return [PartsRequest(worker, one.step, ()) for worker in sorted(asked)]
+        return [BlobsRequest(worker, one.step) for worker in sorted(asked)]
 
     # ------------------------------------------------------------------------------- outcomes
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, WorkerUnits
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -46,7 +46,7 @@ from elastic_dp.train.checkpointing.job_match import (
     hyperparameters_of,
 )
 from elastic_dp.train.checkpointing.restored_places import places_here
-from elastic_dp.train.controller_link import ControllerLink, WrittenParts
+from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits, StateCut
@@ -210,14 +210,12 @@ class WorkerCheckpointer:
         self._ask_for_help(state)
         tree = _tree(state, progress)
         self._members, self._lineage_id = members, progress.lineage_id
-        rank = members.index(self._worker)
         try:
             upload = self._uploader.take(
                 step,
                 tree,
-                rank,
-                len(members),
                 writer=self._worker,
+                members=members,
                 units=self._held_units(members),
             )
             self._stall_s = upload.stall_s
@@ -235,10 +233,9 @@ class WorkerCheckpointer:
         """Whether this member is still writing its share of the newest checkpoint."""
         return self._uploader.busy
 
-    def write(self, step: int, parts: Sequence[int], units: Sequence[str] = ()) -> None:
-        """Also writes these parts, and the files of units with these names, in place of a member
-        that is lost."""
-        self._uploader.write(step, parts, units, writer=self._worker)
+    def write(self, step: int, names: Sequence[str]) -> None:
+        """Also writes the blobs with these names, in place of a member that is lost."""
+        self._uploader.write(step, names)
 
     def _held_units(self, writers: Sequence[WorkerId]) -> tuple[int, list[UnitGroup]] | None:
         if self._units is None:
@@ -393,13 +390,12 @@ class WorkerCheckpointer:
 
     def _wrote(
         self,
-        share: WorkerParts,
+        blobs: WorkerBlobs,
         manifest: Manifest,
-        units: WorkerUnits | None,
         tensors: tuple[str, ...],
     ) -> None:
-        written = WrittenParts(
-            share,
+        written = WrittenBlobs(
+            blobs,
             self._members,
             manifest,
             self._naming,
@@ -409,7 +405,6 @@ class WorkerCheckpointer:
             self._job,
             self._data,
             took_s=time.monotonic() - self._began_at,
-            units=units,
             tensors=tensors,
         )
         self._link.wrote(self._worker, written)

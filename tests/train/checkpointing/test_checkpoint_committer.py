@@ -14,7 +14,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
-from elastic_dp.checkpoint.checkpoint_writer import write_parts
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs
 from elastic_dp.checkpoint.lease import Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
@@ -24,8 +24,8 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
 )
-from elastic_dp.train.checkpointing.pending_checkpoints import PartsRequest
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.checkpointing.pending_checkpoints import BlobsRequest
+from elastic_dp.train.controller_link import WrittenBlobs
 from tests.patience import PATIENCE_S, eventually
 
 TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
@@ -45,7 +45,7 @@ class Stage:
             self.catalog,
             config or CheckpointConfig(),
             CommitterActions(
-                request_parts=self.asked.put,
+                request_blobs=self.asked.put,
                 request_checkpoint=lambda: self.wanted.put(time.monotonic()),
                 tell=self.told.append,
                 committed=self.commit,
@@ -74,14 +74,27 @@ class Stage:
     def write(self, worker, members, parts, step=5, lineage_id=0, took_s=0.0):
         if self.snapshot.step != step:
             self.snapshot.take(step, TREE)
-        with ThreadPoolExecutor(1) as executor:
-            share = write_parts(self.catalog, self.snapshot, parts, executor, writer=worker)
+        blobs = blobs_of(self, worker, members, parts)
         manifest = self.snapshot.manifest()
-        written = WrittenParts(
-            share, members, manifest, {}, {}, 0.0, lineage_id=lineage_id, took_s=took_s
+        written = WrittenBlobs(
+            blobs, members, manifest, {}, {}, 0.0, lineage_id=lineage_id, took_s=took_s
         )
         self.committer.wrote(worker, written)
         return written
+
+
+def names_of(stage, parts):
+    names = stage.snapshot.manifest().part_names
+    return tuple(sorted(names[number] for number in parts))
+
+
+def blobs_of(stage, worker, members, parts):
+    """Writes these parts."""
+    names = names_of(stage, parts)
+    with ThreadPoolExecutor(1) as executor:
+        return write_blobs(
+            stage.catalog, stage.snapshot, executor, writer=worker, members=members, names=names
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +167,7 @@ def test_parts_of_a_lost_worker_are_requested_of_another(stage, lost_first):
     stage.write("w2", members, [2, 3])
     if not lost_first:
         stage.committer.lost("w3")
-    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w2", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w2", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [0, 1])
     stage.write("w2", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
@@ -172,9 +185,8 @@ def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
     monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 0.0)
     stage.committer.lost("w9")  # wakes it
     asked = stage.asked.get(timeout=PATIENCE_S)
-    worker, step, parts = asked.worker, asked.step, asked.parts
-    assert (step, parts) == (5, [4, 5])
-    stage.write(worker, ("w1", "w2"), parts)
+    assert (asked.step, asked.names) == (5, names_of(stage, [4, 5]))
+    stage.write(asked.worker, ("w1", "w2"), [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
 
@@ -205,10 +217,10 @@ def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage
     members = ("w1", "w2", "w3")
     stage.committer.lost("w3")
     stage.write("w2", members, [2, 3])
-    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w2", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w2", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [0, 1])
     stage.committer.lost("w2")
-    assert stage.asked.get(timeout=PATIENCE_S) == PartsRequest("w1", 5, [4, 5])
+    assert stage.asked.get(timeout=PATIENCE_S) == BlobsRequest("w1", 5, names_of(stage, [4, 5]))
     stage.write("w1", members, [4, 5])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
@@ -306,11 +318,10 @@ def report(stage, worker, tree, parts, compares=False):
     stage.snapshot = Snapshot()
     stage.snapshot.take(5, tree)
     members = ("w1", "w2", "w3")
-    with ThreadPoolExecutor(1) as executor:
-        share = write_parts(stage.catalog, stage.snapshot, parts, executor, writer=worker)
+    blobs = blobs_of(stage, worker, members, parts)
     tensors = stage.snapshot.tensor_digests() if compares else ()
     manifest = stage.snapshot.manifest()
-    told = WrittenParts(share, members, manifest, {}, {}, 0.0, tensors=tensors)
+    told = WrittenBlobs(blobs, members, manifest, {}, {}, 0.0, tensors=tensors)
     stage.committer.wrote(worker, told)
 
 
@@ -319,7 +330,7 @@ def report_and_compare(stage, trees):
     for rank, (worker, tree) in enumerate(trees.items()):
         report(stage, worker, tree, range(2 * rank, 2 * rank + 2))
     asked = [stage.asked.get(timeout=PATIENCE_S) for _ in trees]
-    assert all(one.parts == () for one in asked)
+    assert all(one.names == () for one in asked)
     for one in asked:
         report(stage, one.worker, trees[one.worker], (), compares=True)
 
@@ -328,8 +339,8 @@ def test_state_that_differs_is_an_error_by_key_and_the_majority_has_a_checkpoint
     trees = {"w1": of_user(2.0), "w2": of_user(1.0), "w3": of_user(1.0)}
     report_and_compare(stage, trees)
     missing = stage.asked.get(timeout=PATIENCE_S)
-    assert (missing.worker in ("w2", "w3"), missing.parts) == (True, [0, 1])
-    report(stage, missing.worker, trees[missing.worker], missing.parts)
+    report(stage, missing.worker, trees[missing.worker], [0, 1])
+    assert missing.worker in ("w2", "w3") and missing.names == names_of(stage, [0, 1])
     assert stage.committed.get(timeout=PATIENCE_S) == 5
     stage.comes_to_rest()
     [error] = stage.failures
@@ -348,7 +359,8 @@ def test_weights_that_differ_are_committed_only_if_no_step_follows(tmp_path):
         trees = {"w1": of_user(1.0), "w2": of_user(1.0), "w3": of_user(2.0, weights=1.0)}
         report_and_compare(stage, trees)
         missing = stage.asked.get(timeout=PATIENCE_S)
-        report(stage, missing.worker, trees[missing.worker], missing.parts)
+        report(stage, missing.worker, trees[missing.worker], [4, 5])
+        assert missing.names == names_of(stage, [4, 5])
         stage.comes_to_rest()
         assert stage.catalog.names() == [] and "step.parameters.0" in stage.told[-1], stage.told
         if follows:

@@ -128,7 +128,7 @@ def waits(run):
 
 
 def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
-    last = sorted(there.glob("checkpoints/step-*10/*/part-*"))[-1]
+    last = sorted(there.glob("checkpoints/step-*10/*"))[-1]
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
@@ -140,7 +140,7 @@ def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
 
 
 def test_restore_without_an_undamaged_checkpoint_fails_the_run(there):
-    for part in there.glob("checkpoints/step-*/*/part-*"):
+    for part in there.glob("checkpoints/step-*/*"):
         part.write_bytes(bytes(part.stat().st_size))
     outcome, _ = group(spec_for(2), wide, url=str(there))
     assert outcome.error is not None and "none of the 2 checkpoints" in outcome.error

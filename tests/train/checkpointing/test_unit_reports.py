@@ -6,7 +6,7 @@ import pytest
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
-from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.controller_link import WrittenBlobs
 from tests.checkpoint.sharded_states import held_by_two, units_of, whole_state, write_sharded
 from tests.checkpoint.states import same
 from tests.patience import PATIENCE_S, eventually
@@ -19,27 +19,21 @@ TREE, STEP, MEMBERS = whole_state(), 5, ("0", "1", "2")
 
 
 class Reports:
-    """What each member says that it has written; all files are written already."""
+    """What each member says that it has written; all blobs are written already."""
 
     def __init__(self, stage, tree=TREE):  # noqa: F811
         self._stage = stage
-        catalog = Catalog(stage.catalog.store)
-        self.manifest, self.shares, self.units = write_sharded(catalog, STEP, tree)
-
-    def held(self, worker):
-        return self.units[worker][0]
+        self.manifest, self.blobs = write_sharded(Catalog(stage.catalog.store), STEP, tree)
 
     def of(self, worker, *, writes):
-        """Reports the parts of a worker, and that it wrote the files with these names."""
-        share = next(share for share in self.shares if share.writer == worker)
-        units = dataclasses.replace(self.held(worker), written=frozenset(writes))
-        written = WrittenParts(share, MEMBERS, self.manifest, {}, {}, 0.0, units=units)
+        """Reports that a worker wrote the blobs with these names."""
+        blobs = dataclasses.replace(self.blobs[worker], written=frozenset(writes))
+        written = WrittenBlobs(blobs, MEMBERS, self.manifest, {}, {}, 0.0)
         self._stage.committer.wrote(worker, written)
 
     def planned(self, worker, by):
-        """The files that a worker holds and another one is to write."""
-        held = self.held(worker)
-        return [f.name for f, w in zip(held.held, held.planned, strict=True) if w == by]
+        """The blobs that a worker holds and another one is to write."""
+        return [name for name, writer in self.blobs[worker].planned.items() if writer == by]
 
     def own(self, worker):
         return self.planned(worker, worker)
@@ -74,20 +68,13 @@ def test_units_of_a_lost_writer_are_requested_of_their_other_holder(stage, first
         stage.committer.lost("0")
     wanted = {worker: set(reports.planned(worker, "0")) for worker in ("1", "2")}
     assert all(wanted.values())
-    while any(wanted.values()):
+    left = set.union(*wanted.values())
+    while left:
         asked = stage.asked.get(timeout=PATIENCE_S)
-        assert asked.step == STEP
-        if asked.units:
-            assert set(asked.units) <= wanted[asked.worker]
-            wanted[asked.worker] -= set(asked.units)
-            assert stage.catalog.names() == []
-    for worker in ("1", "2"):
-        reports.of(worker, writes=reports.planned(worker, "0"))
-    share = next(share for share in reports.shares if share.writer == "0")
-    parts = WrittenParts(
-        dataclasses.replace(share, writer="1"), MEMBERS, reports.manifest, {}, {}, 0.0
-    )
-    stage.committer.wrote("1", parts)
+        assert asked.step == STEP and set(asked.names) <= wanted[asked.worker] & left
+        left -= set(asked.names)
+        assert stage.catalog.names() == []
+        reports.of(asked.worker, writes=asked.names)
     committed(stage)
 
 
@@ -97,11 +84,11 @@ def test_units_are_requested_of_nobody_when_both_their_holders_are_lost(stage): 
     stage.committer.lost("1")
     reports.of("2", writes=reports.own("2"))
     stage.comes_to_rest()
-    of_units = []
+    asked = []
     while not stage.asked.empty():
-        of_units += stage.asked.get().units
-    assert set(of_units) == {*reports.planned("2", "0"), *reports.planned("2", "1")}
-    reports.of("2", writes=of_units)
+        asked += stage.asked.get().names
+    assert set(asked) == {*reports.planned("2", "0"), *reports.planned("2", "1")}
+    reports.of("2", writes=asked)
     stage.comes_to_rest()
     pairs = held_by_two(len(units_of(TREE)), 3)
     assert any("2" not in map(str, pair) for pair in pairs)

@@ -7,7 +7,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts, write_units
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.unit_reader import read_states
@@ -89,13 +89,13 @@ def written_by(members, url):
     catalog, rest = Catalog(url), Snapshot()
     optimized = [{} for _ in members[0].parameters]
     rest.take(1, {"step": {"optimizer": optimized}})
-    reports = {}
+    held = snapshots_of(members)
     with ThreadPoolExecutor(2) as executor:
-        share = write_own_parts(catalog, rest, 0, 1, executor)
-        for name, snapshot in snapshots_of(members).items():
-            told = write_units(catalog, rest.manifest(), snapshot, executor, writer=name)
-            reports[name] = [told]
-    return catalog, write_commit(catalog, rest.manifest(), [share], 1, CommitMetadata(), reports)
+        told = [
+            write_blobs(catalog, rest, executor, writer=name, members=list(held), units=snapshot)
+            for name, snapshot in held.items()
+        ]
+    return catalog, write_commit(catalog, rest.manifest(), told, 1, CommitMetadata())
 
 
 @pytest.mark.parametrize(("writing", "reading"), [(1, 4), (2, 3), (4, 1), (4, 4), (5, 2), (4, 8)])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint import layout as layouts
-from elastic_dp.checkpoint.catalog import Catalog, part_path
+from elastic_dp.checkpoint.catalog import Catalog, blob_path
 from elastic_dp.checkpoint.checkpoint_reader import device_types
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts
+from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.codec import decode
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
@@ -75,8 +75,8 @@ def write(url, step, make, also=None):
     tree = {"step": {"parameters": parameters, "optimizer": states}}
     snapshot.take(step, tree | ({} if also is None else {"also": also(states)}))
     with ThreadPoolExecutor(2) as executor:
-        share = write_own_parts(catalog, snapshot, 0, 1, executor)
-    return catalog, write_commit(catalog, snapshot.manifest(), [share], 1, CommitMetadata())
+        blobs = write_blobs(catalog, snapshot, executor, writer="a", members=["a"])
+    return catalog, write_commit(catalog, snapshot.manifest(), [blobs], 1, CommitMetadata())
 
 
 def restore(group, catalog, make, said=lambda error: None):
@@ -127,7 +127,7 @@ def test_each_byte_is_read_once_and_a_member_has_only_what_it_needs(monkeypatch)
     read, lock, inner = [], threading.Lock(), Store.read
 
     def counted(store, path, first, last):
-        if "/part-" in path:
+        if "/step-" in path:
             with lock:
                 read.append((path, first, last))
         return inner(store, path, first, last)
@@ -161,8 +161,7 @@ def test_damage_found_by_one_sends_all_to_the_checkpoint_before():
     url = memory_store()
     write(url, 1, ADAM)
     catalog, commit = write(url, 2, ADAM)
-    last = commit.manifest.layout.parts[-1].number
-    path = part_path(catalog.folder, commit.manifest, last)
+    path = blob_path(catalog.folder, commit.step, commit.manifest.part_names[-1])
     content = bytearray(url.read_all(path))
     content[-1] ^= 1
     url.write(path, bytes(content))
