@@ -13,23 +13,22 @@ share to the others; and decodes the state with `whole_tree`. A process alone ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path
-from elastic_dp.checkpoint.checkpoint_files import (
-    missing_files,
-    read_range,
-    short,
-    threads,
-)
-from elastic_dp.checkpoint.commit_record import CommitRecord
-from elastic_dp.checkpoint.unit_reader import add_states, read_states, read_unit
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path, step_folder
+from elastic_dp.checkpoint.commit_record import CommitRecord, block_digest, block_digester
+from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitKind
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
+from elastic_dp.storage import ObjectMissing
 
 if TYPE_CHECKING:
     import torch
+
+IN_FLIGHT = 32  # concurrent requests
+_CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
 def read_own_range(
@@ -213,3 +212,149 @@ def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memo
     path = blob_path(catalog.folder, commit.step, commit.manifest.part_names[part.number])
     at = len(part.header) + start - part.start
     read_range(catalog, commit, path, at, target, commit.manifest.blocks[block])
+
+
+# ------------------------------------------------------------------- units of an optimizer's state
+
+
+def read_unit(
+    catalog: Catalog, commit: CommitRecord, placed: PlacedUnit, target: memoryview | None = None
+) -> memoryview:
+    """Returns the bytes of a unit, in `target` or in new memory. Raises CheckpointDamaged."""
+    if target is None:
+        target = memoryview(bytearray(placed.unit.kind.nbytes))
+    if len(target):
+        path = blob_path(catalog.folder, commit.step, placed.file.name)
+        read_range(catalog, commit, path, placed.at, target, placed.unit.digest)
+    return target
+
+
+def read_states(
+    catalog: Catalog, commit: CommitRecord, units: Sequence[PlacedUnit], *, plain: bool = False
+) -> Iterator[tuple[StateUnit, dict[str, Any]]]:
+    """Yields each of these units and its state. `plain`: see `decode`. Raises CheckpointDamaged."""
+
+    def read(placed: PlacedUnit) -> dict[str, Any]:
+        return state_of(placed.unit.kind, read_unit(catalog, commit, placed), plain=plain)
+
+    with ThreadPoolExecutor(threads(catalog)) as executor:
+        for placed, state in zip(units, executor.map(read, units), strict=True):
+            yield placed.unit, state
+
+
+def state_of(kind: UnitKind, content: memoryview, *, plain: bool = False) -> dict[str, Any]:
+    """Returns the state of a unit, with tensors of their own on the host. `plain`: see `decode`."""
+    import torch
+
+    from elastic_dp.checkpoint.codec import decode
+
+    tensors, at = [], 0
+    for spec in kind.specs:
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8)  # aligned, which `content` is not
+        memory: Any = flat.numpy()
+        memoryview(memory)[:] = content[at : at + spec.nbytes]
+        tensors.append(spec.view(flat))
+        at += spec.nbytes
+    state: dict[str, Any] = decode(kind.tree, tensors, plain=plain)
+    return state
+
+
+def add_states(tree: Any, states: Iterable[tuple[StateUnit, dict[str, Any]]]) -> None:
+    """Adds the states of all units to a state that has none of its optimizer."""
+    import torch
+
+    for unit, state in states:
+        kind, (number, first, last) = unit.kind, unit.place
+        whole = tree["step"]["optimizer"][number]
+        for key, value in state.items():
+            if kind.shape is None or not isinstance(value, torch.Tensor) or not value.dim():
+                whole[key] = value
+                continue
+            assert kind.stride is not None
+            if key not in whole:
+                whole[key] = torch.empty_strided(kind.shape, kind.stride, dtype=value.dtype)
+            in_memory = whole[key].as_strided((whole[key].numel(),), (1,))
+            in_memory[first:last].copy_(value)
+
+
+# ------------------------------------------------------------------------------- ranges of blobs
+
+
+def missing_files(catalog: Catalog, commit: CommitRecord) -> list[str]:
+    """Returns what is wrong with the names and sizes of the files in a listing.
+
+    It reads no file, so it is cheap enough to choose a checkpoint by.
+    """
+    entries = catalog.store.find(f"{step_folder(catalog.folder, commit.step)}/")
+    sizes = {entry.path: entry.size for entry in entries}
+    wrong = []
+    for name, (_, nbytes) in commit.manifest.headers.items():
+        path = blob_path(catalog.folder, commit.step, name)
+        if path not in sizes:
+            wrong.append(f"{short(path)} is missing")
+        elif sizes[path] != nbytes:
+            wrong.append(f"{short(path)} has {sizes[path]} bytes, not {nbytes}")
+    return wrong
+
+
+def read_range(
+    catalog: Catalog, commit: CommitRecord, path: str, at: int, target: memoryview, digest: str
+) -> None:
+    """Reads the bytes from `at` on into `target`, and compares their digest. Raises
+    CheckpointDamaged."""
+    local = catalog.store.local_path(path)
+    if local is not None and _read_file(local, at, target) == digest:
+        return
+    try:
+        content = catalog.store.read(path, at, at + len(target))
+    except ObjectMissing:
+        raise CheckpointDamaged(commit.step, f"{short(path)} is missing") from None
+    except StorageError:
+        wrong = missing_files(catalog, commit)
+        if not wrong:
+            raise
+        raise CheckpointDamaged(commit.step, "; ".join(wrong)) from None
+    target[:] = memoryview(content).cast("B")
+    if block_digest(target) != digest:
+        raise CheckpointDamaged(
+            commit.step,
+            f"{short(path)}: bytes {at} to {at + len(target)} are not those that were committed",
+        )
+
+
+def _read_file(path: str, at: int, target: memoryview) -> str:
+    """Reads a range straight into `target` and returns its digest, computed while the data is in
+    the cache.
+
+    Returns "" if that fails. Then the caller reads through the store, which retries and reports
+    errors.
+    """
+    digest = block_digester()
+    try:
+        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+            file.seek(at)
+            for i in range(0, len(target), _CACHED_BYTES):
+                piece = target[i : i + _CACHED_BYTES]
+                if file.readinto(piece) != len(piece):
+                    return ""
+                digest.update(piece)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file without waiting for the other end, in case it is a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def threads(catalog: Catalog) -> int:
+    """Returns the number of threads: reading local files is CPU-bound, everything else waits for
+    answers."""
+    local = catalog.store.local_path(catalog.folder) is not None
+    return min(IN_FLIGHT, (os.cpu_count() or 1)) if local else IN_FLIGHT
+
+
+def short(path: str) -> str:
+    """Returns the end of a path: the step and the file."""
+    return "/".join(path.rsplit("/", 2)[1:])

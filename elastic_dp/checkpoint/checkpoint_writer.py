@@ -17,9 +17,8 @@ from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, blob_path
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
-from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
 from elastic_dp.checkpoint.state_units import UnitFile, UnitPlace, UnitTable
-from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
 from elastic_dp.errors import LeaseLost, StateError
 
 

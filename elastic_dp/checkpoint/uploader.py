@@ -22,8 +22,7 @@ from typing import Any
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_blobs
 from elastic_dp.checkpoint.commit_record import Manifest
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.unit_snapshot import UnitGroup, UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitGroup, UnitSnapshot
 
 WRITES_IN_FLIGHT = 4
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow

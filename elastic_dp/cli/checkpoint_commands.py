@@ -165,7 +165,7 @@ def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Cata
 
 
 def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
-    from elastic_dp.checkpoint.checkpoint_files import missing_files
+    from elastic_dp.checkpoint.checkpoint_reader import missing_files
 
     row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
     try:

@@ -7,10 +7,9 @@ import torch
 
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.snapshot import HeldUnit, Snapshot, UnitGroup, UnitSnapshot
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.state_units import UnitPlace
-from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup, UnitSnapshot
 
 UNIT = 10  # elements
 

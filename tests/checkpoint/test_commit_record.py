@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
-from elastic_dp.checkpoint.checkpoint_files import missing_files
 from elastic_dp.checkpoint.checkpoint_reader import (
     load,
     load_newest,
+    missing_files,
     read_own_range,
     verify,
     whole_tree,

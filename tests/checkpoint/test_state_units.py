@@ -10,14 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint import unit_snapshot
+from elastic_dp.checkpoint import snapshot as snapshots
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path
-from elastic_dp.checkpoint.checkpoint_files import missing_files
-from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, verify
+from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, missing_files, verify
 from elastic_dp.checkpoint.checkpoint_writer import is_written, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
 from elastic_dp.errors import CheckpointDamaged, StateError
 from elastic_dp.storage import Store
 from tests.checkpoint.sharded_states import (
@@ -83,7 +81,7 @@ def test_both_holders_have_the_same_files_and_the_backup_writes_those_of_a_lost_
 
 
 def test_files_of_units_have_a_limited_size(monkeypatch):
-    monkeypatch.setattr(unit_snapshot, "MAX_FILE_BYTES", 200)
+    monkeypatch.setattr(snapshots, "MAX_FILE_BYTES", 200)
     tree, catalog = whole_state(), Catalog(memory_store())
     committed = sharded_checkpoint(catalog, 3, tree, workers=1)
     files = committed.manifest.units.files

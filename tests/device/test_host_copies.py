@@ -14,9 +14,8 @@ from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.layout import TensorSpec
-from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.snapshot import HeldUnit, Snapshot, UnitGroup, UnitSnapshot
 from elastic_dp.checkpoint.state_units import UnitPlace
-from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup, UnitSnapshot
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.device.host_copies import HostCopies

@@ -25,8 +25,7 @@ from elastic_dp.checkpoint.catalog import Catalog, CommitName
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
 from elastic_dp.errors import LeaseLost, StorageError
 

@@ -21,11 +21,15 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_files import threads
-from elastic_dp.checkpoint.checkpoint_reader import newest_first, read_own_range
+from elastic_dp.checkpoint.checkpoint_reader import (
+    newest_first,
+    read_own_range,
+    read_unit,
+    state_of,
+    threads,
+)
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit
-from elastic_dp.checkpoint.unit_reader import read_unit, state_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged
 from elastic_dp.train.checkpointing.sliced_read import Slice, read_slices, refuse_damage

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import add_states
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
+from elastic_dp.checkpoint.snapshot import UnitGroup
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.state_units import PlacedUnit
-from elastic_dp.checkpoint.unit_reader import add_states
-from elastic_dp.checkpoint.unit_snapshot import UnitGroup
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Membership, Signature, WorkerId

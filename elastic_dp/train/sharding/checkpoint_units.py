@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_dp.checkpoint.commit_record import Manifest
+from elastic_dp.checkpoint.snapshot import HeldUnit, UnitGroup
 from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit, UnitPlace, UnitTable
-from elastic_dp.checkpoint.unit_snapshot import HeldUnit, UnitGroup
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.train.sharding.pieces import part_of

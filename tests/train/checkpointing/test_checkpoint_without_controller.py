@@ -12,8 +12,7 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import checkpoint_without_controller
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller

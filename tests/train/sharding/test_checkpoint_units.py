@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import load
+from elastic_dp.checkpoint.checkpoint_reader import load, read_states
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.unit_reader import read_states
-from elastic_dp.checkpoint.unit_snapshot import UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
 from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits
 from tests.checkpoint.states import memory_store
 from tests.train.sharding.test_sharded_state import (

@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from elastic_dp.checkpoint.checkpoint_reader import device_types
-from elastic_dp.checkpoint.unit_reader import read_states
+from elastic_dp.checkpoint.checkpoint_reader import device_types, read_states
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedDevice
