@@ -452,7 +452,7 @@ def test_a_worker_does_not_import_pandas():
 # Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
 # smaller lowers the first number; the test prints what is left to do.
 BUDGETS = {
-    "checkpoint": (3_430, 2_800),
+    "checkpoint": (3_315, 2_800),
     "cli": (1_610, 1_000),
     "cluster": (7_130, 4_800),
     "config": (1_355, 950),
@@ -460,7 +460,7 @@ BUDGETS = {
     "data": (9_260, 5_600),
     "dataprep": (1_815, 1_100),
     "device": (695, 620),
-    "distributed": (4_830, 3_100),
+    "distributed": (4_500, 3_100),
     "extensions": (2_150, 3_300),
     "integrations": (1_620, 950),
     "materialization": (426, 330),
@@ -469,7 +469,7 @@ BUDGETS = {
     "storage": (1_800, 1_250),
     "telemetry": (1_150, 750),
     "testing": (815, 600),
-    "train": (13_490, 6_000),
+    "train": (13_575, 6_000),
     "ui": (390, 400),
 }
 
