@@ -11,7 +11,6 @@ those with one place in tensor parallelism. Then the processes beside them have 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from typing import Any
 
@@ -22,11 +21,6 @@ import torch.distributed as dist
 def is_sharded(tensor: Any) -> bool:
     """Returns whether this is a `DTensor`, without an import of what defines it."""
     return hasattr(tensor, "_local_tensor")
-
-
-def count_parts(tensor: Any) -> int:
-    """Returns into how many parts a tensor is divided."""
-    return math.prod(size for _, size, _ in _divisions(tensor))
 
 
 def first_holder(tensor: Any, process: int) -> int:
