@@ -14,7 +14,7 @@ from tests.source_trees import sources
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"elastic_dp", "tests", "jobs", "benchmarks"}
+OURS = {"elastic_dp", "tests", "jobs", "benchmarks", "docs"}
 # For the type checker alone, and torch brings it.
 TYPES = {"typing_extensions"}
 
