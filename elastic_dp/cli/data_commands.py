@@ -101,15 +101,11 @@ def convert(
     ] = None,
     storage_option: StorageOption = None,
     as_json: _Json = False,
-    rows_per_group: Annotated[str | None, typer.Option(hidden=True)] = None,
-    fill_null: Annotated[str | None, typer.Option(hidden=True)] = None,
-    text_glob: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Write SRC as shards that train well. DST is a data set only when all of it is there."""
     from elastic_dp.dataprep.convert import convert as convert_data
     from elastic_dp.dataprep.write_shards import ROW_GROUP_BYTES, SHARD_BYTES
 
-    gone = {"rows_per_group": rows_per_group, "fill_nulls": fill_null, "text_glob": text_glob}
     with _progress(quiet=as_json) as progress:
         task = progress.add_task("reading", total=None)
         converted = convert_data(
@@ -127,7 +123,6 @@ def convert(
             csv_options=dict(_named(each) for each in csv_option or ()),
             storage_options=storage_options(storage_option),
             on_progress=lambda now: progress.update(task, description=_said(now)),
-            **{name: value for name, value in gone.items() if value is not None},
         )
     if as_json:
         print(json.dumps(asdict(converted)))

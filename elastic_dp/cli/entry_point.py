@@ -48,6 +48,13 @@ _REMOVED = {  # verb of an earlier version: what to write instead
     "kill": "scale RUN --kill WORKER",
     "ui": "report RUN --live",
 }
+_TUNNEL = "the page is served on this machine alone: ssh -L 8642:127.0.0.1:8642 HOST forwards it"
+_REMOVED_OPTIONS = {  # (verb, option) of an earlier version
+    **{("report", option): _TUNNEL for option in ("--host", "--allow-host")},
+    ("data", "--rows-per-group"): "set --row-group-bytes",
+    ("data", "--fill-null"): "set --query 'SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows'",
+    ("data", "--text-glob"): "name the files by a glob in SRC, such as 'code/**/*.py'",
+}
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -63,6 +70,10 @@ class _Verbs(typer.core.TyperGroup):
             if words and words[0] in _REMOVED:
                 now = _REMOVED[words[0]]
                 raise SpecError(f"{words[0]} does not exist any more, use: elastic-dp {now}")
+            for word in words:
+                option = word.partition("=")[0]
+                if instead := _REMOVED_OPTIONS.get((words[0], option)):
+                    raise SpecError(f"{option} does not exist any more; {instead}")
             code = super().main(args, *more, **settings)
         except ElasticError as error:
             text = " ".join(str(error).split())

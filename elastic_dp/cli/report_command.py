@@ -41,18 +41,9 @@ def report(
             "--control", help="Let whoever has the token scale, drain, checkpoint and stop it."
         ),
     ] = False,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")
     ] = 8642,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A name by which browsers may call this server, besides localhost and IP "
-            "addresses. May be repeated.",
-        ),
-    ] = None,
     token: Annotated[
         str | None,
         typer.Option(
@@ -82,8 +73,8 @@ def report(
         raise SpecError(
             "--output names a file for the page, and --json and --live write none: give one of them"
         )
-    if not live and (control or allow_host):
-        raise SpecError("--control and --allow-host are of a served page: add --live")
+    if not live and control:
+        raise SpecError("--control is of a served page: add --live")
     if storage_path is None:
         found = find_live_run(name, address, None, None).url
         assert isinstance(found, StorageURL)  # as `attach` finds it
@@ -93,7 +84,6 @@ def report(
     if not live:
         _write(name, url, output, as_json)
         return
-    from elastic_dp.ui.access import AccessRules
     from elastic_dp.ui.server import ServedRun, serve
 
     asking = threading.Lock()
@@ -105,13 +95,12 @@ def report(
             return attach.find_live(name, url, address)
 
     secret = "" if token else secrets.token_urlsafe(32)
-    rules = AccessRules(host, token or secret, tuple(allow_host or ()))
 
     def ready(here: str) -> None:
         shown = f"{here}#token={secret}" if secret else here
         print(json.dumps({"url": shown}) if as_json else shown, flush=True)
 
-    serve(ServedRun(name, url, find_live if control else None), rules, port, ready)
+    serve(ServedRun(name, url, find_live if control else None), token or secret, port, ready)
 
 
 def _write(name: str, url: StorageURL, output: Path | None, as_json: bool) -> None:

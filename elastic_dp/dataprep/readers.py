@@ -272,7 +272,7 @@ def _csv_file(
         plain = encoding == "utf-8" and isinstance(raw, io.BufferedReader)
         if path is None or not plain or {*path} & {*GLOB_MARKS}:
             copy = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".csv"))
-            with io.TextIOWrapper(_Buffered(raw), encoding, newline="") as text:
+            with io.TextIOWrapper(raw, encoding, newline="") as text:
                 while some := text.read(BATCH_BYTES):
                     copy.write(some.encode())
             copy.flush()
@@ -377,7 +377,7 @@ def _objects(files: SourceFiles, name: str) -> Iterator[tuple[int, list[dict[str
 def _json_texts(files: SourceFiles, name: str) -> Iterator[Any]:
     """The text of each row. A file that is one array is parsed whole."""
     with files.decompressed(name) as raw:
-        text = io.TextIOWrapper(_Buffered(raw), "utf-8-sig", newline="\n")
+        text = io.TextIOWrapper(raw, "utf-8-sig", newline="\n")
         for line in text:
             if line.startswith("["):
                 yield from _DECODER.decode(line + text.read())
@@ -447,7 +447,7 @@ def _without_nulls(kind: pa.DataType) -> pa.DataType:
 
 def _lines(files: SourceFiles, name: str) -> Batches:
     with files.decompressed(name) as raw:
-        lines = io.TextIOWrapper(_Buffered(raw), "utf-8-sig")
+        lines = io.TextIOWrapper(raw, "utf-8-sig")
         while some := list(itertools.islice(lines, BATCH_ROWS)):
             yield pa.RecordBatch.from_pydict({"text": [line.removesuffix("\n") for line in some]})
 
@@ -460,7 +460,7 @@ def documents(
     if files.kind == "text":
         for name in files.names:
             with files.decompressed(name) as raw:
-                text, rest = io.TextIOWrapper(_Buffered(raw), "utf-8", newline=""), ""
+                text, rest = io.TextIOWrapper(raw, "utf-8", newline=""), ""
                 while chunk := text.read(PIECE_CHARS):
                     *some, (rest, _) = pieces(rest + chunk)
                     yield from ((piece, False) for piece, _ in some)
@@ -504,23 +504,3 @@ def _images(files: SourceFiles) -> Rows:
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     return Rows(schema, batches)
-
-
-class _Buffered(io.BufferedReader):
-    """Any object with `read` as Python's readers want it: those of pyarrow are none."""
-
-    def __init__(self, source: Any) -> None:
-        super().__init__(_Raw(source), 1 << 20)
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        got = self._source.read(len(into))
-        into[: len(got)] = got
-        return len(got)

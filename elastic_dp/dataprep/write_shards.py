@@ -10,6 +10,7 @@ Shards are only ever created, too. An exception removes everything that was writ
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,12 +122,7 @@ def _stream(rows: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     first = next(batches, None)
     if first is None:
         raise NoRows("there is no row to write")
-
-    def all_batches() -> Iterator[pa.RecordBatch]:
-        yield first
-        yield from batches
-
-    return first.schema, all_batches()
+    return first.schema, itertools.chain([first], batches)
 
 
 def _read(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:

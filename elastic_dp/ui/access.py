@@ -1,7 +1,7 @@
 """Who may read and who may steer, as an ASGI middleware before everything else.
 
-- A request must name this server by an IP address, `localhost`, or a name that was allowed. A page
-  of another site that lets its own name point here (DNS rebinding) names that site.
+- A request must name this server as this machine does: 127.0.0.1 or `localhost`. A page of another
+  site that lets its own name point here (DNS rebinding) names that site.
 - All that tells of a run, or changes one, needs the token, as a header that no page of another site
   can set (`Authorization: Bearer`): other users of this machine reach its ports, too.
 - A request that changes a run must not come from another origin.
@@ -10,15 +10,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.errors import SpecError
 
 SHORTEST_TOKEN = 16
+_NAMES = ("127.0.0.1", "localhost")
 _API = "/api/"
 _METHODS = ("GET", "HEAD", "POST")  # of which only POST changes anything
 _HEADERS = {
@@ -38,45 +37,19 @@ _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class AccessRules:
-    """`host` is the address to listen on; `allowed` are further names by which requests may name
-    this server. Raises SpecError for a short token.
-    """
-
-    host: str
-    token: str
-    allowed: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.token) < SHORTEST_TOKEN:
-            raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
-
-    def names_us(self, host: str) -> bool:
-        """Whether the Host header of a request names this server."""
-        has_port = host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or "]:" in host)
-        name = host.rpartition(":")[0] if has_port else host
-        name = name.strip("[]").rstrip(".").lower()
-        if name in ("localhost", self.host.lower(), *(each.lower() for each in self.allowed)):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
-    def has_token(self, authorization: str) -> bool:
-        scheme, _, given = authorization.partition(" ")
-        same = hmac.compare_digest(given.strip().encode(errors="replace"), self.token.encode())
-        return same and scheme.lower() == "bearer"
+def check_token(token: str) -> str:
+    """Return the token. Raises SpecError for a short one."""
+    if len(token) < SHORTEST_TOKEN:
+        raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
+    return token
 
 
 class AccessCheck:
     """The middleware. It also sets the headers of every answer, and no error leaves it."""
 
-    def __init__(self, app: _App, rules: AccessRules, print_error: Callable[[], None]) -> None:
+    def __init__(self, app: _App, token: str, print_error: Callable[[], None]) -> None:
         """`print_error` prints the exception that is being handled, without credentials."""
-        self._app, self._rules, self._print_error = app, rules, print_error
+        self._app, self._token, self._print_error = app, token, print_error
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
@@ -104,20 +77,25 @@ class AccessCheck:
 
     def _refusal(self, scope: _Message) -> tuple[int, str] | None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host, rules = headers.get(b"host", ""), self._rules
-        if not rules.names_us(host):
-            return 421, "this server is not known by that name; see --allow-host"
+        host = headers.get(b"host", "")
+        if host.partition(":")[0].lower() not in _NAMES:
+            return 421, f"this server is known as {' or '.join(_NAMES)}"
         if scope["method"] not in _METHODS:
             return 405, "this server knows no such method"
         writes = scope["method"] == "POST"
         asks = writes or scope["path"].startswith(_API)
-        if asks and not rules.has_token(headers.get(b"authorization", "")):
+        if asks and not self._has_token(headers.get(b"authorization", "")):
             return 401, "the token is missing or wrong; it is in the address that was printed"
         origin = headers.get(b"origin")
         foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
         if writes and (foreign or headers.get(b"sec-fetch-site", "none") == "cross-site"):
             return 403, "a request from another site"
         return None
+
+    def _has_token(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), self._token.encode())
+        return same and scheme.lower() == "bearer"
 
 
 async def _refuse(send: _Send, status: int, error: str) -> None:

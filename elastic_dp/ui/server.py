@@ -22,7 +22,7 @@ from elastic_dp.report.report_page import asset, fill_page, plotly_script
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.storage import StorageURL
 from elastic_dp.storage.redact import redact
-from elastic_dp.ui.access import AccessCheck, AccessRules
+from elastic_dp.ui.access import AccessCheck, check_token
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
@@ -105,25 +105,24 @@ def act(run: ControlledRun, verb: str, body: Any) -> str:
     raise SpecError(f"the body of {verb} must be {_FIELDS[verb]}")
 
 
-def serve(run: ServedRun, rules: AccessRules, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until the process is told to end. `ready` gets the address.
+def serve(run: ServedRun, token: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve on this machine until the process is told to end. `ready` gets the address.
 
-    Raises SpecError if packages are missing, or the address cannot be listened on.
+    Raises SpecError if packages are missing, the token is short, or the port is taken.
     """
-    server = web_server(run, rules)
-    with listening_socket(rules.host, port) as listening:
-        name = f"[{rules.host}]" if ":" in rules.host else rules.host
-        ready(f"http://{name}:{listening.getsockname()[1]}/")
+    server = web_server(run, token)
+    with listening_socket(port) as listening:
+        ready(f"http://127.0.0.1:{listening.getsockname()[1]}/")
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
 
 
-def web_server(run: ServedRun, rules: AccessRules) -> uvicorn.Server:
+def web_server(run: ServedRun, token: str) -> uvicorn.Server:
     """Return the server, which does not listen yet. Raises SpecError if packages are missing."""
     try:
         import uvicorn
 
-        app = served_app(run, rules)
+        app = served_app(run, check_token(token))
     except ModuleNotFoundError as missing:
         what = (missing.name or "").partition(".")[0]
         raise SpecError(f"the page needs {what}: pip install 'elastic_dp[ui]'") from None
@@ -142,7 +141,7 @@ def web_server(run: ServedRun, rules: AccessRules) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def served_app(run: ServedRun, rules: AccessRules) -> Starlette:
+def served_app(run: ServedRun, token: str) -> Starlette:
     """Return the application."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -234,23 +233,17 @@ def served_app(run: ServedRun, rules: AccessRules) -> Starlette:
             Route("/api/report", report, methods=["GET"]),
             Route("/api/{verb}", steer, methods=["POST"]),
         ],
-        middleware=[Middleware(AccessCheck, rules=rules, print_error=run.print_error)],
+        middleware=[Middleware(AccessCheck, token=token, print_error=run.print_error)],
         exception_handlers={HTTPException: refused, ElasticError: failed},
     )
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises SpecError, which names the option."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind)
-    except OSError as error:
-        raise SpecError(f"--host is {host!r}: {error}") from None
+def listening_socket(port: int) -> socket.socket:
+    """Return a socket that listens on this machine. Raises SpecError, which names the option."""
+    listening = socket.socket()
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        listening.bind(("127.0.0.1", port))
         listening.listen()  # who comes before the server is up waits
     except OSError as error:
         listening.close()

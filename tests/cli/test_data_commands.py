@@ -76,8 +76,8 @@ def test_convert_takes_options_of_csv_and_a_query(tmp_path):
 @pytest.mark.parametrize(
     ("option", "way_out"),
     [
-        ("--rows-per-group", "set row_group_bytes"),
-        ("--fill-null", "set query"),
+        ("--rows-per-group", "set --row-group-bytes"),
+        ("--fill-null", "set --query"),
         ("--text-glob", "name the files by a glob"),
     ],
 )

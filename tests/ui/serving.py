@@ -5,7 +5,6 @@ import http.client
 import json
 import threading
 
-from elastic_dp.ui.access import AccessRules
 from elastic_dp.ui.server import ServedRun, listening_socket, web_server
 from elastic_dp.urls import StorageURL
 from tests.patience import eventually
@@ -72,11 +71,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(run, *, token=TOKEN, find_live=None, host="127.0.0.1", options=None):
+def served(run, *, token=TOKEN, find_live=None, options=None):
     """`run`: the URL of its folder."""
     shown = ServedRun(str(run).rpartition("/")[2], StorageURL(str(run), options), find_live)
-    server = web_server(shown, AccessRules(host, token))
-    with listening_socket("127.0.0.1", 0) as listening:
+    server = web_server(shown, token)
+    with listening_socket(0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         eventually(lambda: server.started)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
+from elastic_dp.ui.server import listening_socket
 from tests.report.journals import night
 from tests.report.test_report_reader import write
 from tests.ui.serving import Served
@@ -42,10 +43,9 @@ def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["night", "--live", "--host", "192.0.2.1", "--control"], "--port is 8642: "),
-        (["night", "--live", "--host", "no such host"], "--host is 'no such host': "),
+        (["night", "--live", "--host", "0.0.0.0"], "--host does not exist any more; the page is"),
         (["night", "--live", "--token", "short"], "the token is too short"),
-        (["night", "--control"], "--control and --allow-host are of a served page: add --live"),
+        (["night", "--control"], "--control is of a served page: add --live"),
         (["night", "--live", "-o", "x.html"], "--output names a file for the page"),
         (["nobody", "--live"], "no run named 'nobody'"),
     ],
@@ -53,3 +53,10 @@ def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
 def test_live_report_refuses_by_name(words, message, stored):
     said = CliRunner().invoke(app, ["report", *words, *stored])
     assert said.exit_code == 2 and message in said.stderr
+
+
+def test_port_that_is_taken_is_refused_by_name(stored):
+    with listening_socket(0) as taken:
+        port = str(taken.getsockname()[1])
+        said = CliRunner().invoke(app, ["report", "night", "--live", "--port", port, *stored])
+    assert said.exit_code == 2 and f"--port is {port}: " in said.stderr
