@@ -6,12 +6,16 @@ what then happens to its owner: the run fails, the waiting thread is woken, or t
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 from elastic_dp.errors import ElasticError
+
+T = TypeVar("T")
 
 
 def background(
@@ -34,3 +38,19 @@ def background(
                 failed(error)
 
     return threading.Thread(target=main, name=name, daemon=True)
+
+
+def take_all(
+    waiting: queue.SimpleQueue[T],
+    timeout_s: float | None = None,
+    gather: Callable[[], object] | None = None,
+) -> list[T]:
+    """Return all items, for the only thread that takes them. Waits for one, up to `timeout_s`
+    (None: for ever), and then calls `gather`, which may wait for others: they wake nobody."""
+    try:
+        items = [waiting.get(timeout=timeout_s)]
+    except queue.Empty:
+        return []
+    if gather is not None:
+        gather()
+    return items + [waiting.get() for _ in range(waiting.qsize())]

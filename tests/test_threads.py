@@ -1,9 +1,10 @@
 """No thread ends unseen."""
 
+import queue
 import threading
 
 from elastic_dp.errors import FileDamaged
-from elastic_dp.threads import background
+from elastic_dp.threads import background, take_all
 from tests.patience import PATIENCE_S
 
 
@@ -37,3 +38,11 @@ def test_a_thread_that_ends_tells_nothing():
     done = threading.Event()
     background("tester", done.set, lambda error: 1 / 0).start()
     assert done.wait(PATIENCE_S)
+
+
+def test_items_that_come_while_the_reader_gathers_are_taken_together():
+    waiting = queue.SimpleQueue()
+    assert take_all(waiting, 0.0) == []
+    waiting.put(1)
+    assert take_all(waiting, None, lambda: waiting.put(2)) == [1, 2]
+    assert waiting.empty()

@@ -28,9 +28,9 @@ from elastic_dp.cli import (
     checkpoint_commands,
     data_commands,
     doctor_command,
-    look_commands,
     report_command,
     run_commands,
+    status_command,
 )
 from elastic_dp.errors import ElasticError, SpecError
 
@@ -103,7 +103,7 @@ _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_lo
 app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTINGS)
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
-look_commands.add_to(app)
+app.command()(status_command.status)
 run_commands.add_to(app)
 app.command()(report_command.report)
 app.command()(doctor_command.doctor)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import queue
 import threading
 import time
 import traceback
@@ -24,11 +25,10 @@ from typing import Any, Protocol
 
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import RunEvent
-from elastic_dp.telemetry.batch_queue import BatchQueue
 from elastic_dp.telemetry.journal import MAX_KEPT
 from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
-from elastic_dp.threads import background
+from elastic_dp.threads import background, take_all
 
 Line = Mapping[str, Any]
 MAX_WAITING = 100_000  # lines that a logger has not taken yet
@@ -208,7 +208,8 @@ class _LoggerThread:
 
     def __init__(self, taker: _Taker) -> None:
         self._taker = taker
-        self._waiting: BatchQueue[Line | None] = BatchQueue(_GATHER_S)
+        self._waiting = queue.SimpleQueue[Line | None]()
+        self._is_urgent = threading.Event()
         self._taken: deque[Line | None] = deque()  # from the queue, and not logged yet
         self._dropped = 0
         self._lock = threading.Lock()
@@ -220,7 +221,9 @@ class _LoggerThread:
             with self._lock:
                 self._dropped += 1
         else:
-            self._waiting.put(line, urgent=line is None or not _is_metrics(line))
+            self._waiting.put(line)
+            if line is None or not _is_metrics(line):
+                self._is_urgent.set()
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -230,14 +233,14 @@ class _LoggerThread:
 
     @property
     def _left(self) -> int:
-        return len(self._waiting) + len(self._taken)
+        return self._waiting.qsize() + len(self._taken)
 
     def _run(self) -> None:
         due = None
         while True:
             if not self._taken:
                 wait_s = None if due is None else max(0.0, due - time.monotonic())
-                self._taken.extend(self._waiting.take(wait_s))
+                self._taken.extend(take_all(self._waiting, wait_s, self._gather))
             if self._taken:
                 line = self._taken.popleft()
                 if line is None:
@@ -250,6 +253,10 @@ class _LoggerThread:
                 due = None
         self._note_dropped()
         self._taker.close()
+
+    def _gather(self) -> None:
+        self._is_urgent.wait(_GATHER_S)
+        self._is_urgent.clear()
 
     def _note_dropped(self) -> None:
         with self._lock:

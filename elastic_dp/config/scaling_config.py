@@ -27,6 +27,12 @@ def label_values(wanted: str) -> list[str]:
     return [value.strip() for value in values.split(",")]
 
 
+_LEAST = {
+    **dict.fromkeys(("min_workers", "max_workers", "threads_per_worker"), 1),
+    **{"processes_per_worker": 1, "standby": 0, "min_on_demand": 0},
+}
+
+
 @refuses_removed_names
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
@@ -90,16 +96,12 @@ class ScalingConfig:
                 f"ScalingConfig.resources_per_worker is {self.resources_per_worker!r}, must "
                 'be a dict of amounts, such as {"CPU": 1}'
             )
-        whole_number("ScalingConfig.min_workers", self.min_workers, 1)
-        whole_number("ScalingConfig.max_workers", self.max_workers, 1)
+        for name, least in _LEAST.items():
+            whole_number(f"ScalingConfig.{name}", getattr(self, name), least)
         check_virtual_workers(self.virtual_workers, "ScalingConfig.virtual_workers")
-        whole_number("ScalingConfig.standby", self.standby, 0)
-        whole_number("ScalingConfig.threads_per_worker", self.threads_per_worker, 1)
-        whole_number("ScalingConfig.processes_per_worker", self.processes_per_worker, 1)
         at_least("ScalingConfig.stabilization_s", self.stabilization_s, 0.0)
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
-        whole_number("ScalingConfig.min_on_demand", self.min_on_demand, 0)
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):
             raise SpecError(
                 f"ScalingConfig.priority is {self.priority!r}, must be a whole number; "
@@ -110,16 +112,12 @@ class ScalingConfig:
                 f"ScalingConfig.zones is {self.zones!r}, must be a list of names (valid labels)"
             )
         self._check_label_selector()
-        if self.min_on_demand > self.max_workers:
-            raise SpecError(
-                f"ScalingConfig.min_on_demand is {self.min_on_demand}, more than max_workers "
-                f"({self.max_workers})"
-            )
-        if self.min_workers > self.max_workers:
-            raise SpecError(
-                f"ScalingConfig.min_workers is {self.min_workers}, more than max_workers "
-                f"({self.max_workers}); lower it, or raise max_workers"
-            )
+        for name in ("min_on_demand", "min_workers"):
+            if (number := getattr(self, name)) > self.max_workers:
+                raise SpecError(
+                    f"ScalingConfig.{name} is {number}, more than max_workers "
+                    f"({self.max_workers}); lower it, or raise max_workers"
+                )
         if self.num_virtual_workers < self.max_workers:
             name = "virtual_workers[0]" if self.grows else "virtual_workers"
             raise SpecError(

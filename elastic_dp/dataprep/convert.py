@@ -7,7 +7,7 @@ source. The same source gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -34,18 +34,14 @@ GONE = {
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(WrittenShards):
     """What `convert` has read and written. `rows_in`: rows that were read; with `pack`, documents.
     `files`: of the source. `skipped`: files that are not read, by ending. `dropped_tokens`: the
     last tokens, too few for a row."""
 
-    rows_in: int
-    rows: int
-    row_groups: int
-    shards: int
-    nbytes: int
-    files: int
-    skipped: Mapping[str, int]
+    rows_in: int = 0
+    files: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
     dropped_tokens: int = 0
 
 
@@ -124,11 +120,8 @@ def convert(
 
     def done(now: WrittenShards) -> Converted:
         return Converted(
+            **vars(now),
             rows_in=read,
-            rows=now.rows,
-            row_groups=now.row_groups,
-            shards=now.shards,
-            nbytes=now.nbytes,
             files=len(files.names),
             skipped=files.skipped,
             dropped_tokens=packing.dropped_tokens if packing else 0,

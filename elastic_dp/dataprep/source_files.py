@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from elastic_dp.data.discovery.listing import INFO, STATE, Listing, files_of_saved, list_files
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.storage import Entry, Store
+from elastic_dp.storage import Entry, Store, redact_url
 
 FORMATS = {
     **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
@@ -92,24 +92,25 @@ def find_files(
     """`documents`: files without a known ending that a glob names are documents of text. Raises
     DataError if there is no file of a known format, or there are several formats."""
     store = Store(url, storage_options)
+    shown = redact_url(url)
     listing, is_glob = _list(url, store, storage_options)
     entries = {listing.name(entry): entry for entry in listing.entries}
     if documents:  # __init__.py is a document
-        shown = [name for name in listing.hidden if not re.search(r"(^|/)\.", name)]
-        found = {name: store.look_up(listing.root + name) for name in shown}
+        named = [name for name in listing.hidden if not re.search(r"(^|/)\.", name)]
+        found = {name: store.look_up(listing.root + name) for name in named}
         entries |= {name: entry for name, entry in found.items() if entry is not None}
     kinds = {name: FORMATS.get(_ending(name), "") for name in entries}
     counts = Counter(kind for kind in kinds.values() if kind)
     if documents and not counts and entries and is_glob:
         kind, names = "text", sorted(entries)
     else:
-        kind = _only(listing.url, counts, entries)
+        kind = _only(shown, counts, entries)
         names = sorted(name for name in entries if kinds[name] == kind)
     if kind == "arrow" and {STATE, INFO} <= {*entries}:  # in the order of `datasets`
         names = files_of_saved(bytes(store.read_all(entries[STATE].path)))
     read = {name: entries[name] for name in names}
     skipped = {one.ending or "no ending": one.files for one in listing.skipped([*read.values()])}
-    return SourceFiles(listing.url, store, kind, read, skipped)
+    return SourceFiles(shown, store, kind, read, skipped)
 
 
 @contextmanager

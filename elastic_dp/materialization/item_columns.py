@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from elastic_dp.dataprep.readers import merged
 from elastic_dp.errors import DataError
 
 ROWS, BYTES = 1024, 8 << 20  # of a batch; the first batch decides the types
@@ -95,13 +96,13 @@ class ItemColumns:
         kind = known
         for at, value in enumerate(values):
             here = _type_of(value, name, self._done + at)
-            merged = _merged(kind, here)
-            if merged is None or (self.schema is not None and merged != known):
+            both = _merged(kind, here)
+            if both is None or (self.schema is not None and both != known):
                 raise DataError(
                     f"IterableData.dataset: {name!r} is {here} in row {self._done + at}, and "
                     f"{kind} in earlier rows; give all rows one type"
                 )
-            kind = merged
+            kind = both
         if _lacks_values(kind):
             raise DataError(
                 f"IterableData.dataset: {name!r} has no value in the first {len(values)} rows, so "
@@ -154,16 +155,16 @@ def _type_of(value: Any, name: str, number: int) -> pa.DataType:
                 _type_of(item, name, number)
                 for item in {type(item): item for item in value}.values()
             ]
-        merged = pa.null()
+        items = pa.null()
         for kind in each:
-            both = _merged(merged, kind)
+            both = _merged(items, kind)
             if both is None:
                 raise DataError(
-                    f"IterableData.dataset: the list {name!r} of row {number} has {merged} and "
+                    f"IterableData.dataset: the list {name!r} of row {number} has {items} and "
                     f"{kind}; give all its items one type"
                 )
-            merged = both
-        return pa.list_(merged)
+            items = both
+        return pa.list_(items)
     what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
     raise DataError(
         f"IterableData.dataset: {name!r} of row {number} is {what}, must be one of {_ALLOWED}; "
@@ -184,16 +185,10 @@ _PLAIN_TYPES: tuple[tuple[type, pa.DataType], ...] = (
 
 def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that holds both; None if there is none."""
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if {one, other} == {pa.int64(), pa.float64()}:  # refused later if a number would be rounded
-        return pa.float64()
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        inner = _merged(one.value_type, other.value_type)
-        return None if inner is None else pa.list_(inner)
-    return None
+    try:
+        return merged(one, other, "")
+    except DataError:
+        return None
 
 
 def _lacks_values(kind: pa.DataType) -> bool:

@@ -72,7 +72,6 @@ def overview_of_report(report: Report, now: float, total_steps: int | None = Non
     losses = [point for point in report.curves.get("loss", ()) if point.counts]
     loss = None if not losses else math.nan if losses[-1].value is None else losses[-1].value
     newest = max(report.checkpoints, key=lambda row: row.step, default=None)
-    saved_at = None if newest is None else newest.time
     text, at = _newest_text(report)
     health, reason = _health_of_report(report, loss)
     return RunOverview(
@@ -89,26 +88,26 @@ def overview_of_report(report: Report, now: float, total_steps: int | None = Non
         rows_per_s=report.rows_per_s,
         cache=report.cache,
         checkpoint_step=None if newest is None else newest.step,
-        checkpoint_age_s=None if saved_at is None else max(0.0, now - saved_at),
+        checkpoint_age_s=_age(now, None if newest is None else newest.time),
         last_event=text,
-        last_event_age_s=None if at is None else max(0.0, now - at),
+        last_event_age_s=_age(now, at),
     )
 
 
 def overview_of_status(name: str, status: Mapping[str, Any]) -> RunOverview:
     """Return the overview of a live run, of the status that `Run.status` returns."""
-    loss = status.get("metrics", {}).get("loss")
-    is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
-    checkpoint = status.get("newest_checkpoint") or {}
-    event = status.get("newest_event") or {}
-    health, reason = _health_of_status(status, loss if is_number else None)
+    logged = status.get("metrics", {}).get("loss")
+    is_number = isinstance(logged, int | float) and not isinstance(logged, bool)
+    loss = float(logged) if is_number else None
+    checkpoint, event = status.get("newest_checkpoint") or {}, status.get("newest_event") or {}
+    health, reason = _health_of_status(status, loss)
     return RunOverview(
         name=name,
         health=health,
         health_reason=reason,
         step=int(status.get("step", 0)),
         total_steps=status.get("max_steps"),
-        loss=float(loss) if is_number else None,
+        loss=loss,
         world_size=int(status.get("world_size", 0)),
         size=int(status.get("size", 0)),
         generation=int(status.get("generation", 0)),
@@ -122,46 +121,40 @@ def overview_of_status(name: str, status: Mapping[str, Any]) -> RunOverview:
     )
 
 
-# ---------------------------------------------------------------------------------- private
+def _age(now: float, at: float | None) -> float | None:
+    return None if at is None else max(0.0, now - at)
 
 
 def _newest_text(report: Report) -> tuple[str, float | None]:
     """The newest decision or, of an ended run, its end."""
     if report.is_over:
         return f"{report.phase} after step {report.step}: {report.reason}", report.last_line
-    if report.decisions:
-        return report.decisions[-1].text, report.decisions[-1].time
-    if report.events:
-        return report.events[-1].text, report.events[-1].time
+    for newest in (report.decisions[-1:], report.events[-1:]):
+        if newest:
+            return newest[0].text, newest[0].time
     return "", None
 
 
 def _health_of_report(report: Report, loss: float | None) -> tuple[Health, str]:
-    match report.phase:
-        case RunPhase.FINISHED:
-            return Health.FINISHED, report.reason
-        case RunPhase.FAILED:
-            return Health.FAILED, report.reason
-        case RunPhase.SILENT:
-            return Health.SILENT, "its cluster may be gone, or it waits for nodes"
-    if not report.starts:  # in one process, which has no group
-        if report.step:
-            return Health.HEALTHY, "it trains in one process"
-        return Health.STARTING, report.reason
-    if not report.generation:
+    if report.is_over:
+        return Health(report.phase.value), report.reason
+    if report.phase is RunPhase.SILENT:
+        return Health.SILENT, "its cluster may be gone, or it waits for nodes"
+    if not report.starts and report.step:  # in one process, which has no group
+        return Health.HEALTHY, "it trains in one process"
+    if not report.starts or not report.generation:
         return Health.STARTING, report.reason
     return _health(report.present, report.wanted, loss, report.led_s, report.goodput.fraction)
 
 
 def _health_of_status(status: Mapping[str, Any], loss: float | None) -> tuple[Health, str]:
-    reason = str(status.get("reason", ""))
-    match status.get("phase"):
-        case "unknown":
-            return Health.UNKNOWN, reason
-        case "over":
-            return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
+    reason, waits_for = str(status.get("reason", "")), status.get("waits_for")
+    if status.get("phase") == "unknown":
+        return Health.UNKNOWN, reason
+    if status.get("phase") == "over":
+        return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
     if not status.get("generation"):
-        return Health.STARTING, status.get("waits_for") or reason
+        return Health.STARTING, waits_for or reason
     goodput, limit = status.get("goodput"), status.get("size_limit")
     health, why = _health(
         int(status["world_size"]),
@@ -172,7 +165,6 @@ def _health_of_status(status: Mapping[str, Any], loss: float | None) -> tuple[He
     )
     if limit is not None:
         why = f"{why}, {status['size']} wanted: runs of higher priority come first"
-    waits_for = status.get("waits_for")
     return health, f"{why}; it waits for a node: {waits_for}" if waits_for else why
 
 

@@ -37,15 +37,12 @@ def on_retry(tell: Callable[[], None]) -> None:
 class StoreCounts:
     """Counts since the store was opened.
 
-    `requests` includes retries. `wait_s` is the time of failed requests and the pauses after them,
-    added up over all threads.
+    `requests` includes retries.
     """
 
     requests: int = 0
     retries: int = 0
     bytes_read: int = 0
-    bytes_written: int = 0
-    wait_s: float = 0.0
 
 
 @dataclass
@@ -98,10 +95,9 @@ class Retry:
             if call.told:
                 self._is_through()
 
-    def moved(self, *, read: int = 0, written: int = 0) -> None:
+    def came(self, nbytes: int) -> None:
         with self._counting:
-            self._counts.bytes_read += read
-            self._counts.bytes_written += written
+            self._counts.bytes_read += nbytes
 
     def raise_when_late(self) -> None:
         """From now on a call without success for `timeout_s` raises StorageError."""
@@ -114,7 +110,6 @@ class Retry:
     def _try_once(self, attempt: Callable[[], T]) -> tuple[list[T], Fault | None]:
         with self._counting:
             self._counts.requests += 1
-        began = time.monotonic()
         try:
             return [attempt()], None
         except (AssertionError, FileDamaged):  # a bug, or damage that no retry can repair
@@ -125,8 +120,6 @@ class Retry:
             if not is_panic(error):
                 raise
             fault = Fault(Kind.PERMANENT, f"a panic in the store's library: {error}")
-        with self._counting:
-            self._counts.wait_s += time.monotonic() - began
         return [], fault
 
     def _raise_if_final(self, call: _Call, fault: Fault) -> None:
@@ -157,7 +150,6 @@ class Retry:
             pause = min(pause, max(0.0, call.began + self._timeout_s - time.monotonic()))
         with self._counting:
             self._counts.retries += 1
-            self._counts.wait_s += pause
         for tell in _on_retry:
             tell()
         self._closed.wait(pause)

@@ -147,7 +147,6 @@ class Store:
         except FileExistsError:
             if attempts < 2 or memoryview(self.read_all(path)) != view:
                 raise
-        self._retry.moved(written=view.nbytes)
 
     def delete(self, path: str) -> None:
         """Deletes an object. It is not an error if there is none, since a delete may be
@@ -218,7 +217,7 @@ class Store:
             raise StorageError(f"the server of {path} sends whole files, and ignores ranges")
         if got < end - start:
             raise ShortBody(f"{got} of {end - start} bytes came")
-        self._retry.moved(read=got)
+        self._retry.came(got)
         return content
 
 

@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import secrets
 import sys
 import threading
@@ -33,7 +34,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.batch_queue import BatchQueue
 from elastic_dp.telemetry.journal_reader import (
     JOURNAL_FILES,
     read_journal,
@@ -41,7 +41,7 @@ from elastic_dp.telemetry.journal_reader import (
     segment_path,
     segments,
 )
-from elastic_dp.threads import background
+from elastic_dp.threads import background, take_all
 
 MAX_KEPT = 10_000  # lines in memory
 # Seconds between two writes of a segment; writing takes at most a twentieth of the time.
@@ -65,24 +65,18 @@ class JournalPosition(NamedTuple):
 class Journal:
     """The journal of one run. `url` is the run's folder; None keeps everything in memory.
 
-    `on_line` is called with each line. `since` continues a journal from that time (of `time.time`):
-    the lines are read before the constructor returns, however long the store is unavailable.
+    `since` continues a journal from that time (of `time.time`): the lines are read before the
+    constructor returns, however long the store is unavailable.
     """
 
-    def __init__(
-        self,
-        url: str | None,
-        on_line: Callable[[dict[str, Any]], None] | None = None,
-        since: float | None = None,
-    ) -> None:
+    def __init__(self, url: str | None, since: float | None = None) -> None:
         self._store = None if url is None else Store(url, timeout_s=_TIMEOUT_S)
-        self._on_line = on_line
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._id = secrets.token_hex(4)
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         self._count = dict.fromkeys(JOURNAL_FILES, 0)
         self._changed = threading.Condition()
-        self._queue: BatchQueue[tuple[str, str] | None] = BatchQueue(gather_s=0.0)
+        self._queue = queue.SimpleQueue[tuple[str, str] | None]()
         self._writer: threading.Thread | None = None
         self._closing = threading.Event()
         if since is not None:
@@ -146,7 +140,7 @@ class Journal:
             self._closing.set()
             assert self._store is not None
             self._store.close()  # a request that fails from now on is not retried
-            self._queue.put(None, urgent=True)
+            self._queue.put(None)
             self._writer.join(timeout=30)
 
     # ------------------------------------------------------------------------------ private
@@ -161,11 +155,8 @@ class Journal:
             for listener in self._listeners:
                 listener(line)
             self._changed.notify_all()
-        if self._on_line is not None:
-            self._on_line(line)
         if self._writer is not None:
-            entry = file, json_line(line)
-            self._queue.put(entry, urgent=True)
+            self._queue.put((file, json_line(line)))
 
     def _keep(self, file: str, line: dict[str, Any]) -> None:
         self._count[file] += 1
@@ -224,7 +215,7 @@ class Journal:
             self._patiently(_append_lines, files[name], lines[name])
         open_ = True
         while open_:
-            for entry in self._queue.take():
+            for entry in take_all(self._queue):
                 if entry is None:
                     open_ = False
                 else:
@@ -239,7 +230,7 @@ class Journal:
         while open_:
             waiting = any(segment.changed for segment in segments.values())
             wait_s = max(0.0, due - time.monotonic()) if waiting else None
-            for entry in self._queue.take(wait_s):
+            for entry in take_all(self._queue, wait_s):
                 if entry is None:
                     open_ = False
                 else:

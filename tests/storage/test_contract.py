@@ -159,7 +159,6 @@ def test_write_is_read_back(place):
     assert bytes(store.read_all(path)) == CONTENT[1:]
     store.write(path, b"")
     assert [(e.path, e.size) for e in store.find(store.path)] == [(path, 0)]
-    assert store.counts.bytes_written == 2 * len(CONTENT) - 1
 
 
 @every_store_that_writes
@@ -231,7 +230,6 @@ def test_counts_add_up_requests_and_bytes(place):
         store.read(store.path, start, start + 100)
     counts = store.counts
     assert (counts.requests, counts.retries, counts.bytes_read) == (7, 0, 700)
-    assert counts.wait_s == 0
 
 
 def test_a_pickled_store_reads_on(place):

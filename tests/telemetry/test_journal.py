@@ -162,7 +162,7 @@ def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over
     journal = Journal(url, since=began if takes_over else None)
     assert [line["step"] for line in journal.recorded()] == [1] * takes_over
     journal.command(Explain("later"))
-    journal._queue.put(None, urgent=True)  # and not closed, for then each is tried once more only
+    journal._queue.put(None)  # and not closed, for then each is tried once more only
     journal._writer.join()
     assert said(read_events(url)) == ["earlier", "later", 1]
 

@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cli import app, look_commands
-from elastic_dp.cli.look_commands import run_facts
-from elastic_dp.cli.run_sources import SeenRun
+from elastic_dp.cli import app, status_command
 from elastic_dp.cli.run_tables import overview_facts
+from elastic_dp.cli.status_command import SeenRun, run_facts
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
 from elastic_dp.errors import StorageError
@@ -160,7 +159,7 @@ def test_watched_status_is_printed_again_until_it_is_interrupted(words, runs, mo
         if next(waits, KeyboardInterrupt) is KeyboardInterrupt:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(look_commands.time, "sleep", wait)
+    monkeypatch.setattr(status_command.time, "sleep", wait)
     text = asked("status", *words, "--watch", "--storage-path", runs)
     assert text.count("needs a look") == 2
     ended = asked("status", "night", "--watch", "--storage-path", runs)

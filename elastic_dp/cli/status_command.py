@@ -1,0 +1,246 @@
+"""`elastic-dp status`: runs of a cluster, or at a storage path, in one look.
+
+What is shown of a run comes from its controller, or from its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.table import Table
+
+from elastic_dp.cli.run_options import (
+    Address,
+    Json,
+    StorageOption,
+    StoragePath,
+    find_run,
+    storage_options,
+)
+from elastic_dp.cli.run_tables import (
+    age,
+    metric_fact,
+    one_line,
+    overview_facts,
+    overview_table,
+    screen,
+    show,
+    show_run,
+    text_table,
+)
+from elastic_dp.errors import ClusterError, ElasticError
+from elastic_dp.report.report_model import Report, WorkerCondition
+from elastic_dp.report.run_overview import RunOverview, overview_of_report, overview_of_status
+from elastic_dp.wording import counted
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run_handle import Run
+
+_WATCH_S = 1.0
+_THREADS = 8
+_GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
+
+
+class SeenRun(NamedTuple):
+    """One run, and its status as `--json` prints it. `report` is known where the folder was
+    read."""
+
+    overview: RunOverview
+    status: dict[str, Any]
+    report: Report | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return self.status | self.overview.to_json()
+
+
+def status(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="The run's name. Default: all runs.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Print it again every second, until Ctrl-C.")
+    ] = False,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Print the health of a run and the reason for it, how far it is, and its workers, or how it
+    ended; without RUN one line for each run of the cluster, or at --storage-path.
+    """
+    where = address, storage_path, storage_option
+    look = _look_at_all(*where) if name is None else _look_at_one(name, *where)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            seen = look()
+            if watch and not as_json:
+                screen().clear()  # of a terminal
+            _print(seen, name, as_json)
+            if not watch or (name is not None and seen[0].overview.is_over):
+                return
+            time.sleep(_WATCH_S)
+
+
+def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
+    if as_json:
+        rows = [each.to_json() for each in seen]
+        print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
+    elif name is not None:
+        show_run(seen[0].overview, run_facts(seen[0]), run_workers(seen[0]))
+    elif seen:
+        show(overview_table([each.overview for each in seen]))
+    else:
+        print("no runs here")
+
+
+# ------------------------------------------------------------------------------ where it comes from
+
+
+def _look_at_all(
+    address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> Callable[[], list[SeenRun]]:
+    """Return a function that looks at all runs: those of a cluster, or at the storage path."""
+    if storage_path is None:
+        from elastic_dp.cluster.runs.attach import runs_of
+
+        return lambda: [_seen(row["name"], row) for row in runs_of(address)]
+    from elastic_dp.run_record import run_names
+    from elastic_dp.storage import Store
+
+    options = storage_options(storage_option)
+    store = Store(storage_path, options)
+    folders: dict[str, Callable[[], SeenRun]] = {}
+
+    def look_or_say(name: str) -> SeenRun:
+        """A run that cannot be read must not hide the others."""
+        try:
+            return folders[name]()
+        except ElasticError as error:
+            return _seen(name, {"name": name} | _unknown(error))
+
+    def look() -> list[SeenRun]:
+        for name in run_names(store):
+            folders.setdefault(name, _folder(name, storage_path, options))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(look_or_say, folders))
+
+    return look
+
+
+def _look_at_one(
+    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> Callable[[], list[SeenRun]]:
+    """Return a function that looks at one run. Raises ClusterError if there is none."""
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.cluster.runs.run_history import total_steps_of
+    from elastic_dp.run_record import run_url
+
+    found = find_run(name, address, storage_path, storage_option)
+    options = storage_options(storage_option)
+    if isinstance(found, EndedRun):
+        assert storage_path is not None
+        look = _folder(name, storage_path, options)
+        return lambda: [look()]
+    total = None if storage_path is None else total_steps_of(run_url(name, storage_path, options))
+    return lambda: [_live(name, found, total)]
+
+
+def _live(name: str, run: Run, total_steps: int | None) -> SeenRun:
+    status = {"name": name} | run.status()
+    with contextlib.suppress(ClusterError):  # it has ended since
+        processes = run.processes()
+        status["processes"] = {w: {"pid": p, "node": n} for w, (p, n) in processes.items()}
+    if status.get("max_steps") is None:
+        status["max_steps"] = total_steps
+    return _seen(name, status)
+
+
+def _folder(name: str, storage_path: str, options: dict[str, Any] | None) -> Callable[[], SeenRun]:
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.cluster.runs.run_history import total_steps_of
+    from elastic_dp.report.report_reader import RunFolder
+    from elastic_dp.run_record import run_url
+
+    url = run_url(name, storage_path, options)
+    folder, total = RunFolder(name, url), total_steps_of(url)
+
+    def look() -> SeenRun:
+        now = time.time()
+        report = folder.report(now)
+        try:
+            status = EndedRun(name, storage_path, options).status()
+        except ElasticError as error:
+            status = _unknown(error)
+        return SeenRun(overview_of_report(report, now, total), {"name": name} | status, report)
+
+    return look
+
+
+def _seen(name: str, status: dict[str, Any]) -> SeenRun:
+    return SeenRun(overview_of_status(name, status), status)
+
+
+def _unknown(error: ElasticError) -> dict[str, Any]:
+    return {"phase": "unknown", "reason": f"{type(error).__name__}: {error}"}
+
+
+# ---------------------------------------------------------------------------------- what is printed
+
+
+def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
+    """Return what is known of a run, as (name, value)."""
+    status, report = seen.status, seen.report
+    if report is None:
+        waits = status.get("waits_for") or ""
+        more = [
+            ("phase", f"{status.get('phase')}: {one_line(status.get('reason', ''))}"),
+            metric_fact(status.get("metrics", {})),
+            *(("not exact", one_line(why)) for why in status.get("inexact_because", ())),
+            ("sharding", one_line(status.get("sharding") or "")),
+            ("waits for", f"a node: {one_line(waits)}" if waits else ""),
+        ]
+        return overview_facts(seen.overview, more)
+    newest = {name: points[-1].value for name, points in report.curves.items() if points}
+    lost = counted(report.lost, "worker")
+    if report.rollbacks:
+        lost += f", and {counted(report.rollbacks, 'time')} back to a checkpoint"
+    more = [
+        metric_fact({name: value for name, value in newest.items() if value is not None}),
+        *(("not exact", one_line(why)) for why in report.inexact_because),
+        ("lost", lost if report.lost or report.rollbacks else ""),
+    ]
+    return overview_facts(seen.overview, more)
+
+
+def run_workers(seen: SeenRun) -> list[Table]:
+    """Return the table of the workers that are there, if there are any."""
+    if seen.report is None:
+        header: tuple[str, ...] = ("worker", "stage", "pid", "node")
+        processes = seen.status.get("processes", {})
+        nothing = {"pid": "-", "node": "-"}
+        rows: list[tuple[str, ...]] = [
+            (name, stage, *(processes.get(name, nothing)[fact] for fact in ("pid", "node")))
+            for name, stage in seen.status.get("workers", {}).items()
+        ]
+    else:
+        header = ("worker", "stage", "node", "steps", "mean step", "since")
+        rows = [
+            (
+                row.name,
+                row.condition.value,
+                row.node or "-",
+                f"{row.steps}",
+                "-" if row.step_s is None else f"{row.step_s:.3g} s",
+                age(seen.report.until - row.since),
+            )
+            for row in seen.report.workers
+            if row.condition not in _GONE
+        ]
+    cells = [tuple(one_line(cell) for cell in row) for row in rows]
+    return [text_table(header, cells)] if cells else []
