@@ -164,16 +164,15 @@ def train(ctx: Any) -> None:
     if config.get("compile") is not None:
         model.compile(**config["compile"])
     optimizer, how = optimizers(model, bool(config["inner"]), config.get("fused", False))
-    made = 0
+    fault, session = config.get("fault"), ctx._session
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if made >= 2 and config.get("fault") is not None:
-            fail_once(config["fault"], Path(config["fault_file"]), ctx.device)
+        if fault is not None and session.position.step >= 2:
+            fail_once(fault, Path(config["fault_file"]), ctx.device)
         return loss_of(config["model"], model, batch)
 
     how |= {"precision": config["precision"], "clip_norm": 1.0}
     for step in ctx.steps(model, optimizer, loss_fn, **how):
-        made = step.number
         ctx.log({"loss": step.loss})
         if config.get("connects"):
             see_connected(ctx, step.number)

@@ -2,7 +2,7 @@
 
 The rows of an epoch are laid out in one *line*, each exactly once. Two things hold by construction:
 every micro-batch is a set of positions on the line, and no two micro-batches of an epoch share a
-position (I10).
+position.
 
 1. The line is cut into S *streams* of about equal length, each read from its start to its end: the
   part that a stream currently reads is one row group in memory.

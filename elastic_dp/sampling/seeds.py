@@ -1,7 +1,7 @@
 """Seeds for user code: functions of the job's seed and the step, never of the worker that runs it.
 
-The dropout of a virtual worker is the same on every machine, and again when its step is repeated
-(I2). The loop body runs once per worker and must be equal on all of them, so its seed does not
+The dropout of a virtual worker is the same on every machine, and again when its step is repeated.
+The loop body runs once per worker and must be equal on all of them, so its seed does not
 depend on a virtual worker. All seeds are 64-bit words, as `torch.manual_seed` takes them; NumPy's
 legacy `seed` takes the low 32 bits.
 """

@@ -132,7 +132,8 @@ class StepBuild:
         gang: Gang | None,
     ) -> None:
         """`planned_checkpoint`: which steps have a checkpoint, as far as all members know before
-        them; None: there is no storage."""
+        them; None: there is no storage. Checks the arguments."""
+        given.check()
         self.given, self.spec, self.data, self.device = given, spec, data, device
         self.control, self.reporter, self.gang = control, reporter, gang
         self._write_speed, self._planned_checkpoint = write_speed, planned_checkpoint
@@ -288,9 +289,8 @@ class TrainingParts:
 
     @classmethod
     def build(cls, build: StepBuild) -> TrainingParts:
-        """Checks the arguments and builds the parts. Nothing runs yet."""
+        """Builds the parts. Nothing runs yet."""
         given, spec = build.given, build.spec
-        given.check()
         if spec.exact:
             keep_cublas_config(given.model, build.device)
         check_wire(spec.wire, build.parameters)

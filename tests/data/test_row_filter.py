@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.columns import row_filter
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
@@ -148,3 +149,13 @@ def test_filter_that_fails_on_some_rows_is_no_bad_row_group(tmp_path):
     expression = pc.divide(pc.scalar(6), pc.field("id")) > 1
     with pytest.raises(DataError, match=r"filter.*row group 0 of 0\.parquet: divide by zero"):
         read_index(where(config, expression))
+
+
+def test_a_wrong_list_of_columns_is_refused(monkeypatch):
+    """The list is read from a form of the expression that pyarrow may change."""
+    schema = pa.schema([("a", pa.int64()), ("b", pa.int64())])
+    assert row_filter.RowFilter(pc.field("a") > 1, schema).names == ["a"]
+    for found in ([], ["b"]):
+        monkeypatch.setattr(row_filter, "columns_of", lambda _, found=found: found)
+        with pytest.raises(DataError, match="cannot be applied"):
+            row_filter.RowFilter(pc.field("a") > 1, schema)

@@ -196,14 +196,14 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     uploader.snapshot = Snapshot(copies := LateCopies())
     tree = big_tree(1 << 20)
     for step in (1, 2):
-        uploader.take(step, tree, 0, 1)
+        uploader.take(step, tree, writer="w1", members=["w1"])
         uploader.wait()
     memory = uploader.snapshot.memory.content
     eventually(lambda: copies.registered)
     assert copies.registered == [(memory.data_ptr(), uploader.snapshot._layout.host_bytes)]
     assert threading.current_thread() not in copies.threads
     tree["more"] = torch.zeros(1 << 20)
-    uploader.take(3, tree, 0, 1)  # needs other memory
+    uploader.take(3, tree, writer="w1", members=["w1"])  # needs other memory
     uploader.wait()
     eventually(lambda: len(copies.threads) == 2)
     assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
@@ -220,7 +220,7 @@ def test_the_memory_of_snapshots_is_registered_before_the_first_one(on_device):
     uploader.prepare(tree := big_tree(1 << 20))
     eventually(lambda: copies.registered)
     assert threading.current_thread() not in copies.threads
-    uploader.take(1, tree, 0, 1)
+    uploader.take(1, tree, writer="w1", members=["w1"])
     uploader.wait()
     assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
     assert len(copies.threads) == 1

@@ -134,7 +134,7 @@ class LeafRunner:
     _finished: FinishedWork | None = None  # of a step that was aborted
     _participants: Sequence[StepParticipant] = ()
     _observers: Sequence[StepParticipant] = ()
-    _expected: tuple[int, float] = (0, 0.0)  # the weight of a step
+    _expected: tuple[int, float] = (0, 0.0)  # the weight of a step, in one attempt
 
     # ----------------------------------------------------------------------------- a step
 
@@ -164,6 +164,7 @@ class LeafRunner:
     ) -> dict[int, MicroBatchResult]:
         """Runs this worker's share of the step; see `run`. Forgets what was finished of another
         step, or from other inputs."""
+        self._expected = 0, 0.0  # rows may be left out since the last attempt
         # An idle worker has nothing to send with what is finished.
         self._finished = None if idle else finished_of(self._inputs(step), self._finished)
         share = self.shares.of_all(step)[self.shares.rank]
