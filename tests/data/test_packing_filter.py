@@ -200,6 +200,8 @@ def test_filters_that_cannot_be_applied_are_refused_with_packing_as_without(pack
 
 
 def test_columns_of_an_expression_are_found_in_calls_and_structs():
-    one = (pc.field("a") == "b") & pc.field("s", "x").isin([1, 2]) | pc.is_null(pc.field("ü: 'q'"))
-    assert columns_of(one) == ["a", "s.x", "ü: 'q'"]
+    one = (pc.field("a") == "b") & pc.field("s", "x").isin([1, 2]) | pc.is_null(
+        pc.field("ü: 'q'\nend")
+    )
+    assert columns_of(one) == ["a", "s.x", "ü: 'q'\nend"]
     assert columns_of(pc.scalar(True)) == []

@@ -9,9 +9,9 @@ A filter may use columns that the job does not deliver. These are read for the f
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from elastic_dp.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 _NUMBER = "elastic_dp row number"
+_KEY = "(?:call|end|field_ref|literal|nested_field_ref|options)"
+_ENTRY = re.compile(rf"^({_KEY}): '(.*?)'(?=\n{_KEY}: '|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def columns_of(expression: Any) -> list[str]:
@@ -110,28 +112,15 @@ class Selection:
         return self._content.hexdigest()
 
 
-def _serialized(expression: Any) -> Iterator[tuple[str, str]]:
+def _serialized(expression: Any) -> list[tuple[str, str]]:
     """The calls, literals and columns of an expression, in their order: Arrow writes them as
-    metadata of a schema, with keys that repeat, which only the C data interface gives back."""
+    metadata of a schema, with keys that repeat, which only the schema's text has all of."""
     _, (content,) = expression.__reduce__()
-    capsule = pa.ipc.open_file(content).schema.__arrow_c_schema__()
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_GetPointer", ctypes.pythonapi)
-    )
-    schema = pointer(capsule, b"arrow_schema")
-    # struct ArrowSchema { const char* format; const char* name; const char* metadata; … }
-    at = ctypes.c_size_t.from_address(schema + 2 * ctypes.sizeof(ctypes.c_size_t)).value
-    if not at:  # a literal
-        return
-    sizes = ctypes.sizeof(ctypes.c_int32)
-    count, at = ctypes.c_int32.from_address(at).value, at + sizes
-    for _ in range(count):
-        pair = []
-        for _ in ("key", "value"):
-            length, at = ctypes.c_int32.from_address(at).value, at + sizes
-            pair.append(ctypes.string_at(at, length).decode(errors="replace"))
-            at += length
-        yield pair[0], pair[1]
+    schema = pa.ipc.open_file(content).schema
+    for _ in schema.names:  # those of literals
+        schema = schema.remove(0)
+    text = schema.to_string(show_schema_metadata=True, truncate_metadata=False)
+    return [(one[1], one[2]) for one in _ENTRY.finditer(text)]
 
 
 def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray:
