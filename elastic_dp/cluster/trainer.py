@@ -37,7 +37,7 @@ from elastic_dp.config import (
     ScalingConfig,
 )
 from elastic_dp.config.removed_names import REMOVED_NAMES
-from elastic_dp.coordinator.messages import Explain, FailRun
+from elastic_dp.coordinator.messages import Explain, FailRun, FinishRun, WorkerStopped
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
@@ -61,6 +61,7 @@ from elastic_dp.telemetry.run_logger import RunLogger
 from elastic_dp.train.checkpointing.job_match import check_growth, job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.interruption import INTERRUPTED_REASON
 from elastic_dp.train.local_run import LocalRun
 from elastic_dp.train.loop_guard.steps_arguments import check_function
 from elastic_dp.train.train_function import TrainFunction
@@ -338,11 +339,14 @@ class ElasticTrainer:
         try:
             session = run.run(self.train)
         except KeyboardInterrupt:
+            journal.command(FinishRun(run.position, "", INTERRUPTED_REASON))
             progress.flush()
-            progress.say(console.what_was_kept(self.url, run.step))
+            progress.say(console.what_was_kept(self.url, run.position.step))
             raise
         except Exception as error:
-            journal.command(FailRun(f"{type(error).__name__}: {error}", ""))
+            text = f"{type(error).__name__}: {error}"
+            journal.event(WorkerStopped("w1", 1, run.position, True, text))  # after which step
+            journal.command(FailRun(text, ""))
             raise
         finally:
             progress.flush()

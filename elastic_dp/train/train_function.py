@@ -14,7 +14,7 @@ from typing import NoReturn
 from elastic_dp.coordinator.messages import WorkerFailed
 from elastic_dp.data.pipeline.global_generators import open_generators, seed_everything
 from elastic_dp.device.faults import FaultKind, broken_context, describe, fault_of
-from elastic_dp.errors import ElasticError, LoopError, UserCodeError
+from elastic_dp.errors import ElasticError, Interrupted, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
@@ -38,7 +38,7 @@ def train_until_released(train: TrainFunction, session: WorkerSession) -> str:
         try:
             try:
                 call_train_function(train, session)
-            except (Exception, SystemExit) as error:  # the user's code may raise anything
+            except Exception as error:  # the user's code may raise anything
                 return fail_worker(
                     session.worker, session.link, session.control, session.status, error
                 )
@@ -60,7 +60,7 @@ def fail_worker(
     link: ControllerLink,
     control: WorkerControl,
     status: HeartbeatStatus,
-    error: Exception | SystemExit,
+    error: Exception,
 ) -> str:
     """Reports the error repeatedly, since another controller may take over. Returns why it was
     released."""
@@ -109,6 +109,13 @@ def call_train_function(train: TrainFunction, session: WorkerSession) -> None:
         if "signal only works in main thread" not in str(error):
             raise
         raise LoopError(NO_HANDLERS) from error
+    except SystemExit as error:
+        if isinstance(error, Interrupted):
+            raise
+        raise LoopError(
+            f"the train function asked to exit with {error.code!r}. To end the run early on all "
+            "workers, call ctx.stop(reason)"
+        ) from error
     except AttributeError as error:
         if error.name in _OF_TENSORS and isinstance(error.obj, float) and session.loop.in_body:
             raise LoopError(
@@ -131,7 +138,7 @@ def call_train_function(train: TrainFunction, session: WorkerSession) -> None:
         )
 
 
-def _failure(worker: str, error: Exception | SystemExit) -> WorkerFailed:
+def _failure(worker: str, error: Exception) -> WorkerFailed:
     if isinstance(error, UserCodeError):  # raised where the data is made, maybe in another process
         where = f", {error.worker}" if error.worker else ""
         return WorkerFailed(worker, error.description + where, error.remote_traceback)
@@ -139,12 +146,6 @@ def _failure(worker: str, error: Exception | SystemExit) -> WorkerFailed:
     if isinstance(error, ElasticError):
         kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
         text, facts = f"{kind.__name__}: {error}", error.args
-    elif isinstance(error, SystemExit):
-        text = (
-            f"SystemExit: the train function asked to exit with {error.code!r}. To end the "
-            "run early on all "
-            "workers call ctx.stop(reason)"
-        )
     else:
         text = traceback.format_exception_only(error)[-1].strip()
     lines = traceback.format_exception(error)

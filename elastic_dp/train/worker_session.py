@@ -203,10 +203,13 @@ class WorkerSession:
     def open(self, given: StepsArguments) -> None:
         """Builds what the loop needs and tries it out. Raises what `ctx.steps` raises."""
         if self.loop.opened:
-            raise LoopError("ctx.steps was called twice; a train function has one loop")
+            raise LoopError(
+                "ctx.steps was called twice, and a train function has one loop, over all epochs: "
+                "write ElasticTrainer(epochs=…) and read step.epoch and step.epoch_end in the body"
+            )
         check_schedule_lasts(given.scheduler, self.total_steps)
         if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
-            self.link.say(f"WARNING: with fit(local=False) this is an error: {NO_HANDLERS}")
+            raise LoopError(NO_HANDLERS)
         build = StepBuild(
             given,
             self.spec,

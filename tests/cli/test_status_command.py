@@ -1,5 +1,6 @@
 """`status`: aligned tables of recorded folders, at two widths, in colours and plain."""
 
+import contextlib
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from elastic_dp.cli.run_tables import overview_facts
 from elastic_dp.cli.status_command import SeenRun, run_facts
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
-from elastic_dp.errors import StorageError
+from elastic_dp.errors import LoopError, StorageError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_overview import Health, overview_of_status
 from elastic_dp.run_record import Result, RunLimits, write_result
@@ -189,30 +190,39 @@ def test_run_that_was_trained_in_one_process_has_no_generation_and_no_logs(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:since the last start of this run")
-def test_run_in_one_process_that_failed_is_failed_until_it_is_started_again(tmp_path):
-    fails = True
+def test_run_in_one_process_says_how_it_ended_until_it_is_started_again(tmp_path):
+    raised = [ValueError("a mistake in my loop"), SystemExit(2), KeyboardInterrupt(), None]
 
     def train(ctx):
         model = classifier()
         for step in ctx.steps(model, adamw(model), cross_entropy):
-            ctx.log({"loss": step.loss})
-            if fails and step.number == 2:
-                raise ValueError("a mistake in my loop")
+            if raised[0] and step.number == 2:
+                raise raised[0]
 
-    def fit():
-        data = edp.MapStyleData(Points(), micro_batch_size=4)
-        return edp.ElasticTrainer(
-            train, name="boom", storage_path=tmp_path, data=data, max_steps=4
-        ).fit(local=True)
-
-    with pytest.raises(ValueError, match="a mistake in my loop"):
-        fit()
-    there = ("boom", "--storage-path", tmp_path)
-    said = asked("status", *there).splitlines()[0]
-    assert said == "boom: failed: ValueError: a mistake in my loop"
-    fails = False
-    fit()
-    assert asked("status", *there).startswith("boom: finished: ")
+    said = []
+    while raised:
+        trainer = edp.ElasticTrainer(
+            train,
+            name="boom",
+            storage_path=tmp_path,
+            data=edp.MapStyleData(Points(), micro_batch_size=4),
+            max_steps=4,
+        )
+        with contextlib.suppress(ValueError, LoopError, KeyboardInterrupt):
+            trainer.fit(local=True)
+        lines = asked("status", "boom", "--storage-path", tmp_path).splitlines()
+        said.append([lines[0], *cells(lines[1])[1:2]])
+        raised.pop(0)
+    assert said == [
+        ["boom: failed: ValueError: a mistake in my loop", "2 of 4 (50 %)"],
+        [
+            "boom: failed: LoopError: the train function asked to exit with 2. To end the run "
+            "early on all workers, call ctx.stop(reason)",
+            "2 of 4 (50 %)",
+        ],
+        ["boom: finished: interrupted", "2 of 4 (50 %)"],
+        ["boom: finished: the last step", "4 of 4 (100 %)"],
+    ]
 
 
 @pytest.mark.parametrize("terminal", [None, 80, 200])

@@ -16,6 +16,7 @@ from elastic_dp.errors import (
     BadShard,
     ClusterError,
     DataError,
+    LoopError,
     ModelError,
     StorageError,
     UserCodeError,
@@ -66,19 +67,21 @@ def test_the_time_limit(where):
         assert group(spec, stops)[0].reason == "max_time_s reached"
 
 
-@pytest.mark.parametrize("code", [0, "no such file"])
-def test_an_exit_is_an_error_of_the_job_and_not_a_death(code):
+@pytest.mark.parametrize("where", ["local", "group"])
+def test_an_exit_is_an_error_of_the_job_and_not_a_death(where):
     def exits(ctx):
         model = classifier()
         for step in ctx.steps(model, adamw(model), cross_entropy):
             if step.number == 2:
-                sys.exit(code)
+                sys.exit("no such file")
 
+    if where == "local":
+        with pytest.raises(LoopError, match=r"exit with 'no such file'.*call ctx\.stop"):
+            run_local(spec_of(workers=1), exits)
+        return
     outcome, _ = group(spec_of(workers=2), exits)
-    error = error_of(outcome)
-    assert isinstance(error, UserCodeError)
-    assert error.description.startswith("SystemExit") and repr(code) in error.description
-    assert "sys.exit(code)" in error.remote_traceback
+    assert isinstance(error_of(outcome), LoopError)
+    assert 'sys.exit("no such file")' in outcome.traceback
     assert outcome.workers_lost == 0
 
 
