@@ -3,7 +3,7 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test slow chaos check docs wheel install
+.PHONY: train test slow mutation chaos check docs wheel install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
@@ -17,6 +17,10 @@ test: .venv/installed
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests
+
+# Not in `make test`: a night, unless MUTANTS chooses.
+mutation: .venv/installed
+	.venv/bin/mutmut run $(MUTANTS)
 
 check: .venv/installed
 	.venv/bin/ruff check .

@@ -113,7 +113,7 @@ def sources() -> list[pathlib.Path]:
     """The code that a record is about: the coordinator and the simulator."""
     folders = (ROOT / "elastic_dp" / "coordinator", ROOT / "tests" / "simulation")
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return [p for p in paths if not p.name.startswith("test_") and p.name != "mutants.py"]
+    return [p for p in paths if not p.name.startswith("test_")]
 
 
 def source_digest() -> str:

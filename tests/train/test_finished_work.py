@@ -33,7 +33,7 @@ STEP, VIRTUAL = 6, 12
 LARGE_LOSS, SMALL_LOSS = 5, 6  # steps
 
 
-def counted(folder: Path, *, precision: str | None = None, large_loss: int = 0) -> Any:
+def counted(folder: Path, *, optimizer: Any = adamw, large_loss: int = 0, **options: Any) -> Any:
     """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch.
 
     In step `large_loss` the loss is so large that the scaled gradient overflows.
@@ -51,7 +51,7 @@ def counted(folder: Path, *, precision: str | None = None, large_loss: int = 0) 
                     file.write(f"{step} {scale.scale}\n")
             return cross_entropy(m, batch) * (1e4 if step == large_loss else 1.0)
 
-        for step in ctx.steps(model, adamw(model), loss_fn, precision=precision, clip_norm=0.5):
+        for step in ctx.steps(model, optimizer(model), loss_fn, clip_norm=0.5, **options):
             hold(ctx, step)
 
     return train

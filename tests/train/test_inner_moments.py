@@ -4,7 +4,6 @@ PyTorch; one digest for any number of workers, and after kills, joins and restar
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -14,23 +13,15 @@ import torch
 from torch import nn
 
 import elastic_dp as edp
-from elastic_dp.config import CheckpointConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.seeds import seed_for
-from elastic_dp.testing.simulated_device import SimulatedDevice
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, lines_of, local, resize, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.runs import group, lines_of, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, loop
-from tests.train.test_finished_work import STEP
-from tests.train.test_finished_work import job as job_of_three
 from tests.train.test_inner_steps import INNER, logs_what_is_sent, put, with_inner
-from tests.train.test_kills import IN_A_STEP
 from tests.train.test_staleness import weights_of
 
-SLOW = pytest.mark.slow
 BETA = 0.9
 
 
@@ -64,11 +55,6 @@ def trains(ctx: Any) -> None:
 def trains_delayed(ctx: Any) -> None:
     model = with_moments(ctx.config["second_moments"])
     loop(ctx, model, outer(model, momentum_lr=0.5), inner_optimizer=looks_ahead)
-
-
-def of(second_moments: str, spec: Any, **changes: Any) -> Any:
-    config = {**spec.config, "second_moments": second_moments}
-    return with_inner(dataclasses.replace(spec, config=config), **changes)
 
 
 # ------------------------------------------------------------------------------- what is computed
@@ -295,86 +281,3 @@ def test_moments_take_as_many_bytes_as_the_weights_and_are_rounded_as_they_are(
 
 
 # ----------------------------------------------------------------------------- any fleet, any loss
-
-
-@pytest.mark.parametrize(
-    ("second_moments", "wire", "staleness"),
-    [
-        ("factored", "int8", 0),
-        ("whole", "bf16", 0),
-        *(
-            pytest.param("factored", *pair, marks=SLOW)
-            for pair in ((None, 0), (None, 1), ("int8", 1), ("bf16", 0), ("bf16", 1))
-        ),
-        *(
-            pytest.param("whole", *pair, marks=SLOW)
-            for pair in ((None, 0), (None, 1), ("int8", 0), ("int8", 1), ("bf16", 1))
-        ),
-    ],
-)
-def test_run_through_changing_sizes_has_the_local_digest(second_moments, wire, staleness):
-    """1 → 3 → 2 workers while it trains."""
-    train = trains_delayed if staleness else trains
-    sizes = {2: 3, 6: 2}
-    spec = spec_of(steps=9, workers=1, virtual=6, config={"hold": sizes, "body_s": 0.02})
-    spec = of(second_moments, spec, wire=wire, staleness=staleness)
-    script = [resize(step, size) for step, size in sizes.items()]
-    outcome, _ = group(spec, train, script=script)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 2
-    assert outcome.digest == local(spec, train).digest
-    ordinary = with_inner(spec, wire=None, staleness=0)
-    same = (wire, staleness) == (None, 0)
-    assert (outcome.digest == local(ordinary, train).digest) == same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wire", "staleness"), [(None, 0), ("int8", 0), ("int8", 1)])
-@pytest.mark.parametrize("second_moments", ["factored", "whole"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
-def test_any_number_of_workers_has_the_local_digest(workers, second_moments, wire, staleness):
-    train = trains_delayed if staleness else trains
-    spec = spec_of(steps=5, workers=workers, virtual=8)
-    spec = of(second_moments, spec, wire=wire, staleness=staleness)
-    outcome, _ = group(spec, train)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wire", "staleness"), [(None, 0), ("int8", 1)])
-@pytest.mark.parametrize("second_moments", ["factored", "whole"])
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_worker_killed_anywhere_in_a_step_changes_no_bit(
-    point, second_moments, wire, staleness, tmp_path
-):
-    train = trains_delayed if staleness else trains
-    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
-    spec = of(second_moments, job_of_three(min_workers=2), wire=wire, staleness=staleness)
-    outcome, _ = group(spec, train, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second_moments", ["factored", "whole"])
-def test_run_on_a_simulated_device_has_the_local_digest_after_a_kill(second_moments, tmp_path):
-    dead = WorkerFault("backward", step=STEP, rank=2, once=str(tmp_path / "dead"))
-    spec = of(second_moments, job_of_three(min_workers=2), wire="int8")
-    outcome, _ = group(spec, trains, faults=(dead,), device=SimulatedDevice())
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, trains).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second_moments", ["factored", "whole"])
-def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(second_moments, tmp_path):
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = of(second_moments, spec, checkpoint=CheckpointConfig(every_steps=4), wire="int8")
-    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
-    outcome, _ = group(spec, trains, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost >= 2
-    in_one_go = of(second_moments, dataclasses.replace(spec, config={}))
-    assert outcome.digest == local(in_one_go, trains).digest

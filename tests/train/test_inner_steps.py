@@ -16,38 +16,24 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LossError, ModelError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import seed_for
-from elastic_dp.testing.simulated_device import SimulatedDevice
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, lines_of, local, resize, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
-from tests.train.jobs import classifier, cross_entropy, hold, in_small_buckets, loop
+from tests.runs import group, lines_of, local, spec_of
+from tests.train.jobs import classifier, cross_entropy, hold, loop
 from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points
-from tests.train.test_finished_work import STEP, VIRTUAL
-from tests.train.test_finished_work import job as job_of_three
-from tests.train.test_growing_batch import job as growing_job
-from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
-from tests.train.test_kills import job as job_of_kills
-from tests.train.test_nodes import on_nodes, topologies
 from tests.train.test_staleness import tree_sum, weights_of
 
-SLOW = pytest.mark.slow
 INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
 
 
 def with_inner(spec: JobSpec, inner_steps: Any = INNER, **changes: Any) -> JobSpec:
     return dataclasses.replace(spec, inner_steps=inner_steps, **changes)
-
-
-def as_is(train: Any) -> Any:
-    return train
 
 
 def outer(model: nn.Module) -> torch.optim.SGD:
@@ -63,12 +49,6 @@ def inner(model: nn.Module, step: int) -> torch.optim.AdamW:
 
 
 HOW: dict[str, Any] = {"inner_optimizer": inner, "inner_clip_norm": 1.0}
-
-
-def trains(ctx: Any) -> None:
-    """With dropout."""
-    model = classifier()
-    loop(ctx, model, outer(model), clip_norm=0.5, **HOW)
 
 
 def trains_batch_norm(ctx: Any) -> None:
@@ -415,210 +395,6 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
 # --------------------------------------------------------------------------------- for any fleet
 
 
-@pytest.mark.parametrize(
-    ("workers", "cut"),
-    [
-        (3, in_small_buckets),
-        *(pytest.param(n, as_is, marks=SLOW) for n in (1, 2, 4, 5, 6, 7, 8)),
-    ],
-)
-def test_any_number_of_workers_has_the_digest_of_one_process(workers: int, cut: Any) -> None:
-    """11 virtual workers, of which some make fewer inner steps in the last step of an epoch."""
-    options = {"steps": 4, "virtual": 11, "rows": 200, "tail": "short"}
-    spec = with_inner(spec_of(workers=workers, min_workers=workers, **options))
-    outcome, _ = group(spec, cut(trains))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, trains).digest
-
-
-def counted(folder: Path) -> Any:
-    """Each forward pass in a step leaves a line: the step, and the first row of its micro-batch."""
-
-    def train(ctx: Any) -> None:
-        model = classifier()
-
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
-            step = ctx._session.position.step + 1
-            with open(folder / "passes", "a", encoding="utf-8") as file:
-                file.write(f"{step} {int(batch['i'][0])}\n")
-            return cross_entropy(m, batch)
-
-        for step in ctx.steps(model, outer(model), loss_fn, **HOW):
-            hold(ctx, step)
-
-    return train
-
-
-def passes(folder: Path) -> Counter[int]:
-    lines = (folder / "passes").read_text(encoding="utf-8").splitlines()
-    return Counter(int(line.split()[1]) for line in lines if int(line.split()[0]) == STEP)
-
-
-@pytest.mark.parametrize(
-    ("wire", "staleness"),
-    [(None, 0), ("bf16", 0), ("int8", 1), pytest.param("int8", 0, marks=SLOW)],
-)
-def test_lost_worker_only_its_virtual_workers_run_again(wire, staleness, tmp_path):
-    """Death in the last inner step of the fourth virtual worker, so four are lost."""
-    files = {"once": str(tmp_path / "dead")}
-    dead = WorkerFault("backward", step=STEP, rank=1, nth=4 * INNER, **files)
-    spec = with_inner(job_of_three(min_workers=2), wire=wire, staleness=staleness)
-    outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    lost = 4 * (1 + staleness)  # with staleness=1 those of the step before, too
-    assert sum(passes(tmp_path).values()) == INNER * (VIRTUAL + lost)
-    assert outcome.digest == local(spec, counted(tmp_path)).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [trains, trains_batch_norm, trains_with_moments])
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_worker_killed_anywhere_in_a_step_changes_no_bit(point, rank, train, tmp_path):
-    """Where a point is passed in each inner step, in the second one."""
-    nth = 2 if point in ("before_forward", "forward", "backward") else 1
-    dead = WorkerFault(point, step=STEP, rank=rank, nth=nth, once=str(tmp_path / "dead"))
-    spec = with_inner(job_of_three(min_workers=2))
-    outcome, _ = group(spec, train, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 2)])
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_two_workers_killed_at_once_change_no_bit(point, ranks, tmp_path):
-    faults = tuple(
-        WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / str(rank))) for rank in ranks
-    )
-    spec = with_inner(job_of_three(min_workers=1))
-    outcome, _ = group(spec, trains, faults=faults)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, trains).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", SECONDS, ids=str)
-def test_workers_killed_while_a_generation_forms_change_no_bit(seconds, tmp_path):
-    """A first kill makes a generation of three workers with state and a joiner form; then these die
-    in that."""
-    first = str(tmp_path / "first")
-    faults = (
-        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
-        *(
-            WorkerFault(point, rank=rank, once=str(tmp_path / f"{point}-{rank}"), after=(first,))
-            for point, rank in seconds
-        ),
-    )
-    outcome, _ = with_faults(with_inner(job_of_kills(workers=4)), trains_batch_norm, faults)
-    assert outcome.error is None, outcome.traceback
-    calm = with_inner(job_of_kills(outcome.step, workers=4))
-    assert outcome.digest == local(calm, trains_batch_norm).digest
-
-
-@pytest.mark.parametrize(
-    ("wire", "staleness"),
-    [
-        ("int8", 1),
-        *(pytest.param(*pair, marks=SLOW) for pair in ((None, 0), (None, 1), ("int8", 0))),
-    ],
-)
-def test_run_through_changing_sizes_has_the_local_digest(wire, staleness):
-    """1 → 3 → 2 workers while it trains."""
-    sizes = {2: 3, 6: 2}
-    config = {"hold": sizes, "body_s": 0.02}
-    spec = spec_of(steps=9, workers=1, virtual=6, config=config)
-    spec = with_inner(spec, wire=wire, staleness=staleness)
-    script = [resize(step, size) for step, size in sizes.items()]
-    outcome, _ = group(spec, trains_batch_norm, script=script)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 2
-    assert outcome.digest == local(spec, trains_batch_norm).digest
-    ordinary = with_inner(spec, wire=None, staleness=0)
-    same = (wire, staleness) == (None, 0)
-    assert (outcome.digest == local(ordinary, trains_batch_norm).digest) == same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit", "after_commit"])
-@pytest.mark.parametrize(("wire", "staleness"), [("int8", 0), (None, 1), ("int8", 1)])
-def test_pairs_of_settings_have_the_local_digest_after_a_kill(wire, staleness, point, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
-    spec = with_inner(job_of_three(min_workers=2), wire=wire, staleness=staleness)
-    outcome, _ = group(spec, trains_batch_norm, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, trains_batch_norm).digest
-
-
-@pytest.mark.parametrize(
-    ("wire", "point"),
-    [
-        (None, "backward"),
-        *(
-            pytest.param(wire, point, marks=SLOW)
-            for wire, point in (
-                ("int8", "backward"),
-                *(
-                    (None, point)
-                    for point in ("before_forward", "exchange", "gather", "before_commit")
-                ),
-            )
-        ),
-    ],
-)
-def test_run_on_a_simulated_device_has_the_same_bits_after_a_kill(wire, point, tmp_path):
-    """The results of its inner steps, too, which the host reads once in a step."""
-    dead = WorkerFault(point, step=STEP, rank=2, once=str(tmp_path / "dead"))
-    spec = with_inner(job_of_three(min_workers=2), wire=wire)
-    outcome, run = group(spec, measuring, faults=(dead,), device=SimulatedDevice())
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    calm = local(spec, measuring)
-    assert outcome.digest == calm.digest
-    logged = [line for line in lines_of(run) if "event" not in line and "command" not in line]
-    assert [{k: v for k, v in x.items() if k != "time"} for x in logged] == calm.logged
-
-
-@pytest.mark.slow
-def test_growing_batch_on_two_nodes_with_a_kill_has_the_local_digest(tmp_path):
-    spec = with_inner(growing_job(config={"hold": dict.fromkeys(range(1, 5), 3)}), 2)
-    dead = WorkerFault("backward", step=7, rank=2, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, trains, faults=(dead,), location=on_nodes(2))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, trains).digest
-
-
-@pytest.mark.slow
-def test_loss_of_a_whole_zone_has_the_local_digest(tmp_path):
-    """The two workers of one of two zones die. The sums of a zone leave it as one before that."""
-    # The generation in which bodies begin to wait may go on for some steps.
-    spec = spec_of(steps=8, workers=4, virtual=4, config={"hold": {1: 4, 2: 4, 7: 4}})
-    spec = with_inner(spec)
-    zone = tuple(
-        WorkerFault("backward", step=6, rank=rank, once=str(tmp_path / str(rank)))
-        for rank in (2, 3)
-    )
-    outcome, run = group(spec, trains_batch_norm, faults=zone, location=on_nodes(4, zones=2))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 2
-    assert outcome.digest == local(spec, trains_batch_norm).digest
-    assert [[2, 2]] in topologies(run)
-
-
-@pytest.mark.slow
-def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = with_inner(spec, checkpoint=CheckpointConfig(every_steps=4))
-    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
-    outcome, _ = group(spec, trains_batch_norm, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost >= 2
-    assert outcome.digest == local(dataclasses.replace(spec, config={}), trains_batch_norm).digest
-
-
 def logs_what_is_sent(train: Callable[..., None]) -> Callable[..., None]:
     """In a process of its own: the bytes that a worker sends in each step to others."""
 
@@ -662,7 +438,7 @@ def test_bytes_of_an_inner_step_are_those_of_a_step_by_their_number() -> None:
         return by_step[-1]
 
     spec = spec_of(steps=4, workers=2, min_workers=2, virtual=2)
-    of_inner_steps = bytes_of(with_inner(spec, 8), trains)
+    of_inner_steps = bytes_of(with_inner(spec, 8), trained_with(**HOW))
     assert 0 < of_inner_steps / 8 <= bytes_of(spec, ordinary) / (8 / 2)
 
 

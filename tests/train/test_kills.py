@@ -290,6 +290,19 @@ def test_killed_between_two_buckets_in_fast_mode(tmp_path):
     assert outcome.digest == local(spec_of(steps=outcome.step, **options), plain).digest
 
 
+def while_it_forms(seconds, tmp_path):
+    """A first kill makes a generation of three whole workers and a joiner form; then these die in
+    that."""
+    first = str(tmp_path / "first")
+    return (
+        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
+        *(
+            WorkerFault(point, rank=r, once=str(tmp_path / f"{point}-{r}"), after=(first,))
+            for point, r in seconds
+        ),
+    )
+
+
 SLOW = pytest.mark.slow
 SECONDS_IN_CI = (0, 4, *range(8, 11))  # a source, two others, and each of the last kinds
 
@@ -303,16 +316,7 @@ SECONDS_IN_CI = (0, 4, *range(8, 11))  # a source, two others, and each of the l
     ids=str,
 )
 def test_killed_while_a_generation_forms(seconds, tmp_path):
-    """A first kill makes a generation of three whole workers and a joiner form; then these die in
-    that."""
-    first = str(tmp_path / "first")
-    faults = (
-        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
-        *(
-            WorkerFault(point, rank=r, once=str(tmp_path / f"{point}-{r}"), after=(first,))
-            for point, r in seconds
-        ),
-    )
+    faults = while_it_forms(seconds, tmp_path)
     outcome, run = with_faults(job(workers=4), average_and_plateau, faults)
     check(outcome, run, average_and_plateau, kills=1 + len(seconds))
 

@@ -2,7 +2,6 @@
 on three, with a join, a kill and a restore, and for a batch that grows."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import Points, group, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 from tests.train.optimizers import Both, pytorch_optimizer
-from tests.train.test_habits import disturbed
-from tests.train.test_habits import job as job_of_habit
 
 
 def lars(model):
@@ -82,16 +79,6 @@ def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_pa
     fit(tmp_path / "parts", make, 3)
     assert fit(tmp_path / "parts", make, 12).weights_sha256 == at_once.weights_sha256
     assert at_once.metrics["loss"] < 1.3  # of four classes, at first about 1.39
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizers_have_one_digest_for_one_and_three_workers_with_a_join_a_kill_and_a_restore(
-    make, tmp_path
-):
-    habit = SimpleNamespace(train=training(make), rows=None)
-    outcome, _ = disturbed(habit, tmp_path)
-    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
 
 
 def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():

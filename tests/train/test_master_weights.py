@@ -18,7 +18,7 @@ from elastic_dp.train import master_weights
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state.train_state import TrainState
-from tests.runs import group, local, losses_of, never_put_off, resize, spec_of
+from tests.runs import group, losses_of, never_put_off, spec_of
 from tests.train.jobs import classifier, loop
 from tests.train.test_kills import with_faults
 from tests.train.test_sharded_optimizer import (
@@ -189,16 +189,6 @@ def with_masters(ctx):
     loop(ctx, model, optimizer, loss_fn, scheduler=scheduler, clip_norm=0.5)
 
 
-def by_hand(ctx):
-    """The same without the optimizer's masters."""
-    masters = edp.MasterWeights
-    edp.MasterWeights = lambda parameters, kind, **options: kind(parameters, **options)
-    try:
-        with_masters(ctx)
-    finally:
-        edp.MasterWeights = masters
-
-
 def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
     """A joiner receives there. Memory in the dtype of the parameters would be for nothing."""
     model = torch.nn.Linear(400, 400).bfloat16()
@@ -214,13 +204,6 @@ def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
     large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
     assert len(large) == 4, "the parameter, its master and two moments"
     assert all(ours[slot].dtype == specs[slot].torch_dtype for slot in large)
-
-
-def test_run_with_a_join_and_a_leave_has_the_local_digest():
-    spec = spec_of(steps=12, workers=3, virtual=6)
-    outcome, _ = group(spec, with_masters, script=[resize(4, 1), resize(7, 2)])
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, with_masters).digest != local(spec, by_hand).digest
 
 
 @pytest.mark.parametrize(

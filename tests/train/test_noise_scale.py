@@ -1,7 +1,6 @@
 """The gradient noise scale: the textbook's on a model where it is known, the same bits for any
 number of workers, and carried through joins and checkpoints."""
 
-import dataclasses
 import math
 
 import pytest
@@ -9,12 +8,11 @@ import torch
 from torch import nn
 
 import elastic_dp as edp
-from elastic_dp.config import CheckpointConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.errors import SpecError
 from elastic_dp.extensions.noise_scale import GradientNoise, estimated
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import PATIENT, group, lines_of, local, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, in_small_buckets
 
 FEATURES, ROWS = 20, 8192
@@ -164,18 +162,6 @@ def quiet(ctx):
 
 def test_measuring_changes_no_bit_of_the_weights():
     assert local(job(), logs).digest == local(job(), quiet).digest
-
-
-@pytest.mark.slow
-def test_noise_scale_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = job(config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4))
-    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
-    outcome, run = group(spec, logs, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    calm = local(dataclasses.replace(spec, config={}), logs)
-    assert scales(run) == {x["step"]: repr(x["scale"]) for x in calm.logged}
 
 
 @pytest.mark.slow

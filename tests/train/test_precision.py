@@ -2,7 +2,6 @@
 products in fp8: the same bits on one worker and on three, with a join, a kill and a restore."""
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from elastic_dp.errors import ModelError
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import Points, local, spec_of
 from tests.train.jobs import cross_entropy, hold
-from tests.train.test_habits import disturbed
-from tests.train.test_habits import job as job_of_habit
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 low_bit = ImportedWhenUsed("torchao.optim")
@@ -85,14 +82,6 @@ def test_compiled_updates_are_restored_too(tmp_path):
     assert fit(tmp_path / "parts", train, 12).weights_sha256 == at_once.weights_sha256
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_low_bit_optimizer_has_one_digest_with_a_join_a_kill_and_a_restore(name, tmp_path):
-    habit = SimpleNamespace(train=training(name), rows=None)
-    outcome, _ = disturbed(habit, tmp_path)
-    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
-
-
 def test_restored_state_has_few_bits(tmp_path):
     def train(ctx):
         with torch.compiler.set_stance("force_eager"):
@@ -119,13 +108,6 @@ def test_restored_run_with_products_in_fp8_has_the_weights_of_the_one_at_once(tm
     at_once = fit(tmp_path / "at once", train_in_fp8, 6)
     fit(tmp_path / "parts", train_in_fp8, 3)
     assert fit(tmp_path / "parts", train_in_fp8, 6).weights_sha256 == at_once.weights_sha256
-
-
-@pytest.mark.slow
-def test_products_in_fp8_have_one_digest_with_a_join_a_kill_and_a_restore(tmp_path):
-    habit = SimpleNamespace(train=train_in_fp8, rows=None)
-    outcome, _ = disturbed(habit, tmp_path)
-    assert outcome.digest == local(job_of_habit(habit, 1), habit.train).digest
 
 
 class Wrapping(torch.Tensor):

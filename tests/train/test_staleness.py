@@ -13,49 +13,28 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_dp.config import CheckpointConfig, JobSpec
+from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
 from elastic_dp.extensions.delayed.delayed_gradient import DelayedGradient
 from elastic_dp.sampling import StepSchedule
-from elastic_dp.testing.simulated_device import SimulatedDevice
-from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.patience import eventually
-from tests.runs import group, local, resize, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
+from tests.runs import group, local, spec_of
 from tests.train.jobs import (
-    ZOO,
     adamw,
-    batch_norm,
     classifier,
     cross_entropy,
-    in_small_buckets,
     loop,
     plain,
-    scheduler_in_the_body,
 )
-from tests.train.test_exact import evaluation
-from tests.train.test_finished_work import STEP, VIRTUAL, counted, dies_last, passes
-from tests.train.test_finished_work import job as job_of_three
-from tests.train.test_growing_batch import job as growing_job
-from tests.train.test_kills import IN_A_STEP, SECONDS, with_faults
-from tests.train.test_kills import job as job_of_kills
-from tests.train.test_nodes import on_nodes
 
-SLOW = pytest.mark.slow
 LAST = 8  # step
-# Its body steps the scheduler in the first step, too, in which the optimizer is not called.
-warned_of_its_scheduler = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
 def delayed(spec: JobSpec, **changes: Any) -> JobSpec:
     return dataclasses.replace(spec, staleness=1, **changes)
-
-
-def as_is(train: Any) -> Any:
-    return train
 
 
 # ------------------------------------------------------------------------------- what is computed
@@ -239,170 +218,6 @@ def test_run_of_more_steps_passes_through_the_same_weights() -> None:
 
 
 # --------------------------------------------------------------------------------- for any fleet
-
-
-@pytest.mark.parametrize(
-    ("workers", "cut"),
-    [
-        (3, in_small_buckets),
-        *(pytest.param(n, as_is, marks=SLOW) for n in (1, 2, 4, 5, 6, 7, 8)),
-    ],
-)
-def test_any_number_of_workers_has_the_digest_of_one_process(workers: int, cut: Any) -> None:
-    """11 virtual workers, of which some have fewer rows in the last step of an epoch."""
-    options = {"steps": 10, "virtual": 11, "rows": 150, "tail": "short"}
-    spec = delayed(spec_of(workers=workers, min_workers=workers, **options))
-    outcome, _ = group(spec, cut(plain))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, plain).digest
-    assert outcome.digest != local(dataclasses.replace(spec, staleness=0), plain).digest
-
-
-def test_lost_worker_only_its_leaves_of_both_steps_run_again(tmp_path: Path) -> None:
-    """In the next generation all of g(STEP - 1) is there but what the dead worker held."""
-    dead = WorkerFault("backward", step=STEP, rank=1, nth=4, once=str(tmp_path / "dead"))
-    spec = delayed(job_of_three(min_workers=2))
-    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert sum(passes(tmp_path).values()) == VIRTUAL + 4 + 4
-    assert outcome.digest == local(spec, counted(tmp_path)).digest
-
-
-@pytest.mark.slow
-@warned_of_its_scheduler
-@pytest.mark.parametrize("train", [plain, batch_norm, scheduler_in_the_body])
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_worker_killed_anywhere_in_a_step_changes_no_bit(point, rank, train, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / "dead"))
-    spec = delayed(job_of_three(min_workers=2))
-    outcome, _ = group(spec, train, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", ["backward", "sent", "before_commit"])
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_two_workers_killed_one_after_the_other_change_no_bit(point, second, tmp_path):
-    """The second one in the step in which lost leaves of the one before run again."""
-    first = WorkerFault(point, step=STEP, rank=0, once=str(tmp_path / "first"))
-    files = {"once": str(tmp_path / "second"), "after": (str(tmp_path / "first"),)}
-    spec = delayed(job_of_three(min_workers=1))
-    faults = (first, WorkerFault(second, rank=0, world_size=2, **files))
-    outcome, _ = group(spec, batch_norm, faults=faults)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, batch_norm).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 2)])
-@pytest.mark.parametrize("point", IN_A_STEP)
-def test_two_workers_killed_at_once_change_no_bit(point, ranks, tmp_path):
-    faults = tuple(
-        WorkerFault(point, step=STEP, rank=rank, once=str(tmp_path / str(rank))) for rank in ranks
-    )
-    spec = delayed(job_of_three(min_workers=1))
-    outcome, _ = group(spec, plain, faults=faults)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, plain).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", SECONDS, ids=str)
-def test_workers_killed_while_a_generation_forms_change_no_bit(seconds, tmp_path):
-    """A first kill makes a generation of three workers with state and a joiner form; then these die
-    in that."""
-    first = str(tmp_path / "first")
-    faults = (
-        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
-        *(
-            WorkerFault(point, rank=rank, once=str(tmp_path / f"{point}-{rank}"), after=(first,))
-            for point, rank in seconds
-        ),
-    )
-    outcome, _ = with_faults(delayed(job_of_kills(workers=4)), batch_norm, faults)
-    assert outcome.error is None, outcome.traceback
-    assert (
-        outcome.digest == local(delayed(job_of_kills(outcome.step, workers=4)), batch_norm).digest
-    )
-
-
-# What its loss function reads changes in the body, so it is refused.
-READS_THE_BODY = ("average_and_plateau", "lazy_optimizer_state")
-NO_NORM_AT_FIRST = ("clipped_average_norm",)  # it wants one in the first step
-IN_CI = ("batch_norm",)
-
-
-@warned_of_its_scheduler
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_CI else SLOW)
-        for name in ZOO
-        if name not in (*READS_THE_BODY, *NO_NORM_AT_FIRST)
-    ],
-)
-def test_zoo_model_through_changing_sizes_has_the_local_digest(name: str) -> None:
-    """1 → 3 → 2 workers while it trains."""
-    sizes = {2: 3, 9: 2}
-    shape = (3, 8, 8) if name == "channels_last" else ()
-    config = {"eval": evaluation(), "hold": sizes, "body_s": 0.02}
-    spec = delayed(spec_of(steps=14, workers=1, virtual=6, shape=shape, config=config))
-    script = [resize(step, size) for step, size in sizes.items()]
-    outcome, _ = group(spec, ZOO[name], script=script)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 2
-    assert outcome.digest == local(spec, ZOO[name]).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit", "after_commit"])
-def test_rounded_gradients_have_the_local_digest_after_a_kill(point, wire, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
-    spec = delayed(job_of_three(min_workers=2), wire=wire)
-    outcome, _ = group(spec, batch_norm, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, batch_norm).digest
-    assert outcome.digest != local(dataclasses.replace(spec, wire=None), batch_norm).digest
-
-
-@pytest.mark.slow
-def test_growing_batch_on_two_nodes_with_a_kill_has_the_local_digest(tmp_path):
-    """In the first step of more virtual workers a gradient of fewer is applied."""
-    spec = delayed(growing_job(config={"hold": dict.fromkeys(range(1, 5), 3)}))
-    dead = WorkerFault("backward", step=7, rank=2, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, batch_norm, faults=(dead,), location=on_nodes(2))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, batch_norm).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every_steps", [4, 1])
-def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(every_steps, tmp_path):
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = delayed(spec, checkpoint=CheckpointConfig(every_steps=every_steps))
-    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
-    outcome, _ = group(spec, batch_norm, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost >= 2
-    assert outcome.digest == local(dataclasses.replace(spec, config={}), batch_norm).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["backward", "exchange", "before_commit"])
-@pytest.mark.parametrize("cut", [as_is, in_small_buckets])
-def test_run_on_a_simulated_device_has_the_same_bits_after_a_kill(cut, point, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=2, once=str(tmp_path / "dead"))
-    spec = delayed(job_of_three(min_workers=2))
-    outcome, _ = group(spec, cut(batch_norm), faults=(dead,), device=SimulatedDevice())
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, batch_norm).digest
 
 
 # ------------------------------------------------------------------------------------ it overlaps

@@ -4,7 +4,6 @@ a delay that is borne with it and not without; with kills, joins and restores.""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from typing import Any
 
@@ -14,29 +13,18 @@ import torch
 import elastic_dp as edp
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.layout import TensorSpec
-from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
-from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state.train_state import TrainState
-from tests.runs import group, local, losses_of, resize, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import classifier, loop
-from tests.train.test_finished_work import STEP
-from tests.train.test_finished_work import job as job_of_three
-from tests.train.test_kills import IN_A_STEP
 from tests.train.test_master_weights import gradients
 
-SLOW = pytest.mark.slow
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
     (torch.optim.NAdam, {}),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
 ]
-LATER = {0: 0, 3: 1}  # the staleness
-# The model has no buffers, and the loop evaluates nothing.
-POINTS = [p for p in IN_A_STEP if p not in ("buffers", "evaluate", "evaluate_exchange")]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -178,54 +166,6 @@ def predicting(ctx: Any) -> None:
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
-
-
-def not_ahead(ctx: Any) -> None:
-    model = classifier()
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
-
-
-def test_delayed_run_with_a_join_and_a_leave_has_the_local_digest():
-    spec = dataclasses.replace(spec_of(steps=12, workers=3, virtual=6), staleness=LATER)
-    outcome, _ = group(spec, predicting, script=[resize(4, 1), resize(7, 2)])
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, predicting).digest != local(spec, not_ahead).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", [None, "int8"])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_any_number_of_workers_has_the_local_digest(workers, wire):
-    spec = spec_of(steps=6, workers=workers, virtual=6)
-    spec = dataclasses.replace(spec, staleness=1, wire=wire)
-    outcome, _ = group(spec, predicting)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, predicting).digest
-
-
-@pytest.mark.parametrize(
-    "point", [pytest.param(p, marks=() if p == "backward" else SLOW) for p in POINTS]
-)
-def test_worker_killed_anywhere_in_a_step_costs_no_prediction(point, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=1, once=str(tmp_path / "dead"))
-    spec = dataclasses.replace(job_of_three(min_workers=2), staleness=1)
-    outcome, run = group(spec, predicting, faults=(dead,))
-    assert outcome.workers_lost == 1, losses_of(run)
-    assert outcome.digest == local(spec, predicting).digest
-
-
-@pytest.mark.slow
-def test_run_goes_on_from_a_checkpoint_after_all_workers_are_lost(tmp_path):
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4), staleness=LATER)
-    script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
-    outcome, _ = group(spec, predicting, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost >= 2
-    assert outcome.digest == local(dataclasses.replace(spec, config={}), predicting).digest
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["alone", "behind-masters"])
