@@ -5,6 +5,7 @@ asked, and that what it says then is what a user is told.
 import time
 
 import pytest
+from ray.core.generated import autoscaler_pb2
 
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.capacity_monitor import _LOG, autoscaler_words
@@ -97,6 +98,13 @@ def test_group_at_its_cap_is_named_as_the_reason(spec, monkeypatch):
     there.until(lambda _: len(there.kubernetes.running()) == 1)
     said = told(there.look())
     assert said.startswith("no group may add a node for {'CPU': 1.0}") and "maxReplicas" in said
+    capped = autoscaler_pb2.FailedInstanceRequest(
+        ray_node_type_name="spot",
+        failed_ts=int(time.time()),
+        reason="launch failed with Launch capped by maxReplicas limit.",
+    )
+    said = told(autoscaler_pb2.AutoscalingState(failed_instance_requests=[capped]))
+    assert said == "it cannot add nodes of group spot: it has as many as maxReplicas lets it have"
 
 
 def test_autoscaler_without_an_on_demand_group_says_what_it_cannot_place(spec, monkeypatch):

@@ -1,5 +1,5 @@
-"""Why workers wait for a node: no node could hold one, none has room now, or what Ray's autoscaler
-reports to the GCS.
+"""Why workers wait for a node: no node could hold one, none has room now, Kubernetes waits for one
+that is lost, or what Ray's autoscaler reports to the GCS.
 
 The autoscaler reports whenever it has looked at the cluster. If it cannot look, because Kubernetes
 refuses its requests, it reports nothing, and only its log has the reason.
@@ -7,6 +7,7 @@ refuses its requests, it reports nothing, and only its log has the reason.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Any
 import ray
 
 from elastic_dp.cluster.outage_notice import OutageNotice
-from elastic_dp.cluster.ray import private, worker_placement
+from elastic_dp.cluster.ray import kubernetes_pods, private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import can_hold
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.config import ScalingConfig
@@ -86,7 +87,10 @@ class CapacityMonitor:
         self._waiting_since = {w: self._waiting_since.get(w, now) for w in without}
         waited = any(now - since >= _NO_ROOM_S for since in self._waiting_since.values())
         lacking = no_room(self._scaling, ray.nodes())
-        reasons = lacking, self._autoscaler(has_large_nodes=not lacking)
+        lost = ""
+        with contextlib.suppress(OSError):  # the API of Kubernetes does not answer
+            lost = kubernetes_pods.on_lost_nodes(kubernetes_pods.pods_of_this_cluster())
+        reasons = lost, lacking, self._autoscaler(has_large_nodes=not lacking)
         said = ". ".join(reason for reason in reasons if reason)
         if not said and waited and not has_room(self._scaling.resources_per_worker):
             return (
@@ -118,7 +122,9 @@ def autoscaler_words(
     sentences = []
     failed = [f for f in state.failed_instance_requests if f.failed_ts > now - _RECENT_S]
     if groups := sorted({request.ray_node_type_name for request in failed}):
-        sentences.append(f"it cannot add nodes of group {', '.join(groups)}: {_LOG}")
+        capped = any("maxReplicas" in request.reason for request in failed)
+        why = "it has as many as maxReplicas lets it have" if capped else _LOG
+        sentences.append(f"it cannot add nodes of group {', '.join(groups)}: {why}")
     wanted = {name: need for name, need in needs.items() if need}
     if any(dict(r.resources_bundle) == wanted for r in state.infeasible_resource_requests):
         sentences.append(

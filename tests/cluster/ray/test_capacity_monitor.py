@@ -2,7 +2,7 @@
 
 import types
 
-from elastic_dp.cluster.ray import capacity_monitor
+from elastic_dp.cluster.ray import capacity_monitor, kubernetes_pods
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from tests.runs import spec_of
 
@@ -57,3 +57,37 @@ def test_capacity_monitor_says_no_room_of_a_worker_that_waits_long_and_not_of_on
     assert "no node has room for another worker now" in why(made)
     waits.clear()  # it imports torch
     assert why(made) == ""
+
+
+def pod(name, node, ready, containers, since="2026-11-28T10:00:00Z"):
+    conditions = [
+        {"type": "Ready", "status": ready, "lastTransitionTime": since},
+        {"type": "ContainersReady", "status": containers, "lastTransitionTime": since},
+    ]
+    return {
+        "metadata": {"name": name},
+        "spec": {"nodeName": node},
+        "status": {"conditions": conditions},
+    }
+
+
+def test_capacity_monitor_names_the_pods_that_kubernetes_keeps_on_nodes_without_power(monkeypatch):
+    pods = [
+        pod("gpt-spot-b", "node-3", "False", "True", since="2026-11-28T10:00:05Z"),
+        pod("gpt-spot-a", "node-3", "False", "True"),
+        pod("gpt-starts", "node-2", "False", "False"),
+        pod("gpt-trains", "node-2", "True", "True"),
+        {"metadata": {"name": "gpt-pending"}, "spec": {}, "status": {"phase": "Pending"}},
+    ]
+    monkeypatch.setattr(kubernetes_pods, "pods_of_this_cluster", lambda: pods)
+    monkeypatch.setattr(capacity_monitor, "no_room", lambda scaling, nodes: "")
+    monkeypatch.setattr(capacity_monitor.ray, "nodes", lambda: [])
+    made = monitor({"w1": "starting"}, "it asked", nodes=dict, without_process=lambda workers: [])
+    assert why(made) == (
+        "node node-3 has not answered since 10:00:00 UTC, and Kubernetes replaces gpt-spot-a, "
+        "gpt-spot-b only when the node is deleted. If it is off, run: kubectl delete node node-3. "
+        "If it will be back, run: kubectl taint node node-3 "
+        "node.kubernetes.io/out-of-service=off:NoExecute. it asked"
+    )
+    pods.clear()
+    assert why(made) == "it asked"
