@@ -82,7 +82,9 @@ def bare_broadcast(session: Any, path: str, size: int) -> list[float]:
     elsewhere."""
     members = session.membership.members
     source = session.membership.source
-    joiners = [member.worker for member in members if not member.whole and member.worker != source]
+    joiners = [
+        member.worker for member in members if not member.has_state and member.worker != source
+    ]
     if len(joiners) != 1 or session.worker not in (source, joiners[0]):
         return []
     gives = session.worker == source

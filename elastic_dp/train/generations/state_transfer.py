@@ -23,6 +23,7 @@ from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.state_moves import StateUnit, hand_out, move
 from elastic_dp.train.state.state_payload import (
     DIGEST_BYTES,
+    LENGTH_BYTES,
     StatePayload,
     from_vector,
     to_vectors,
@@ -110,11 +111,16 @@ class StateTransfer:
     def _move(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None
     ) -> tuple[StatePayload, int]:
-        digests = group.gather_equal(payload.digest if payload else bytes(DIGEST_BYTES))
+        ours = bytes(DIGEST_BYTES + LENGTH_BYTES)
+        if payload is not None:
+            ours = payload.digest + len(payload.text).to_bytes(LENGTH_BYTES, "little")
+        told = group.gather_equal(ours)
+        digests = [one[:DIGEST_BYTES] for one in told]
+        nbytes_of_text = int.from_bytes(told[plan.source][DIGEST_BYTES:], "little")
         alike = [rank for rank, one in enumerate(digests) if one == digests[plan.source]]
         others = [rank for rank in range(group.world_size) if rank not in alike]
-        ours = payload.text if payload is not None and group.rank in alike else b""
-        text = hand_out(group, ours, plan.source, others)
+        text = payload.text if payload is not None and group.rank in alike else b""
+        text = hand_out(group, text, plan.source, others, nbytes_of_text)
         if payload is None:
             targets = None if self._progress.has_state else self._state.own_tensors
             payload = StatePayload.receive(text, self._device, targets)

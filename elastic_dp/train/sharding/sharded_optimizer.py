@@ -149,7 +149,7 @@ class ShardedOptimizer:
         ]
         need = [one.ranks for one in holders]
         units = [
-            StateUnit(size, partial(self._read, number), partial(self._write, number))
+            StateUnit(size, partial(self._read, number), partial(self._write, number), exact=False)
             for number, size in enumerate(self.sizes)
         ]
         self._arrived = {}

@@ -37,13 +37,15 @@ _MAX_IN_FLIGHT = 2  # rounds
 class StateUnit:
     """A piece of state, with an equal number on all members.
 
-    `nbytes` is its approximate size, equal on all members: the plan depends on it. `read` returns
-    the content as byte vectors that follow each other; `write` takes it as one vector on the host.
+    `nbytes` is its size, equal on all members: the plan depends on it. If it is not `exact`, its
+    sender tells the size, which takes an exchange more. `read` returns the content as byte vectors
+    that follow each other; `write` takes it as one vector on the host.
     """
 
     nbytes: int
     read: Callable[[], Sequence[torch.Tensor]]
     write: Callable[[torch.Tensor], object]
+    exact: bool = True
 
 
 class Transfer(NamedTuple):
@@ -188,22 +190,29 @@ def move(
     return Move(group, units, have, need).finish()
 
 
-def hand_out(group: ProcessGroup, content: bytes, source: int, receivers: Sequence[int]) -> bytes:
+def hand_out(
+    group: ProcessGroup,
+    content: bytes,
+    source: int,
+    receivers: Sequence[int],
+    nbytes: int | None = None,
+) -> bytes:
     """Gives the ranks `receivers` the content that `source` has. Returns what this member has then.
-    Raises GroupError."""
+    `nbytes`: the size of the content, if all members know it. Raises GroupError."""
     told = bytearray(content)
     unit = StateUnit(
-        1,
+        1 if nbytes is None else nbytes,
         lambda: [torch.frombuffer(told, dtype=torch.uint8)],
         lambda given: told.extend(given.numpy().tobytes()),
+        exact=nbytes is not None,
     )
     move(group, [unit], [[source]], [receivers])
     return bytes(told)
 
 
 class _Round:
-    """Units on their way. Members first tell each receiver the sizes, for which nobody waits before
-    `send`."""
+    """Units on their way. Members first tell each receiver sizes that are not known, for which
+    nobody waits before `send`."""
 
     def __init__(
         self, group: ProcessGroup, units: Sequence[StateUnit], transfers: Sequence[Transfer]
@@ -223,17 +232,22 @@ class _Round:
         self._vectors = on_host(group, to_send)
         self._to_send = [sum(size_of[unit] for unit in some) for some in outgoing]
         sizes = [size_of[unit] for some in outgoing for unit in some]
-        mine = torch.tensor(sizes, dtype=torch.int64)
-        self._sizes = torch.empty(sum(map(len, self._incoming)), dtype=torch.int64)
-        counts = [[len(some) for some in each] for each in (self._incoming, outgoing)]
-        self._telling = group.all_to_all(self._sizes, mine, *counts)
+        self._sizes = torch.tensor(
+            [units[unit].nbytes for some in self._incoming for unit in some], dtype=torch.int64
+        )
+        self._telling: Operation | None = None
+        if not all(units[unit].exact for unit, _, _ in transfers):
+            mine = torch.tensor(sizes, dtype=torch.int64)
+            counts = [[len(some) for some in each] for each in (self._incoming, outgoing)]
+            self._telling = group.all_to_all(self._sizes, mine, *counts)
         self._sending: Operation | None = None
         self.nbytes = 0
 
     def send(self) -> None:
         if self._sending is not None:
             return
-        self._group.wait(self._telling)
+        if self._telling is not None:
+            self._group.wait(self._telling)
         self._lengths: list[int] = self._sizes.tolist()
         lengths = iter(self._lengths)
         sizes = [sum(next(lengths) for _ in some) for some in self._incoming]

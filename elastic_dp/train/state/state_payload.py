@@ -19,7 +19,7 @@ from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes, is_dense
 from elastic_dp.errors import CollectiveFailed
 from elastic_dp.train.state.state_moves import StateUnit, units_of
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 DIGEST_BYTES = 16
 
 # Returns the tensors that are written in place, by slot, for an encoded tree and its tensors.
@@ -82,14 +82,14 @@ def to_vectors(tree: Any, device_types: Mapping[str, str] | None = None) -> list
     """Returns a tree as byte vectors that follow each other. Those of dense tensors are their
     memory. `device_types`: see `StatePayload.of`."""
     payload = StatePayload.of(tree, device_types)
-    head = bytearray(len(payload.text).to_bytes(_LENGTH_BYTES, "little") + payload.text)
+    head = bytearray(len(payload.text).to_bytes(LENGTH_BYTES, "little") + payload.text)
     return [torch.frombuffer(head, dtype=torch.uint8), *map(flat_bytes, payload.tensors)]
 
 
 def from_vector(flat: torch.Tensor, device: torch.device) -> Any:
     """Reverses `to_vectors`, in new memory."""
-    at = _LENGTH_BYTES + int.from_bytes(flat[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    payload = StatePayload.receive(flat[_LENGTH_BYTES:at].numpy().tobytes(), device, None)
+    at = LENGTH_BYTES + int.from_bytes(flat[:LENGTH_BYTES].numpy().tobytes(), "little")
+    payload = StatePayload.receive(flat[LENGTH_BYTES:at].numpy().tobytes(), device, None)
     for spec, tensor in zip(payload.specs, payload.tensors, strict=True):
         flat_bytes(tensor).copy_(flat[at : at + spec.nbytes])
         at += spec.nbytes

@@ -117,7 +117,8 @@ def of_each(size: int, dies: tuple[int, int] | None, does: Callable[[Any], Any])
 
 @st.composite
 def cases(draw: st.DrawFn) -> Any:
-    """Who has and who needs each unit, the sizes of the units, a budget, and who dies when."""
+    """Who has and who needs each unit, the sizes of the units, if they are known exactly, a budget,
+    and who dies when."""
     size = draw(st.integers(1, 5))
     ranks, some = (st.sets(st.integers(0, size - 1), min_size=least) for least in (0, 1))
     count = draw(st.integers(0, 8))
@@ -125,13 +126,14 @@ def cases(draw: st.DrawFn) -> Any:
     need = [draw(ranks) for _ in range(count)]
     sizes = [draw(st.integers(0, 40)) for _ in range(count)]
     dies = draw(st.none() | st.tuples(st.integers(0, size - 1), st.integers(0, 30)))
-    return size, have, need, sizes, draw(st.integers(1, 60)), dies
+    exact = [draw(st.booleans()) for _ in range(count)]
+    return size, have, need, sizes, exact, draw(st.integers(1, 60)), dies
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans())
 def test_all_who_need_a_unit_get_it_or_all_fail(case: Any, in_steps: bool) -> None:
-    size, have, need, sizes, budget, dies = case
+    size, have, need, sizes, exact, budget, dies = case
     contents = [torch.full((n,), 1 + k, dtype=torch.uint8) for k, n in enumerate(sizes)]
 
     def take_part(group: Any) -> Any:
@@ -140,9 +142,10 @@ def test_all_who_need_a_unit_get_it_or_all_fail(case: Any, in_steps: bool) -> No
 
         def unit(number: int) -> StateUnit:
             return StateUnit(
-                sizes[number],
+                sizes[number] if exact[number] else 7,
                 lambda: [(held | arrived)[number]],
                 lambda content: arrived.__setitem__(number, content.clone()),
+                exact[number],
             )
 
         ranks = ranks_with(group, held, len(contents))
@@ -178,7 +181,7 @@ def test_all_who_need_a_unit_get_it_or_all_fail(case: Any, in_steps: bool) -> No
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_plan_sends_each_unit_once_and_only_from_those_that_have_it(case: Any) -> None:
-    _, have, need, sizes, budget, _ = case
+    _, have, need, sizes, _, budget, _ = case
     present = [set(ranks) for ranks in have]
     for some in plan_rounds(have, need, sizes, budget):
         assert all(one.sender in present[one.unit] for one in some)
