@@ -22,7 +22,7 @@ from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.storage.json_files import path_in
 from elastic_dp.threads import background
 
-MINIMUM = {"torch": (2, 11), "ray": (2, 56), "pyarrow": (17, 0)}  # as pyproject.toml has it
+MINIMUM = {"torch": (2, 11), "ray": (2, 56), "pyarrow": (18, 0)}  # as pyproject.toml has it
 PYTHON = ((3, 11), (3, 14))  # from the first one to below the second one
 CLOCK_OFFSET_S, CLOCK_LIMIT_S = 1.0, 900.0  # object stores refuse requests that are signed later
 SLOW_WRITE_S = 1.0  # of a few bytes; a commit takes several of them

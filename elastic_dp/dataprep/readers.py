@@ -28,7 +28,7 @@ from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
-from elastic_dp.data.formats.parquet import open_footer
+from elastic_dp.data.formats.parquet import check_footer
 from elastic_dp.dataprep.source_files import GLOB_MARKS, SourceFiles
 from elastic_dp.dataprep.token_packing import PIECE_CHARS, Piece, pieces
 from elastic_dp.dataprep.write_shards import as_written
@@ -72,7 +72,7 @@ def open_rows(
     if csv_options and files.kind != "csv":
         raise DataError(f"csv_options are set, and {files.url!r} holds no CSV; leave them out")
     openers: dict[str, Callable[[], Rows]] = {
-        "parquet": lambda: _tables(files, _parquet, open_footer, columns),
+        "parquet": lambda: _tables(files, _parquet, check_footer, columns),
         "arrow": lambda: _tables(files, _arrow, _refuse_large_batches, columns),
         "csv": lambda: _csv(files, csv_options or {}),
         "json": lambda: _json(files),

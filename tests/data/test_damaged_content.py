@@ -80,10 +80,10 @@ def negative(count) -> None:
 
 
 CONTRADICTIONS = (
-    (16, one_count_more, "3 counts for levels up to 1"),
-    (12, short_bound, "a bound of 1 bytes, and is DOUBLE"),
-    (4, unknown, "the unknown compression -7"),
-    (5, negative, "-3 values or bytes"),
+    (16, one_count_more, "Definition level histogram size mismatch"),
+    (12, short_bound, "column 'x' of row group 0: Unexpected end of stream"),
+    (4, unknown, "Unsupported compression codec value"),
+    (5, negative, "-3 values for 3 rows"),
     (5, fewer, "2 values for 3 rows"),
 )
 

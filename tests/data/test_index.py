@@ -410,7 +410,8 @@ def test_order_of_rows_does_not_depend_on_estimates_of_decoded_bytes(tmp_path, m
     fingerprints = set()
     for nbytes in (16 << 20, 112 << 20):
         monkeypatch.setattr(
-            "elastic_dp.data.formats.parquet.decoded_bytes", lambda group, widths, n=nbytes: n
+            "elastic_dp.data.formats.parquet.decoded_bytes",
+            lambda leaves, rows, of, n=nbytes: np.full(len(rows), n),
         )
         data = open_data(wanted, virtual_workers=2)
         assert data.index.nbytes[0] == nbytes

@@ -10,11 +10,13 @@ truncating a mapped file ends the process.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,21 +30,20 @@ from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.row_filter import equalities
 from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.decode_errors import long_nested_text
-from elastic_dp.data.formats.encryption import (
-    refuse_encrypted_footer,
-    refuse_unreadable,
-    unreadable_chunks,
-)
 from elastic_dp.data.formats.file_format import (
+    Ints,
     RowGroupLocation,
     Scan,
     ShardAt,
     ShardKey,
     stamp_of,
 )
-from elastic_dp.data.formats.footer_layouts import FooterLayout, FooterLayouts
-from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
-from elastic_dp.data.formats.parquet_memory import decoded_bytes, widths_of
+from elastic_dp.data.formats.parquet_footer import (
+    CHUNK_NUMBERS,
+    FOOTERS,
+    chunk_numbers,
+    refuse_encrypted,
+)
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
@@ -54,6 +55,12 @@ SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _NESTED_BYTES = 1 << 31  # of texts in lists that Arrow reads of one row group
 _ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
+_SCHEMAS_KEPT = 16
+_MOST = (1 << 63) - 1
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Types that take more bytes in memory: dates and times of day are read as int32, then become int64.
+_WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
+_DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary occurs
 
 
 class Parquet:
@@ -70,55 +77,39 @@ class Parquet:
         self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # least recently used first
         self._footer_bytes = 0
         self._gates: dict[ShardKey, threading.Lock] = {}  # held while a thread reads the footer
-        self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
-        self._layouts = FooterLayouts()
+        self._decoded = lru_cache(_SCHEMAS_KEPT)(_ScannedFooter.of)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
+        FOOTERS.start()  # while the footer is on its way
         tail = bytes(_read_tail(shard))
-        footer = _parse(tail)
-        layout = self._layouts.find(tail, columns) or self._checked(shard, tail, footer, columns)
-        wanted, schema = layout.chunks, layout.schema
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-        ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
-        starts = [min((start for start, _ in r), default=0) for r in ranges]
-        ends = [max((end for _, end in r), default=0) for r in ranges]
-        for number in wanted:
-            _refuse_long_nested_text(shard.name, footer, number, groups)
-        widths = widths_of(footer, wanted)
-        nbytes = [decoded_bytes(group, widths) for group in groups]
-        stored = [sum(g.column(c).total_uncompressed_size for c in wanted) for g in groups]
+        head, rows, chunks = FOOTERS.read(shard.name, tail, columns)
+        footer = self._decoded(head)
+        groups = np.frombuffer(rows, np.int64)
+        shape = len(groups), len(footer.leaves), len(CHUNK_NUMBERS)
+        numbers = np.frombuffer(chunks, np.int64).reshape(shape)
+        of = {name: numbers[:, :, n] for n, name in enumerate(CHUNK_NUMBERS)}
+        for leaf, decompressed in zip(footer.leaves, of["decompressed"].T, strict=True):
+            if leaf.physical == "BYTE_ARRAY" and leaf.is_repeated:
+                for group in np.flatnonzero(decompressed >= _NESTED_BYTES)[:1].tolist():
+                    where = long_nested_text(f"column {leaf.path!r}", group, shard.name)
+                    raise DataError(where)
+        nulls = np.maximum(of["nulls"], 0).sum(0).tolist()
+        at = {leaf.number: n for n, leaf in enumerate(footer.leaves)}
+        counted = ((name, nulls[at[n]]) for name, n in footer.countable(columns))
         return Scan(
-            schema=schema,
-            rows=np.array([group.num_rows for group in groups], dtype=np.int64),
-            starts=np.array(starts, dtype=np.int64),
-            ends=np.array(ends, dtype=np.int64),
-            nbytes=np.array(nbytes, dtype=np.int64),
-            stored=np.array(stored, dtype=np.int64),
+            schema=footer.schema,
+            rows=groups,
+            starts=of["start"].min(1, initial=_MOST) * bool(at),
+            ends=of["end"].max(1, initial=0),
+            nbytes=decoded_bytes(footer.leaves, groups, of),
+            stored=of["decompressed"].sum(1),
             check=zlib.crc32(tail),
             tail=len(tail),
-            nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
+            nulls={name: count for name, count in counted if count},
             # The index may keep the footer only if each read asks for the same version of the
             # shard.
             footer=tail if shard.local is None and shard.version else b"",
         )
-
-    def _checked(
-        self, shard: ShardAt, tail: bytes, footer: pq.FileMetaData, columns: Sequence[str] | None
-    ) -> FooterLayout:
-        """The layout of a footer. Raises OSError or DataError if it cannot be read."""
-        refuse_what_ends_the_process(tail, footer)
-        wanted = chunk_numbers(footer, columns)
-        refuse_unreadable(shard.name, footer, unreadable_chunks(footer, wanted), wanted)
-        return self._layouts.add(tail, columns, footer, wanted)
-
-    def _countable(
-        self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
-    ) -> list[tuple[str, int]]:
-        """`countable`, cached for shards with the schema of the last one."""
-        before = self._counted
-        if before is None or not before[0].equals(schema):
-            before = self._counted = schema, countable(footer, schema, columns)
-        return before[1]
 
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
@@ -131,7 +122,7 @@ class Parquet:
         group = kept.metadata.row_group(location.group)
 
         def fetch(columns: list[str]) -> None:
-            numbers = chunk_numbers(kept.metadata, columns)
+            numbers = chunk_numbers(_paths(kept.metadata), columns)
             held.fetch([_chunk_range(group.column(c)) for c in numbers])
 
         fetch(leaves)
@@ -158,6 +149,7 @@ class Parquet:
         if not any(dataset.FileSystemDataset([fragment], schema, chosen).get_fragments(expression)):
             return frozenset()  # by the name alone
         held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
+        _refuse_other(shard, held.slice(shard.size - shard.tail, shard.size))
         there = fragment.physical_schema
         for used in fields:
             number = there.get_field_index(used.name)
@@ -170,18 +162,15 @@ class Parquet:
     def list_values(self, shard: ShardAt, column: str) -> npt.NDArray[np.int64] | None:
         """The number of values in all lists of a column of lists, by row group. None: the footer
         does not say; only Arrow's writer is known to count an empty list as a null."""
-        footer = _parse(_read_tail(shard))
-        numbers = chunk_numbers(footer, [column])
-        if not (footer.created_by or "").startswith("parquet-cpp-arrow") or len(numbers) != 1:
+        tail = bytes(_read_tail(shard))
+        _refuse_other(shard, tail)
+        head, rows, chunks = FOOTERS.read(shard.name, tail, [column])
+        footer = self._decoded(head)
+        if not footer.writer.startswith("parquet-cpp-arrow") or len(footer.leaves) != 1:
             return None
-        found = []
-        for number in range(footer.num_row_groups):
-            chunk = footer.row_group(number).column(numbers[0])
-            known = chunk.statistics
-            if known is None or not known.has_null_count:
-                return None
-            found.append(chunk.num_values - known.null_count)
-        return np.array(found, dtype=np.int64)
+        numbers = np.frombuffer(chunks, np.int64).reshape(len(rows), len(CHUNK_NUMBERS))
+        values, nulls = (numbers[:, CHUNK_NUMBERS.index(name)] for name in ("values", "nulls"))
+        return None if (nulls < 0).any() else values - nulls
 
     def close(self) -> None:
         with self._lock:
@@ -243,8 +232,7 @@ class Parquet:
         )
         held.fetch([(location.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
-        if zlib.crc32(tail) != shard.check:
-            raise ObjectRewritten(shard.name)
+        _refuse_other(shard, tail)
         return self._keep(shard.key, _Footer(_parse(tail), shard.tail, stamp))
 
     def _keep(self, key: ShardKey, footer: _Footer) -> _Footer:
@@ -396,7 +384,7 @@ def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator
 def _read_tail(shard: ShardAt) -> memoryview:
     """The footer, with its length and the magic bytes after it."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
-    refuse_encrypted_footer(shard.name, end)
+    refuse_encrypted(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
         raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
     length = int.from_bytes(end[-8:-4], "little") + 8
@@ -411,21 +399,23 @@ def _parse(tail: memoryview | bytes | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
 
-def open_footer(
-    raw: Any, name: str, columns: Sequence[str] | None
-) -> tuple[pq.FileMetaData, frozenset[int]]:
-    """The footer of the open file `raw`, and the numbers of its encrypted leaf columns. Raises
-    DataError if one of `columns` is encrypted."""
+def _paths(footer: pq.FileMetaData) -> list[str]:
+    return [footer.schema.column(number).path for number in range(footer.num_columns)]
+
+
+def check_footer(raw: Any, name: str, columns: Sequence[str] | None) -> None:
+    """Raises DataError or OSError if the metadata of `columns` of an open file cannot be read."""
     raw.seek(-8, os.SEEK_END)
     end = raw.read(8)
-    refuse_encrypted_footer(name, end)
-    footer = pq.read_metadata(raw)
-    size = 8 + int.from_bytes(end[:4], "little")
-    raw.seek(-size, os.SEEK_END)
-    refuse_what_ends_the_process(raw.read(size), footer)
-    unreadable = unreadable_chunks(footer, range(footer.num_columns))
-    refuse_unreadable(name, footer, unreadable, chunk_numbers(footer, columns))
-    return footer, frozenset(unreadable)
+    refuse_encrypted(name, end)
+    raw.seek(-8 - int.from_bytes(end[:4], "little"), os.SEEK_END)
+    FOOTERS.read(name, raw.read(), columns)
+
+
+def _refuse_other(shard: ShardAt, tail: memoryview | bytes) -> None:
+    """Raises ObjectRewritten if the footer is not the one that the index was made of."""
+    if zlib.crc32(tail) != shard.check:
+        raise ObjectRewritten(shard.name)
 
 
 def checked(table: pa.Table) -> pa.Table:
@@ -442,7 +432,7 @@ def refuse_wrapped(
 ) -> None:
     """Raises DataError if a time of the old type INT96 does not fit into nanoseconds since 1970, in
     which Arrow reads it: it would wrap to another century."""
-    numbers = chunk_numbers(footer, leaves)
+    numbers = chunk_numbers(_paths(footer), leaves)
     columns = [footer.schema.column(number) for number in numbers]
     for path in (column.path for column in columns if column.physical_type == "INT96"):
         kind = file.read_row_group(group, columns=[path], use_threads=False).schema
@@ -460,17 +450,6 @@ def refuse_wrapped(
             ) from error
 
 
-def _refuse_long_nested_text(
-    name: str, footer: pq.FileMetaData, number: int, groups: list[Any]
-) -> None:
-    column = footer.schema.column(number)
-    if column.physical_type != "BYTE_ARRAY" or not column.max_repetition_level:
-        return
-    for group, each in enumerate(groups):
-        if each.column(number).total_uncompressed_size >= _NESTED_BYTES:
-            raise DataError(long_nested_text(f"column {column.path!r}", group, name))
-
-
 def _has_text(kind: pa.DataType) -> bool:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
@@ -480,44 +459,44 @@ def _has_text(kind: pa.DataType) -> bool:
     return is_text(kind) or any(_has_text(one) for one in inner)
 
 
-def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
-    """The numbers of the leaf columns that belong to `columns`; None: all."""
-    paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
-    if columns is None:
-        return list(range(len(paths)))
-    wanted = tuple(columns)
-    inside = tuple(name + "." for name in wanted)
-    return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf column that is read. `number`: among all. `length`: bytes of a value, if fixed."""
+
+    number: int
+    path: str
+    physical: str
+    length: int
+    is_repeated: bool
+    logical: str
 
 
-def countable(
-    footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
-) -> list[tuple[str, int]]:
-    """(leaf, number of its column chunk) of the leaves of `columns` whose nulls are refused, and
-    are counted by statistics. Not lists of variable length: statistics count empty ones as
-    nulls."""
-    fields = plain_schema(schema)
-    wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
-    for leaf in leaves(fields):
-        if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
-            found.append((leaf.name, number))
-        number += num_chunks(leaf.type)
-    return found if number == footer.num_columns else []
+@dataclass(frozen=True)
+class _ScannedFooter:
+    """What footers of a data set mostly have in common. `count`: of all leaf columns."""
 
+    schema: pa.Schema
+    leaves: list[_Leaf]
+    count: int
+    writer: str
 
-def null_counts(
-    footer: pq.FileMetaData, groups: list[Any], countable: list[tuple[str, int]]
-) -> dict[str, int]:
-    counts = dict[str, int]()
-    for name, number in countable:
-        stored = footer.schema.column(number).physical_type
-        for group in groups:
-            chunk = group.column(number)
-            if chunk.physical_type != stored:  # reading its statistics would end the process
-                raise OSError(f"its footer is damaged: column {name!r} has two physical types")
-            if chunk.is_stats_set and (nulls := chunk.statistics.null_count):
-                counts[name] = counts.get(name, 0) + nulls
-    return counts
+    @classmethod
+    def of(cls, head: bytes) -> _ScannedFooter:
+        schema, leaves, count, writer = pickle.loads(head)
+        schema = pa.ipc.read_schema(pa.py_buffer(schema))
+        return cls(schema, [_Leaf(*leaf) for leaf in leaves], count, writer or "")
+
+    def countable(self, columns: Sequence[str] | None) -> list[tuple[str, int]]:
+        """(leaf, number of its column chunk) of the leaves of `columns` whose nulls are refused,
+        and are counted by statistics. Not lists of variable length: statistics count empty ones as
+        nulls."""
+        fields = plain_schema(self.schema)
+        wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
+        for leaf in leaves(fields):
+            if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
+                found.append((leaf.name, number))
+            number += num_chunks(leaf.type)
+        return found if number == self.count else []
 
 
 def num_chunks(kind: pa.DataType) -> int:
@@ -536,6 +515,23 @@ def _may_be_empty(kind: pa.DataType) -> bool:
     if pa.types.is_fixed_size_list(kind):
         return kind.list_size == 0 or _may_be_empty(kind.value_type)
     return kind.num_fields > 0
+
+
+def decoded_bytes(leaves: Sequence[_Leaf], rows: Ints, of: dict[str, Ints]) -> Ints:
+    """An estimate of the memory that columns of a row group take while they are read: encoded,
+    decoded, and for values in lists two levels of 2 bytes each."""
+    total = of["compressed"].sum(1)
+    for n, leaf in enumerate(leaves):
+        values = of["values"][:, n]
+        if leaf.physical == "BYTE_ARRAY":
+            factor = 1 + (_DICTIONARY_FACTOR - 1) * of["dictionary"][:, n]
+            total = total + of["decompressed"][:, n] * factor + 8 * values
+        else:
+            width = _WIDTHS.get(leaf.physical) or leaf.length
+            total = total + _WIDTHS_IN_MEMORY.get(leaf.logical, width) * values
+        if leaf.is_repeated:
+            total = total + 4 * values + 8 * rows
+    return total
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
