@@ -37,7 +37,13 @@ from elastic_dp.config import (
     ScalingConfig,
 )
 from elastic_dp.config.removed_names import REMOVED_NAMES
-from elastic_dp.coordinator.messages import Explain, FailRun, FinishRun, WorkerStopped
+from elastic_dp.coordinator.messages import (
+    Explain,
+    FailRun,
+    FinishRun,
+    TrainingPosition,
+    WorkerStopped,
+)
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
@@ -339,13 +345,14 @@ class ElasticTrainer:
         try:
             session = run.run(self.train)
         except KeyboardInterrupt:
-            journal.command(FinishRun(run.position, "", INTERRUPTED_REASON))
+            journal.command(FinishRun(TrainingPosition(run.step), "", INTERRUPTED_REASON))
             progress.flush()
-            progress.say(console.what_was_kept(self.url, run.position.step))
+            progress.say(console.what_was_kept(self.url, run.step))
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            journal.event(WorkerStopped("w1", 1, run.position, True, text))  # after which step
+            at = TrainingPosition(run.step)
+            journal.event(WorkerStopped("w1", 1, at, True, text))
             journal.command(FailRun(text, ""))
             raise
         finally:

@@ -87,9 +87,9 @@ class LocalRun:
             )
 
     @property
-    def position(self) -> TrainingPosition:
-        """After the last committed step."""
-        return TrainingPosition(0) if self._session is None else self._session.position
+    def step(self) -> int:
+        """The last committed step."""
+        return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> WorkerSession:
         """Runs the train function. User errors are raised as they are, for pdb and pytest.
