@@ -2,12 +2,19 @@
 
 The page asks for the report every second, with the version that it has. All clients see the same
 report. Requests that steer the run are methods of `Run`, which checks their values.
+
+- A request must name this server as this machine does: 127.0.0.1 or `localhost`. A page of another
+  site that lets its own name point here (DNS rebinding) names that site.
+- All that tells of a run, or changes one, needs the token, as a header that no page of another site
+  can set (`Authorization: Bearer`): other users of this machine reach its ports, too.
+- A request that changes a run must not come from another origin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import socket
 import sys
@@ -22,7 +29,6 @@ from elastic_dp.report.report_page import asset, fill_page, plotly_script
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.storage import StorageURL
 from elastic_dp.storage.redact import redact
-from elastic_dp.ui.access import AccessCheck, check_token
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
@@ -31,6 +37,20 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+SHORTEST_TOKEN = 16
+_NAMES = ("127.0.0.1", "localhost")
+_METHODS = ("GET", "HEAD", "POST")  # of which only POST changes anything
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' "
+    "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+}
 _MOST_CONNECTIONS = 256
 _MOST_BYTES = 16 * 1024  # of a request's body
 _LOCAL_S, _REMOTE_S = 0.5, 2.0  # between two looks at a folder
@@ -118,11 +138,14 @@ def serve(run: ServedRun, token: str, port: int, ready: Callable[[str], None]) -
 
 
 def web_server(run: ServedRun, token: str) -> uvicorn.Server:
-    """Return the server, which does not listen yet. Raises SpecError if packages are missing."""
+    """Return the server, which does not listen yet. Raises SpecError if packages are missing, or
+    the token is short."""
+    if len(token) < SHORTEST_TOKEN:
+        raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
     try:
         import uvicorn
 
-        app = served_app(run, check_token(token))
+        app = served_app(run, token)
     except ModuleNotFoundError as missing:
         what = (missing.name or "").partition(".")[0]
         raise SpecError(f"the page needs {what}: pip install 'elastic_dp[ui]'") from None
@@ -146,6 +169,7 @@ def served_app(run: ServedRun, token: str) -> Starlette:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.requests import ClientDisconnect
     from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
@@ -155,6 +179,23 @@ def served_app(run: ServedRun, token: str) -> Starlette:
     def json_response(value: Any, status: int = 200) -> Response:
         """As ASCII: a text of a run may hold half a character."""
         return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
+
+    async def check(request: Request, call_next: Callable[[Request], Any]) -> Response:
+        """Before everything else. No error leaves it, and every answer gets the headers."""
+        if (refusal := _refusal(request, token)) is not None:
+            response = json_response({"error": refusal[1]}, refusal[0])
+        else:
+            try:
+                response = await call_next(request)
+            except Exception:  # a bug of ours: told here, and not to whoever asked
+                run.print_error()
+                failure = "this server has failed; its terminal says why"
+                response = json_response({"error": failure}, 500)
+        if response.status_code == 401:
+            response.headers["www-authenticate"] = "Bearer"
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
 
     async def page(request: Request) -> Response:
         scripts = ("plotly.js", "page.js", "live.js")
@@ -187,7 +228,7 @@ def served_app(run: ServedRun, token: str) -> Starlette:
         return Response(text, media_type="application/json", headers=headers)
 
     async def steer(request: Request) -> Response:
-        """Ask the live run for something. `AccessCheck` has seen the token."""
+        """Ask the live run for something. `check` has seen the token."""
         verb = request.path_params["verb"]
         if verb not in _FIELDS:
             raise HTTPException(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
@@ -233,9 +274,29 @@ def served_app(run: ServedRun, token: str) -> Starlette:
             Route("/api/report", report, methods=["GET"]),
             Route("/api/{verb}", steer, methods=["POST"]),
         ],
-        middleware=[Middleware(AccessCheck, token=token, print_error=run.print_error)],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=check)],
         exception_handlers={HTTPException: refused, ElasticError: failed},
     )
+
+
+def _refusal(request: Request, token: str) -> tuple[int, str] | None:
+    headers = request.headers
+    host = headers.get("host", "")
+    if host.partition(":")[0].lower() not in _NAMES:
+        return 421, f"this server is known as {' or '.join(_NAMES)}"
+    if request.method not in _METHODS:
+        return 405, "this server knows no such method"
+    writes = request.method == "POST"
+    if writes or request.scope["path"].startswith("/api/"):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), token.encode())
+        if not same or scheme.lower() != "bearer":
+            return 401, "the token is missing or wrong; it is in the address that was printed"
+    origin = headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    if writes and (foreign or headers.get("sec-fetch-site", "none") == "cross-site"):
+        return 403, "a request from another site"
+    return None
 
 
 def listening_socket(port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from elastic_dp.errors import ClusterError, SpecError
-from elastic_dp.ui.access import check_token
+from elastic_dp.ui.server import web_server
 from tests.report.journals import T0, event, night
 from tests.report.test_report_reader import write
 from tests.ui.serving import TOKEN, Recorded, served
@@ -152,7 +152,7 @@ def test_server_that_only_shows_refuses_to_steer(shown):
 def test_nobody_reads_of_a_run_without_the_token(folder):
     """Also other users of this machine reach its loopback address."""
     with pytest.raises(SpecError, match="too short"):
-        check_token("short")
+        web_server(None, "short")
     with served(folder) as server:
         assert server.ask("GET", "/api/report")[0] == 401
         assert server.read("/api/report", Authorization="Bearer wrong")[0] == 401
