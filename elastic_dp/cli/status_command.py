@@ -36,7 +36,7 @@ from elastic_dp.cli.run_tables import (
 )
 from elastic_dp.errors import ClusterError, ElasticError
 from elastic_dp.report.report_model import Report, WorkerCondition
-from elastic_dp.report.run_overview import RunOverview, overview_of_report, overview_of_status
+from elastic_dp.report.run_overview import RunOverview, overview_of_status, status_of_report
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
@@ -177,13 +177,14 @@ def _folder(name: str, storage_path: str, options: dict[str, Any] | None) -> Cal
             status = EndedRun(name, storage_path, options).status()
         except ElasticError as error:
             status = _unknown(error)
-        return SeenRun(overview_of_report(report, now, total), {"name": name} | status, report)
+        known = status | status_of_report(report, now) | {"max_steps": total}
+        return _seen(name, {"name": name} | known, report)
 
     return look
 
 
-def _seen(name: str, status: dict[str, Any]) -> SeenRun:
-    return SeenRun(overview_of_status(name, status), status)
+def _seen(name: str, status: dict[str, Any], report: Report | None = None) -> SeenRun:
+    return SeenRun(overview_of_status(name, status), status, report)
 
 
 def _unknown(error: ElasticError) -> dict[str, Any]:
@@ -196,24 +197,18 @@ def _unknown(error: ElasticError) -> dict[str, Any]:
 def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
     """Return what is known of a run, as (name, value)."""
     status, report = seen.status, seen.report
-    if report is None:
-        waits = status.get("waits_for") or ""
-        more = [
-            ("phase", f"{status.get('phase')}: {one_line(status.get('reason', ''))}"),
-            metric_fact(status.get("metrics", {})),
-            *(("not exact", one_line(why)) for why in status.get("inexact_because", ())),
-            ("sharding", one_line(status.get("sharding") or "")),
-            ("waits for", f"a node: {one_line(waits)}" if waits else ""),
-        ]
-        return overview_facts(seen.overview, more)
-    newest = {name: points[-1].value for name, points in report.curves.items() if points}
-    lost = counted(report.lost, "worker")
-    if report.rollbacks:
-        lost += f", and {counted(report.rollbacks, 'time')} back to a checkpoint"
+    waits, lost = status.get("waits_for") or "", ""
+    if report is not None and (report.lost or report.rollbacks):
+        back = f", and {counted(report.rollbacks, 'time')} back to a checkpoint"
+        lost = counted(report.lost, "worker") + (back if report.rollbacks else "")
+    phase = f"{status.get('phase')}: {one_line(status.get('reason', ''))}"
     more = [
-        metric_fact({name: value for name, value in newest.items() if value is not None}),
-        *(("not exact", one_line(why)) for why in report.inexact_because),
-        ("lost", lost if report.lost or report.rollbacks else ""),
+        ("phase", phase if report is None else ""),
+        metric_fact({k: v for k, v in status.get("metrics", {}).items() if v is not None}),
+        *(("not exact", one_line(why)) for why in status.get("inexact_because", ())),
+        ("sharding", one_line(status.get("sharding") or "")),
+        ("waits for", f"a node: {one_line(waits)}" if waits else ""),
+        ("lost", lost),
     ]
     return overview_facts(seen.overview, more)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from elastic_dp.report.report_model import Report, RunPhase
+from elastic_dp.report.report_model import Report
 from elastic_dp.report.verdict import concerns, workers_train
 from elastic_dp.telemetry.data_rates import CacheBytes
 
@@ -67,38 +67,37 @@ class RunOverview:
         return found | {"health": self.health.value}
 
 
-def overview_of_report(report: Report, now: float, total_steps: int | None = None) -> RunOverview:
-    """Return the overview of what a run's folder holds, at `now` (of `time.time`)."""
-    losses = [point for point in report.curves.get("loss", ()) if point.counts]
-    loss = None if not losses else math.nan if losses[-1].value is None else losses[-1].value
-    newest = max(report.checkpoints, key=lambda row: row.step, default=None)
-    text, at = _newest_text(report)
-    health, reason = _health_of_report(report, loss)
-    return RunOverview(
-        name=report.name,
-        health=health,
-        health_reason=reason,
-        step=report.step,
-        total_steps=total_steps,
-        loss=loss,
-        world_size=report.present,
-        size=report.wanted,
-        generation=report.generation,
-        goodput=report.goodput.fraction if report.goodput.total else None,
-        rows_per_s=report.rows_per_s,
-        cache=report.cache,
-        checkpoint_step=None if newest is None else newest.step,
-        checkpoint_age_s=_age(now, None if newest is None else newest.time),
-        last_event=text,
-        last_event_age_s=_age(now, at),
-    )
+def status_of_report(report: Report, now: float) -> dict[str, Any]:
+    """Return what a run's folder holds, at `now` (of `time.time`), by the names of `Run.status`."""
+    saved = max(report.checkpoints, key=lambda row: row.step, default=None)
+    curves = {name: [p for p in points if p.counts] for name, points in report.curves.items()}
+    newest = [(one.text, one.time) for one in (report.decisions[-1:] or report.events[-1:])]
+    if report.is_over:
+        ended = f"{report.phase} after step {report.step}: {report.reason}"
+        newest = [(ended, report.last_line)]
+    return {
+        "report": {"phase": report.phase.value, "reason": report.reason, "starts": report.starts},
+        "step": report.step,
+        "world_size": report.present,
+        "size": report.wanted,
+        "generation": report.generation,
+        "metrics": {n: points[-1].value for n, points in curves.items() if points},
+        "led_s": report.led_s,
+        "goodput": report.goodput.fraction if report.goodput.total else None,
+        "rows_per_s": report.rows_per_s,
+        "cache": asdict(report.cache),
+        "newest_checkpoint": saved and {"step": saved.step, "age_s": _age(now, saved.time)},
+        "newest_event": {"text": newest[0][0], "age_s": _age(now, newest[0][1])}
+        if newest
+        else None,
+    }
 
 
 def overview_of_status(name: str, status: Mapping[str, Any]) -> RunOverview:
-    """Return the overview of a live run, of the status that `Run.status` returns."""
-    logged = status.get("metrics", {}).get("loss")
+    """Return the overview of what `Run.status` or `status_of_report` returns."""
+    logged = status.get("metrics", {}).get("loss", "")
     is_number = isinstance(logged, int | float) and not isinstance(logged, bool)
-    loss = float(logged) if is_number else None
+    loss = math.nan if logged is None else float(logged) if is_number else None
     checkpoint, event = status.get("newest_checkpoint") or {}, status.get("newest_event") or {}
     health, reason = _health_of_status(status, loss)
     return RunOverview(
@@ -125,54 +124,30 @@ def _age(now: float, at: float | None) -> float | None:
     return None if at is None else max(0.0, now - at)
 
 
-def _newest_text(report: Report) -> tuple[str, float | None]:
-    """The newest decision or, of an ended run, its end."""
-    if report.is_over:
-        return f"{report.phase} after step {report.step}: {report.reason}", report.last_line
-    for newest in (report.decisions[-1:], report.events[-1:]):
-        if newest:
-            return newest[0].text, newest[0].time
-    return "", None
-
-
-def _health_of_report(report: Report, loss: float | None) -> tuple[Health, str]:
-    if report.is_over:
-        return Health(report.phase.value), report.reason
-    if report.phase is RunPhase.SILENT:
-        return Health.SILENT, "its cluster may be gone, or it waits for nodes"
-    if not report.starts and report.step:  # in one process, which has no group
-        return Health.HEALTHY, "it trains in one process"
-    if not report.starts or not report.generation:
-        return Health.STARTING, report.reason
-    return _health(report.present, report.wanted, loss, report.led_s, report.goodput.fraction)
-
-
 def _health_of_status(status: Mapping[str, Any], loss: float | None) -> tuple[Health, str]:
     reason, waits_for = str(status.get("reason", "")), status.get("waits_for")
-    if status.get("phase") == "unknown":
-        return Health.UNKNOWN, reason
-    if status.get("phase") == "over":
-        return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
+    report = status.get("report", {})
+    match report.get("phase", status.get("phase")):
+        case "unknown":
+            return Health.UNKNOWN, reason
+        case "over":
+            return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
+        case "finished" | "failed" as ended:
+            return Health(ended), report["reason"]
+        case "silent":
+            return Health.SILENT, "its cluster may be gone, or it waits for nodes"
+    if report and not report["starts"] and status["step"]:  # it has no group
+        return Health.HEALTHY, "it trains in one process"
+    reason = report.get("reason", reason)
     if not status.get("generation"):
         return Health.STARTING, waits_for or reason
     goodput, limit = status.get("goodput"), status.get("size_limit")
-    health, why = _health(
-        int(status["world_size"]),
-        int(status["size"] if limit is None else limit),
-        loss,
-        float(status.get("led_s", 0.0)),
-        1.0 if goodput is None else goodput,
-    )
+    present, wanted = int(status["world_size"]), int(status["size"] if limit is None else limit)
+    is_finite = loss is None or math.isfinite(loss)
+    led_s, goodput = float(status.get("led_s", 0.0)), 1.0 if goodput is None else goodput
+    found = concerns(present, wanted, is_finite, led_s, goodput)
+    health = Health.CONCERN if found else Health.HEALTHY
+    why = ", ".join(found) or workers_train(present, wanted)
     if limit is not None:
         why = f"{why}, {status['size']} wanted: runs of higher priority come first"
     return health, f"{why}; it waits for a node: {waits_for}" if waits_for else why
-
-
-def _health(
-    present: int, wanted: int, loss: float | None, led_s: float, goodput: float
-) -> tuple[Health, str]:
-    is_finite = loss is None or math.isfinite(loss)
-    found = concerns(present, wanted, is_finite, led_s, goodput)
-    if found:
-        return Health.CONCERN, ", ".join(found)
-    return Health.HEALTHY, workers_train(present, wanted)
