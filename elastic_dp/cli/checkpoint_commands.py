@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from elastic_dp.cli.run_options import (
     Address,
@@ -19,6 +18,7 @@ from elastic_dp.cli.run_options import (
     StorageOption,
     StoragePath,
     find_live_run,
+    out,
     storage_options,
 )
 from elastic_dp.cli.run_tables import show, text_table
@@ -57,7 +57,7 @@ def list_(
         print(json.dumps(rows))
         return
     if not rows:
-        _out().print(
+        out().print(
             f"no committed checkpoints at {catalog.store.url}; a run's folder is its "
             "storage_path/name"
         )
@@ -71,7 +71,7 @@ def list_(
     show(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
     for row in rows:
         if row["wrong"]:
-            _out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")
+            out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")
 
 
 @checkpoints.command()
@@ -98,7 +98,7 @@ def verify(
         print(json.dumps(wrong))
     else:
         for number, words in wrong.items():
-            _out().print(
+            out().print(
                 f"step {number}: {'; '.join(words) or 'intact'}", style="red" if words else "green"
             )
     if any(wrong.values()):
@@ -135,7 +135,7 @@ def export(
     if as_json:
         print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
     else:
-        _out().print(f"step {commit.step} → {redact_url(destination)}")
+        out().print(f"step {commit.step} → {redact_url(destination)}")
 
 
 @checkpoints.command()
@@ -174,7 +174,3 @@ def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
         return {**row, "wrong": [str(error)]}
     metadata = {"saved_at": commit.metadata.saved_at, "metrics": dict(commit.metadata.metrics)}
     return {**row, **metadata, "nbytes": commit.nbytes, "wrong": missing_files(catalog, commit)}
-
-
-def _out() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)

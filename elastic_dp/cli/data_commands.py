@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from elastic_dp.cli.run_options import StorageOption, storage_options
+from elastic_dp.cli.run_options import Json, StorageOption, out, storage_options
 from elastic_dp.urls import redact_url
 
 if TYPE_CHECKING:
@@ -28,19 +27,6 @@ data = typer.Typer(
 )
 
 
-class FormatName(StrEnum):
-    parquet = "parquet"
-    arrow = "arrow"
-
-
-class CompressionName(StrEnum):
-    none = "none"
-    snappy = "snappy"
-    lz4 = "lz4"
-    zstd = "zstd"
-
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 _Columns = Annotated[
     str | None, typer.Option(metavar="A,B,…", help="Only these columns, by name. Default: all.")
 ]
@@ -72,13 +58,6 @@ def convert(
     shard_bytes: Annotated[
         int | None, typer.Option(min=1, help="Size of a shard. Default: 128 MiB.")
     ] = None,
-    format: Annotated[
-        FormatName | None, typer.Option(help="Default: parquet; arrow with --pack.")
-    ] = None,
-    compression: Annotated[
-        CompressionName | None,
-        typer.Option(help="Default: none for lists, images and Arrow, else snappy."),
-    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="'bytes', a tokenizer.json, or a Hugging Face name. Goes with --pack."),
@@ -100,7 +79,7 @@ def convert(
         ),
     ] = None,
     storage_option: StorageOption = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Write SRC as shards that train well. DST is a data set only when all of it is there."""
     from elastic_dp.dataprep.convert import convert as convert_data
@@ -115,8 +94,6 @@ def convert(
             columns=_names(columns),
             row_group_bytes=row_group_bytes or ROW_GROUP_BYTES,
             shard_bytes=shard_bytes or SHARD_BYTES,
-            format=format.value if format else None,
-            compression=compression.value if compression else None,
             tokenizer=tokenizer,
             end_of_text=end_of_text,
             pack=pack,
@@ -128,15 +105,15 @@ def convert(
         print(json.dumps(asdict(converted)))
         return
     what = "documents" if pack is not None else "rows"
-    _out().print(
+    out().print(
         f"{converted.rows_in:,} {what} of {converted.files:,} files → {_said(converted)} in "
         f"{redact_url(destination)}"
     )
     if converted.dropped_tokens:
-        _out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
+        out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
     if converted.skipped:
         files = ", ".join(f"{count:,} {ending}" for ending, count in converted.skipped.items())
-        _out().print(f"files that were not read: {files}", style="yellow")
+        out().print(f"files that were not read: {files}", style="yellow")
 
 
 @data.command()
@@ -155,7 +132,7 @@ def inspect(
         bool, typer.Option("--deep", help="Decode every row, to find damaged ones.")
     ] = False,
     storage_option: StorageOption = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Describe the data at URL, what in it fails or is slow, and the command that fixes it."""
     from elastic_dp.dataprep.inspection import inspect as inspect_data
@@ -190,35 +167,31 @@ def _named(said: str) -> tuple[str, Any]:
 def _print_inspection(found: Inspection) -> None:
     from elastic_dp.dataprep.inspection import size
 
-    out = _out()
+    printer = out()
     if found.shards:
-        out.print(
+        printer.print(
             f"{found.url}: {found.shards:,} {found.format} shards, {size(found.nbytes)}, "
             f"{found.rows:,} rows"
         )
     if found.group_rows and found.group_bytes:
-        out.print(
+        printer.print(
             f"{found.row_groups:,} row groups of {_range(found.group_rows, str)} rows, "
             f"{_range(found.group_bytes, size)} in memory"
         )
-        out.print(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.columns)}")
+        printer.print(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.columns)}")
     if plan := found.plan:
         one, every = map(size, plan.open_bytes)
-        out.print(
+        printer.print(
             f"{plan.steps_per_epoch:,} steps per epoch of {plan.global_batch:,} rows, "
             f"{plan.dropped_rows:,} rows left over; {plan.streams} streams, whose open row groups "
             f"take {one} for each virtual worker, {every} if one worker runs all"
         )
     for finding in found.findings:
         style = "red" if finding.kind == "refused" else "yellow"
-        out.print(f"{finding.kind}: {finding.message}", style=style)
-        out.print(f"    {finding.fix}")
+        printer.print(f"{finding.kind}: {finding.message}", style=style)
+        printer.print(f"    {finding.fix}")
     if not found.findings:
-        out.print("nothing found that fails or is slow", style="green")
-
-
-def _out() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)
+        printer.print("nothing found that fails or is slow", style="green")
 
 
 def _progress(*, quiet: bool) -> Progress:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from elastic_dp.cli.run_options import (
     Address,
@@ -31,6 +30,7 @@ from elastic_dp.cli.run_options import (
     StoragePath,
     find_live_run,
     find_run,
+    out,
 )
 from elastic_dp.errors import ElasticError, Interrupted, SpecError
 from elastic_dp.wording import counted
@@ -291,7 +291,7 @@ def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, default=str))
     else:
-        _console().print(words)
+        out().print(words)
 
 
 def _journal_line(line: dict[str, Any]) -> str:
@@ -301,7 +301,3 @@ def _journal_line(line: dict[str, Any]) -> str:
         return f"{at}  {line['text']}"
     rest = {key: value for key, value in line.items() if key not in ("time", "event", "command")}
     return f"{at}  {kind}  " + "  ".join(f"{key}={value}" for key, value in rest.items())
-
-
-def _console() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)

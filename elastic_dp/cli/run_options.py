@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from elastic_dp.errors import ClusterError
 
@@ -42,6 +43,10 @@ StorageOption = Annotated[
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+
+
+def out() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def storage_options(said: list[str] | None) -> dict[str, Any] | None:

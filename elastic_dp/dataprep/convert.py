@@ -18,19 +18,12 @@ from elastic_dp.dataprep.token_packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.dataprep.write_shards import (
     ROW_GROUP_BYTES,
     SHARD_BYTES,
-    Compression,
     NoRows,
-    OutputFormat,
     WrittenShards,
+    refuse_gone,
     write_shards,
 )
 from elastic_dp.errors import DataError
-
-GONE = {
-    "rows_per_group": "set row_group_bytes",
-    "fill_nulls": 'set query="SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows"',
-    "text_glob": "name the files by a glob in the source, such as 'code/**/*.py'",
-}
 
 
 @dataclass(frozen=True)
@@ -53,8 +46,6 @@ def convert(
     columns: Sequence[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     row_group_bytes: int = ROW_GROUP_BYTES,
-    format: OutputFormat | None = None,
-    compression: Compression | None = None,
     tokenizer: str | Tokenizer | None = None,
     end_of_text: str | None = None,
     pack: int | None = None,
@@ -68,12 +59,12 @@ def convert(
     - `source`: a file, a glob, or a folder with all below it, of Parquet, Arrow, JSON Lines, CSV,
       TSV or text (.txt: a row for each line), also compressed; a folder that
       `datasets.save_to_disk` wrote; or images in a folder per class. A path or URL.
-    - `destination`, `shard_bytes`, `row_group_bytes`, `compression`: see `write_shards`.
+    - `destination`, `shard_bytes`, `row_group_bytes`: see `write_shards`.
     - `query`: SQL of DuckDB over the table `rows`, such as "SELECT x FROM rows WHERE x > 0".
     - `columns`: the columns to write, in this order. None: all.
-    - `format`: None: Parquet, but Arrow for tokens, which takes half the bytes and no decoding.
     - `tokenizer` and `pack`: one column of text, or .txt files that are one document each, become
-      rows of `pack` tokens (see token_packing.py). The tokenizer is "bytes", a tokenizer.json, a
+      rows of `pack` tokens (see token_packing.py), in Arrow, which takes half the bytes of Parquet
+      and no decoding. The tokenizer is "bytes", a tokenizer.json, a
       name on the Hugging Face hub, or any `Tokenizer`. A glob may name files of any ending.
     - `end_of_text`: the token after each document. None: the tokenizer's usual one.
     - `csv_options`: DuckDB's `delim`, `quote`, `escape` and `nullstr`, and any `encoding` of
@@ -84,10 +75,7 @@ def convert(
     Raises DataError where the source cannot be read or written as asked, and StorageError where the
     store refuses.
     """
-    if name := next(iter(gone), None):
-        if name not in GONE:
-            raise TypeError(f"convert() got an unexpected keyword argument {name!r}")
-        raise DataError(f"convert has no {name} any more; {GONE[name]}")
+    refuse_gone("convert", gone)
     if (tokenizer is None) != (pack is None):
         raise DataError(
             "tokenizer and pack go together: how text becomes tokens, and how many a row has"
@@ -133,8 +121,7 @@ def convert(
             destination,
             shard_bytes=shard_bytes,
             row_group_bytes=row_group_bytes,
-            format=format or ("arrow" if packing else "parquet"),
-            compression=compression,
+            format="arrow" if packing else "parquet",
             storage_options=storage_options,
             on_progress=None if on_progress is None else lambda now: on_progress(done(now)),
         )

@@ -6,7 +6,7 @@ constants below are the thresholds of its rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any, Literal
@@ -103,10 +103,8 @@ def inspect(
         raise DataError(
             "virtual_workers and micro_batch_size go together: a global batch is V × b rows"
         )
-    for name, number in (
-        ("virtual_workers", virtual_workers),
-        ("micro_batch_size", micro_batch_size),
-    ):
+    given = {"virtual_workers": virtual_workers, "micro_batch_size": micro_batch_size}
+    for name, number in given.items():
         if number is not None and number < 1:
             raise DataError(f"{name} is {number}, must be at least 1")
     config = DataConfig(
@@ -121,7 +119,7 @@ def inspect(
         refused = (_refused("refused", str(error)),)
         return Inspection(redact_url(url), "", 0, 0, 0, 0, None, None, (), None, refused)
     job = _Job(config, index, virtual_workers or 1)
-    findings = [finding for rule in _RULES for finding in rule(job)]
+    findings = list(_rules(job))
     if deep:
         findings += _damaged(job)
     return Inspection(
@@ -184,93 +182,68 @@ def _refused(name: str, error: str) -> Finding:
     return Finding(name, "refused", message, fix or "see the message")
 
 
-def _too_few_rows(job: _Job) -> Iterator[Finding]:
-    if job.order is None:
+def _rules(job: _Job) -> Iterator[Finding]:
+    index, order, count = job.index, job.order, len(job.index.rows)
+    stored, nbytes = job.stored, job.index.nbytes
+    streams = STREAMS * job.virtual_workers
+
+    def slow(name: str, message: str, fix: str = "") -> Finding:
+        return Finding(name, "slow", message, fix or job.command())
+
+    if order is None:
         message = (
-            f"{job.index.num_rows} rows are fewer than one global batch of {job.global_batch} "
+            f"{index.num_rows} rows are fewer than one global batch of {job.global_batch} "
             f"({job.virtual_workers} virtual workers × {job.config.micro_batch_size})"
         )
-        yield Finding(
-            "too_few_rows", "refused", message, 'add rows, or set DataConfig.tail="short"'
+        fix = 'add rows, or set DataConfig.tail="short"'
+        yield Finding("too_few_rows", "refused", message, fix)
+    else:
+        opened = min(row_groups_at_least(order), count)  # as opening.py checks it
+        needed, limit = int(np.sort(nbytes)[-opened:].sum()), DataConfig.memory_bytes
+        if needed > limit:
+            message = (
+                f"one worker that runs all {job.virtual_workers} virtual workers has up to "
+                f"{opened} row groups open, {size(needed)}, more than the default of "
+                f"DataConfig.memory_bytes, {size(limit)}"
+            )
+            yield Finding("memory", "refused", message, job.command())
+    if order is not None and order.streams < job.virtual_workers:
+        each = -(-job.virtual_workers // order.streams)
+        yield slow(
+            "shared_streams",
+            f"row groups have {size(nbytes.mean())} in memory (mean): {order.streams} of them fit "
+            f"into the {size(OPEN_BYTES)} that all streams may have open. Up to {each} virtual "
+            "workers share a stream, and each worker reads all of it",
         )
-
-
-def _memory(job: _Job) -> Iterator[Finding]:
-    """The check of opening.py, without torch."""
-    if job.order is None:
-        return
-    count = min(row_groups_at_least(job.order), len(job.index.rows))
-    needed, limit = int(np.sort(job.index.nbytes)[-count:].sum()), DataConfig.memory_bytes
-    if needed > limit:
-        message = (
-            f"one worker that runs all {job.virtual_workers} virtual workers has up to {count} row "
-            f"groups open, {size(needed)}, more than the default of DataConfig.memory_bytes, "
-            f"{size(limit)}"
+    if (median := float(np.median(nbytes))) > LARGE_BYTES:
+        yield slow(
+            "large_row_groups",
+            f"row groups have {size(median)} in memory (median; {size(nbytes.max())} at most): a "
+            f"virtual worker keeps {STREAMS} of them open, and a resume reads as many",
         )
-        yield Finding("memory", "refused", message, job.command())
-
-
-def _shared(job: _Job) -> Iterator[Finding]:
-    if job.order is None or job.order.streams >= job.virtual_workers:
-        return
-    each = -(-job.virtual_workers // job.order.streams)
-    message = (
-        f"row groups have {size(job.index.nbytes.mean())} in memory (mean): {job.order.streams} of "
-        f"them fit into the {size(OPEN_BYTES)} that all streams may have open. Up to {each} "
-        "virtual workers share a stream, and each worker reads all of it"
-    )
-    yield Finding("shared_streams", "slow", message, job.command())
-
-
-def _large(job: _Job) -> Iterator[Finding]:
-    if (median := float(np.median(job.index.nbytes))) > LARGE_BYTES:
-        message = (
-            f"row groups have {size(median)} in memory (median; {size(job.index.nbytes.max())} at "
-            f"most): a virtual worker keeps {STREAMS} of them open, and a resume reads as many"
+    is_small = stored.sum() < streams * SMALL_BYTES  # streams would have even less
+    if count > streams and not is_small and (median := float(np.median(stored))) < SMALL_BYTES:
+        yield slow(
+            "small_row_groups",
+            f"row groups have {size(median)} (median of {count}): on an object store the request "
+            "costs more than the bytes",
         )
-        yield Finding("large_row_groups", "slow", message, job.command())
-
-
-def _small(job: _Job) -> Iterator[Finding]:
-    """Not for a data set that is so small that streams would have even less."""
-    streams = STREAMS * job.virtual_workers
-    if len(job.stored) <= streams or job.stored.sum() < streams * SMALL_BYTES:
-        return
-    if (median := float(np.median(job.stored))) < SMALL_BYTES:
-        message = (
-            f"row groups have {size(median)} (median of {len(job.stored)}): on an object store "
-            "the request costs more than the bytes"
+    if count < streams:
+        yield slow(
+            "few_row_groups",
+            f"{count} row groups for {streams} streams (virtual workers × {STREAMS}): "
+            'shuffle="rows" mixes less than it could',
+            f'set DataConfig.shuffle="full": the rows take {size(nbytes.sum())}'
+            if is_small
+            else "",
         )
-        yield Finding("small_row_groups", "slow", message, job.command())
-
-
-def _few(job: _Job) -> Iterator[Finding]:
-    count, streams = len(job.index.rows), STREAMS * job.virtual_workers
-    if count >= streams:
-        return
-    message = (
-        f'{count} row groups for {streams} streams (virtual workers × {STREAMS}): shuffle="rows" '
-        "mixes less than it could"
-    )
-    fix = job.command()
-    if job.stored.sum() < streams * SMALL_BYTES:
-        fix = f'set DataConfig.shuffle="full": the rows take {size(job.index.nbytes.sum())}'
-    yield Finding("few_row_groups", "slow", message, fix)
-
-
-def _small_shards(job: _Job) -> Iterator[Finding]:
-    count, mean = job.index.num_shards, job.index.shards["size"].to_numpy().mean()
-    if count >= MANY_SHARDS and mean < SMALL_SHARD_BYTES:
-        message = (
-            f"{count:,} shards of {size(mean)} (mean): the first start of a run asks for each "
-            "one's footer"
+    shards, mean = index.num_shards, index.shards["size"].to_numpy().mean()
+    if shards >= MANY_SHARDS and mean < SMALL_SHARD_BYTES:
+        yield slow(
+            "small_shards",
+            f"{shards:,} shards of {size(mean)} (mean): the first start of a run asks for each "
+            "one's footer",
         )
-        yield Finding("small_shards", "slow", message, job.command())
-
-
-_RULES: tuple[Callable[[_Job], Iterator[Finding]], ...] = (
-    *(_too_few_rows, _memory, _shared, _large, _small, _few, _small_shards),
-)
 
 
 def _damaged(job: _Job) -> list[Finding]:

@@ -32,7 +32,13 @@ ROW_GROUP_BYTES = 2 << 20
 _GROUP_LIMIT_BYTES = 2 << 30  # Arrow's strings count bytes in 31 bits
 
 OutputFormat = Literal["parquet", "arrow"]
-Compression = Literal["none", "snappy", "lz4", "zstd"]
+GONE = {
+    "rows_per_group": "set row_group_bytes",
+    "fill_nulls": 'set query="SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows"',
+    "text_glob": "name the files by a glob in the source, such as 'code/**/*.py'",
+    "compression": "leave it out: snappy is used where it makes shards smaller",
+    "format": "leave it out: rows become Parquet, and tokens Arrow; write_shards has a format",
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,9 @@ def write_shards(
     shard_bytes: int = SHARD_BYTES,
     row_group_bytes: int = ROW_GROUP_BYTES,
     format: OutputFormat = "parquet",
-    compression: Compression | None = None,
     storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[WrittenShards], None] | None = None,
+    **gone: Any,
 ) -> WrittenShards:
     """Writes `rows` to `destination`, in their order.
 
@@ -68,22 +74,20 @@ def write_shards(
     - `shard_bytes`: a shard ends with the row group that takes it to this size. The shard that is
       being written is in memory.
     - `row_group_bytes`: the size of a row group's widest column, before it is encoded.
-    - `compression`: None: "none" for lists, images and Arrow, otherwise "snappy".
     - `storage_options`: as in `DataConfig`.
     - `on_progress`: called after each row group.
 
-    Dictionaries become their values, extension types their storage, views large strings, and images
+    Lists, images and Arrow are not compressed, other columns are by Snappy. Dictionaries become
+    their values, extension types their storage, views large strings, and images
     of Hugging Face their bytes. Parquet pages have checksums. Raises DataError where `rows` cannot
     be written, or the destination is not empty, and StorageError where the store refuses.
     """
+    refuse_gone("write_shards", gone)
     for name, value in (("shard_bytes", shard_bytes), ("row_group_bytes", row_group_bytes)):
         if value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
     if format not in get_args(OutputFormat):
         raise DataError(f"format is {format!r}, must be 'parquet' or 'arrow'")
-    allowed = ("none", "lz4", "zstd") if format == "arrow" else get_args(Compression)
-    if compression not in (None, *allowed):
-        raise DataError(f"compression is {compression!r}, must be one of {', '.join(allowed)}")
     schema, batches = _stream(rows)
     plain_schema = _written_schema(schema, format)
     writer = _ShardWriter(
@@ -92,7 +96,6 @@ def write_shards(
         shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes,
         format=format,
-        compression=compression or _compression(format, plain_schema),
         on_progress=on_progress,
     )
     with writer.destination.writing():
@@ -107,6 +110,14 @@ def write_shards(
             writer.write(plain_batch)
         writer.finish()
     return writer.done
+
+
+def refuse_gone(function: str, gone: Mapping[str, Any]) -> None:
+    """Raises DataError for an argument of an earlier version, and TypeError for any other."""
+    for name in gone:
+        if name not in GONE:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise DataError(f"{function} has no {name} any more; {GONE[name]}")
 
 
 def _stream(rows: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -157,11 +168,10 @@ class _ShardWriter:
         shard_bytes: int,
         row_group_bytes: int,
         format: OutputFormat,
-        compression: Compression,
         on_progress: Callable[[WrittenShards], None] | None,
     ) -> None:
         self.destination, self.done = destination, WrittenShards()
-        self._schema, self._format, self._compression = schema, format, compression
+        self._schema, self._format = schema, format
         self._shard_bytes, self._row_group_bytes = shard_bytes, row_group_bytes
         self._on_progress = on_progress or (lambda done: None)
         self._pending: list[pa.RecordBatch] = []
@@ -225,17 +235,18 @@ class _ShardWriter:
 
     def _open(self) -> Any:
         if self._format == "arrow":
-            codec = None if self._compression == "none" else self._compression
-            options = pa.ipc.IpcWriteOptions(compression=codec)
-            return pa.ipc.new_file(self._sink, self._schema, options=options)
+            return pa.ipc.new_file(self._sink, self._schema)
         # Dictionaries only for strings, statistics only for numbers: for other columns they cost
         # space and time without use.
         words = [f.name for f in self._schema if pa.types.is_string(f.type)]
         numbers = [f.name for f in self._schema if pa.types.is_primitive(f.type)]
+        # Images are compressed already, and numbers in lists hardly get smaller.
+        lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        is_dense = any(is_one(f.type) for f in self._schema for is_one in lists)
         return pq.ParquetWriter(
             self._sink,
             self._schema,
-            compression=self._compression,
+            compression="none" if is_dense or "image" in self._schema.names else "snappy",
             use_dictionary=words or False,
             write_statistics=numbers or False,
             write_page_checksum=True,
@@ -406,14 +417,6 @@ def _has_lists_of_no_items(kind: pa.DataType) -> bool:
     if pa.types.is_fixed_size_list(kind) and kind.list_size == 0:
         return True
     return any(_has_lists_of_no_items(kind.field(n).type) for n in range(kind.num_fields))
-
-
-def _compression(format: OutputFormat, schema: pa.Schema) -> Compression:
-    """The default. Images are compressed already, numbers hardly get smaller, and Arrow without
-    compression can be memory mapped."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    dense = "image" in schema.names or any(is_one(f.type) for f in schema for is_one in lists)
-    return "none" if format == "arrow" or dense else "snappy"
 
 
 def _rows_in(content: pa.Buffer, format: OutputFormat) -> int:

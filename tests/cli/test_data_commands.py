@@ -55,7 +55,7 @@ def test_convert_and_inspect_print_a_summary_for_people(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 100)
     (tmp_path / "b.py").write_text("")
     arguments = ("data", "convert", tmp_path, tmp_path / "out")
-    made = run(*arguments, "--tokenizer", "bytes", "--pack", 64, "--compression", "zstd").stdout
+    made = run(*arguments, "--tokenizer", "bytes", "--pack", 64).stdout
     assert "100 documents of 1 files → 17 rows, 1 row groups, 1 shards" in made
     assert "12 last tokens" in made and "files that were not read: 1 .py" in made
     said = run("data", "inspect", tmp_path / "out", "--virtual-workers", 1, "--micro-batch-size", 2)
@@ -79,6 +79,7 @@ def test_convert_takes_options_of_csv_and_a_query(tmp_path):
         ("--rows-per-group", "set --row-group-bytes"),
         ("--fill-null", "set --query"),
         ("--text-glob", "name the files by a glob"),
+        ("--format", "rows become Parquet"),
     ],
 )
 def test_options_of_convert_that_are_gone_say_what_to_write(option, way_out, tmp_path):

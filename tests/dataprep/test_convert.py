@@ -308,6 +308,7 @@ def test_a_query_keeps_the_order_of_many_rows(tmp_path):
         ({"columns": ["z"]}, "no column 'z' in .*, which has 'x'"),
         ({"rows_per_group": 5}, "no rows_per_group any more; set row_group_bytes"),
         ({"fill_nulls": {}}, "no fill_nulls any more; set query="),
+        ({"format": "arrow"}, "no format any more; leave it out: rows become Parquet"),
         ({"text_glob": ["*.py"]}, "no text_glob any more; name the files by a glob"),
         ({"pack": 5}, "tokenizer and pack go together"),
         ({"pack": 5, "tokenizer": "bytes", "query": "FROM rows"}, "query goes without pack"),

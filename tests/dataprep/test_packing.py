@@ -52,7 +52,7 @@ def test_text_files_are_documents_of_any_length(tmp_path, monkeypatch):
     texts = ["ä\r\nö" * 50, "no end of line " * 9, ""]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
-    convert(str(tmp_path), str(tmp_path / "out"), tokenizer="bytes", pack=3, format="parquet")
+    convert(str(tmp_path), str(tmp_path / "out"), tokenizer="bytes", pack=3)
     line = [token for text in texts for token in (*text.encode(), 256)]
     assert read(tmp_path / "out")["tokens"].to_pylist() == [
         line[i : i + 3] for i in range(0, len(line) - 2, 3)
