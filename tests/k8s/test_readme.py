@@ -24,7 +24,7 @@ from tests.k8s.manifests import (
 )
 
 PAGES = {path.name: path.read_text() for path in [K8S / "README.md", *(K8S / "docs").glob("*.md")]}
-README, EKS = PAGES["README.md"], PAGES["eks.md"]
+README, GKE, EKS = PAGES["README.md"], PAGES["gke.md"], PAGES["eks.md"]
 ALL = "\n".join(PAGES.values())
 MADE_BY_THE_README = {"overlays/wide"}
 
@@ -106,7 +106,7 @@ def test_readme_links_lead_somewhere(name):
         assert not anchor or anchor in anchors, anchor
 
 
-@pytest.mark.parametrize(("cloud", "page"), [("gke", README), ("eks", EKS)])
+@pytest.mark.parametrize(("cloud", "page"), [("gke", GKE), ("eks", EKS)])
 def test_readme_fills_in_each_blank_param_and_the_overlay_then_builds(cloud, page, tmp_path):
     """The page's own commands, on the files as shipped."""
     k8s = tmp_path / "k8s"

@@ -1,0 +1,125 @@
+"""The manifests on the Kubernetes of KUBECONFIG: its server accepts them, its PodSecurity the pods,
+and each group may do what its role says. It must have KubeRay's CRDs, and no namespace "training".
+
+    KUBECONFIG=… python -m pytest tests/kubernetes
+"""
+
+import json
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from tests.k8s.manifests import CLUSTERS, RUNS, _kubectl, build, cluster, of_kind, templates
+
+pytestmark = pytest.mark.skipif("KUBECONFIG" not in os.environ, reason="no cluster: set KUBECONFIG")
+
+
+def kubectl(*words, objects=()):
+    done = subprocess.run(
+        [_kubectl(), *words],
+        input=yaml.safe_dump_all(objects),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespace():
+    """What the platform team applies once. It is deleted in the end."""
+    if kubectl("get", "namespace", "training")[0] == 0:
+        pytest.fail("the cluster has a namespace 'training' already: these tests would delete it")
+    try:
+        for folder in ("namespaces/base", "admin/priority"):
+            code, said = kubectl("apply", "-f", "-", objects=build(folder))
+            assert code == 0, said
+        yield
+    finally:
+        kubectl("delete", "-f", "-", objects=build("admin/priority"))
+        kubectl("delete", "namespace", "training", "--timeout=100s")
+
+
+@pytest.fixture(scope="module")
+def has_priorities():
+    """Whether KubeRay is 1.7. An older one has no `priority` of worker groups."""
+    _, said = kubectl("get", "crd", "rayclusters.ray.io", "-o", "json")
+    fields = json.loads(said)["spec"]["versions"][-1]["schema"]["openAPIV3Schema"]["properties"]
+    groups = fields["spec"]["properties"]["workerGroupSpecs"]["items"]["properties"]
+    return "priority" in groups
+
+
+@pytest.mark.parametrize("overlay", [*RUNS, *CLUSTERS])
+def test_server_accepts_each_overlay_and_its_pods(overlay, has_priorities):
+    objects = build(overlay)
+    if not has_priorities and overlay in CLUSTERS:
+        pytest.skip("KubeRay before 1.7 has no spec.gcsFaultToleranceOptions.backend")
+    kind = "gke-gpudirect" if overlay == "overlays/gke-gpudirect" else "base"
+    code, said = kubectl(
+        "apply", "-f", "-", objects=of_kind(build(f"namespaces/{kind}"), "Namespace")
+    )
+    assert code == 0, said
+    if not has_priorities:  # as k8s/README.md says for KubeRay 1.6
+        for group in cluster(objects)["workerGroupSpecs"]:
+            group.pop("priority", None)
+        for name in ("command", "args"):
+            cluster(objects)["autoscalerOptions"].pop(name, None)
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"try-{name}", "namespace": "training"},
+            "spec": template["spec"],
+        }
+        for name, template in templates(objects).items()
+    ]
+    code, said = kubectl(
+        "create", "--dry-run=server", "--validate=strict", "-f", "-", objects=[*objects, *pods]
+    )
+    assert code == 0, said
+
+
+def test_server_refuses_a_misspelt_field_and_a_pod_that_is_not_restricted():
+    objects = build("overlays/cpu-smoke")
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", "namespace": "training"}}
+    spec = templates(objects)["head"]["spec"]
+    del spec["securityContext"]["runAsNonRoot"]
+    create = "create", "--dry-run=server", "--validate=strict", "-f", "-"
+    code, said = kubectl(*create, objects=[pod | {"spec": spec}])
+    assert code != 0 and 'violates PodSecurity "restricted:latest": runAsNonRoot' in said
+    spec["terminationGracePeriod"] = 1
+    code, said = kubectl(*create, objects=[pod | {"spec": spec}])
+    assert code != 0 and 'unknown field "spec.terminationGracePeriod"' in said
+
+
+@pytest.mark.parametrize(
+    ("who", "allowed", "refused"),
+    [
+        (
+            ["--as=one", "--as-group=ml-engineers"],
+            ["create rayjobs", "get secrets/elastic-dp-auth", "create pods/portforward"],
+            ["delete pods", "get secrets/other", "patch rayclusters", "create roles"],
+        ),
+        (
+            ["--as=one", "--as-group=ml-platform"],
+            ["patch rayclusters", "delete pods", "delete poddisruptionbudgets"],
+            ["get secrets/other", "create roles", "create serviceaccounts"],
+        ),
+        (
+            ["--as=system:serviceaccount:training:elastic-dp-worker"],
+            [],
+            ["list pods", "get secrets/elastic-dp-auth", "create rayjobs"],
+        ),
+    ],
+    ids=["engineer", "operator", "worker"],
+)
+def test_each_role_may_do_what_it_needs_and_nothing_else(who, allowed, refused):
+    for rights, answer in ((allowed, "yes"), (refused, "no")):
+        for right in rights:
+            verb, what = right.split()
+            _, _, part = what.partition("pods/")
+            words = [verb, "pods", f"--subresource={part}"] if part else [verb, what]
+            _, said = kubectl("auth", "can-i", *words, "-n", "training", *who)
+            assert answer in said.split(), (right, said)
