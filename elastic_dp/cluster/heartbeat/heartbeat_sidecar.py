@@ -16,16 +16,6 @@ The report has what no other process knows: which micro-batch the worker ran, wh
 killed a process since because memory ran out, the fault of its device that the worker wrote down
 before it ended, and the worker's last output (if that is a file, which this process shares).
 
-Layout of the shared memory page: generation and step as int64; the phase as 16 bytes ("data 7",
-"compute 7" while virtual worker 7 runs); the seconds per virtual worker as float64; the sending
-time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
-share); and the controller's address as "host port nonce" in 128 bytes. The address is read for each
-heartbeat, because a controller that takes over has another one. If the worker's device has failed,
-the kind of that fault follows in 16 bytes and its text in 1024. Last come the times of the worker
-by what it did (`telemetry.phase_clock.PhaseClock.state`) as nine float64, the number
-of requests to stores that it has retried, and the bytes of data that it read from the cache on its
-disk and, with a cache, from the store, as three int64.
-
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
 with keyed BLAKE2b as the MAC. The key of each direction is derived from the run's secret, which is
 never sent, and the nonce of the controller's socket, which workers receive with its address. So a
@@ -49,70 +39,51 @@ import struct
 import sys
 import time
 
-PAGE = struct.Struct("<qq16sdd128s")
-FAULT = struct.Struct("<16s1024s")  # follows PAGE
-TIMES = struct.Struct("<9d")  # follows FAULT
-_TIMES_OFFSET = PAGE.size + FAULT.size
-_COUNTS, _COUNTS_OFFSET = struct.Struct("<qqq"), _TIMES_OFFSET + TIMES.size
-PAGE_BYTES = _COUNTS_OFFSET + _COUNTS.size
-WHERE = struct.Struct("<qq16s")
-SPEED = struct.Struct("<d")  # follows WHERE
-_RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
-_ADDRESS, _ADDRESS_OFFSET = struct.Struct("<128s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
 
+class Page(ctypes.Structure):
+    """The memory that the worker and the sidecar share. Each field has one writer.
 
-def read_renewed_at(page: mmap.mmap) -> float:
-    return float(_RENEWED_AT.unpack_from(page, _RENEWED_AT_OFFSET)[0])
-
-
-def write_renewed_at(page: mmap.mmap, at: float) -> None:
-    _RENEWED_AT.pack_into(page, _RENEWED_AT_OFFSET, at)
-
-
-def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
-    """Return host, port and nonce of the controller's socket. Raises ValueError while they are
-    being written.
+    The sidecar writes `renewed_at`, the sending time of the last answered heartbeat, of
+    CLOCK_MONOTONIC, which all processes of a host share. The worker writes the rest.
     """
-    host, port, nonce = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").split(b" ")
-    return host.decode(), int(port), bytes.fromhex(nonce.decode())
 
+    _fields_ = [
+        ("generation", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("phase", ctypes.c_char * 16),  # "data 7", "compute 7" while virtual worker 7 runs
+        ("virtual_s", ctypes.c_double),  # seconds per virtual worker
+        ("renewed_at", ctypes.c_double),
+        # "host port nonce"; read for each heartbeat, because a controller that takes over has
+        # another one
+        ("controller", ctypes.c_char * 128),
+        ("fault_kind", ctypes.c_char * 16),  # of the worker's device, if it has failed
+        ("fault_text", ctypes.c_char * 1024),
+        ("times", ctypes.c_double * 9),  # `telemetry.phase_clock.PhaseClock.state`
+        ("store_retries", ctypes.c_int64),
+        ("cached_bytes", ctypes.c_int64 * 2),  # from the cache on the disk, and from the store
+    ]
 
-def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
-    _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host} {port} {nonce.hex()}".encode())
+    def controller_address(self) -> tuple[str, int, bytes]:
+        """Return host, port and nonce of the controller's socket. Raises ValueError while they are
+        being written.
+        """
+        host, port, nonce = self.controller.split(b" ")
+        return host.decode(), int(port), bytes.fromhex(nonce.decode())
 
+    def fault(self) -> tuple[str, str] | None:
+        """Return the kind and the text of the fault."""
+        kind, text = self.fault_kind, self.fault_text
+        return (kind.decode(), text.decode(errors="ignore")) if kind else None
 
-def read_fault(page: mmap.mmap) -> tuple[str, str] | None:
-    """Return the kind and the text of the fault."""
-    kind, text = (part.rstrip(b"\0") for part in FAULT.unpack_from(page, PAGE.size))
-    return (kind.decode(), text.decode(errors="ignore")) if kind else None
-
-
-def write_fault(page: mmap.mmap, kind: str, text: str) -> None:
-    FAULT.pack_into(page, PAGE.size, kind.encode(), text.encode(errors="replace"))
-
-
-def read_times(page: mmap.mmap, now: float) -> list[float]:
-    """Return the seconds up to `now` by what the worker did."""
-    state, before = TIMES.unpack_from(page, _TIMES_OFFSET), None
-    while state != before:  # it was being written
-        before, state = state, TIMES.unpack_from(page, _TIMES_OFFSET)
-    *seconds, index, since = state
-    if index >= 0:
-        seconds[int(index)] += max(0.0, now - since)
-    return [round(each, 4) for each in seconds]
-
-
-def write_times(page: mmap.mmap, state: tuple[float, ...]) -> None:
-    TIMES.pack_into(page, _TIMES_OFFSET, *state)
-
-
-def read_counts(page: mmap.mmap) -> tuple[int, int, int]:
-    """Return the retried requests, and the bytes from the cache and from the store."""
-    return _COUNTS.unpack_from(page, _COUNTS_OFFSET)
-
-
-def write_counts(page: mmap.mmap, *counts: int) -> None:
-    _COUNTS.pack_into(page, _COUNTS_OFFSET, *counts)
+    def times_until(self, now: float) -> list[float]:
+        """Return the seconds up to `now` by what the worker did."""
+        state, before = list(self.times), None
+        while state != before:  # it was being written
+            before, state = state, list(self.times)
+        *seconds, index, since = state
+        if index >= 0:
+            seconds[int(index)] += max(0.0, now - since)
+        return [round(each, 4) for each in seconds]
 
 
 _MAC_BYTES = 16
@@ -177,7 +148,7 @@ class Replays:
 class _ControllerConnection:
     """The socket to the controller at its present address; it receives from no other address."""
 
-    def __init__(self, page: mmap.mmap, worker: str, secret: bytes) -> None:
+    def __init__(self, page: Page, worker: str, secret: bytes) -> None:
         self._page, self._worker, self._secret = page, worker, secret
         self._address: tuple[str, int, bytes] | None = None
         self._sent = 0
@@ -186,7 +157,7 @@ class _ControllerConnection:
     def send(self, message: dict[str, object]) -> None:
         """Send a message. Errors are ignored: a datagram may be lost anyway."""
         with contextlib.suppress(OSError, ValueError):  # the address is being changed
-            address = read_address(self._page)
+            address = self._page.controller_address()
             if address != self._address:
                 self._connect(address)
             assert self.socket is not None
@@ -333,15 +304,14 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
     processes = [int(pid) for pid in pids]
     parent = processes[0]  # not getppid(): the worker may be gone already
     interval = float(interval_s)
-    page = mmap.mmap(int(page_file), PAGE_BYTES)
+    page = Page.from_buffer(mmap.mmap(int(page_file), ctypes.sizeof(Page)))
     stacks = int(stacks_file)
     controller = _ControllerConnection(page, worker, sys.stdin.buffer.read())
 
     def report_death() -> None:
-        _, step, phase = WHERE.unpack_from(page, 0)
-        gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
-        gone["fault"] = read_fault(page)
-        controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
+        gone = {"exits": True, "step": page.step, "phase": page.phase.decode()}
+        gone |= {"fault": page.fault(), "out_of_memory": oom_kills() > killed_before}
+        controller.send(gone)
         controller.send({"words": log_tail()})
 
     killed_before = oom_kills()
@@ -353,18 +323,16 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
             due = now + interval
             is_stopped, cpu_s = _look_at_all(processes)
             if not is_stopped:
-                generation, step, phase = WHERE.unpack_from(page, 0)
-                retries, *cache_bytes = read_counts(page)
                 beat = {
-                    "generation": generation,
-                    "step": step,
-                    "phase": phase.rstrip(b"\0").decode().partition(" ")[0],
+                    "generation": page.generation,
+                    "step": page.step,
+                    "phase": page.phase.decode().partition(" ")[0],
                     "at": now,
                     "cpu_s": cpu_s,
-                    "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
-                    "times": read_times(page, now),
-                    "store_retries": retries,
-                    "cache_bytes": cache_bytes,
+                    "virtual_s": page.virtual_s,
+                    "times": page.times_until(now),
+                    "store_retries": page.store_retries,
+                    "cache_bytes": list(page.cached_bytes),
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]
@@ -385,7 +353,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
                 controller.send({"stacks": _take_stacks(parent, stacks)})
             os.kill(parent, signal.SIGKILL)
         elif isinstance(at := answer.get("at"), float):
-            write_renewed_at(page, max(at, read_renewed_at(page)))
+            page.renewed_at = max(at, page.renewed_at)
     report_death()  # on a busy machine it took longer than the loop above
 
 

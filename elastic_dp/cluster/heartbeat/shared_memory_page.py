@@ -1,13 +1,14 @@
 """The memory that a worker shares with its heartbeat sidecar, and the start of that process.
 
 The worker writes its step, its phase and the controller's address; the sidecar sends the first two,
-and writes back when the controller last answered. The layout is described in `heartbeat_sidecar`,
-which runs without this package.
+and writes back when the controller last answered. `heartbeat_sidecar`, which runs without this
+package, has the layout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import mmap
 import os
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import Page
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.telemetry.phase_clock import PhaseClock
 
@@ -45,44 +47,45 @@ class SharedMemoryPage:
         self._file, self._stacks = _nameless(), _nameless()
         self._clock = PhaseClock()
         self._counting = threading.Lock()
-        os.ftruncate(self._file, heartbeat_sidecar.PAGE_BYTES)
-        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE_BYTES)
-        heartbeat_sidecar.write_times(self._page, self._clock.state)
+        size = ctypes.sizeof(Page)
+        os.ftruncate(self._file, size)
+        self._page = Page.from_buffer(mmap.mmap(self._file, size))
+        self._page.times[:] = self._clock.state
         self.write(0, 0, "start")
-        heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
+        self._page.renewed_at = time.monotonic()
 
     def write(self, generation: int, step: int, phase: str) -> None:
-        heartbeat_sidecar.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
+        page = self._page
+        page.generation, page.step, page.phase = generation, step, phase.encode()[:16]
         if self._clock.enter(phase.partition(" ")[0], time.monotonic()):
-            heartbeat_sidecar.write_times(self._page, self._clock.state)
+            page.times[:] = self._clock.state
 
     def write_speed(self, virtual_s: float) -> None:
-        heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)
+        self._page.virtual_s = virtual_s
 
     def write_fault(self, kind: str, text: str) -> None:
-        heartbeat_sidecar.write_fault(self._page, kind, text)
+        self._page.fault_text = text.encode(errors="replace")[:1024]
+        self._page.fault_kind = kind.encode()
 
     def count_retry(self) -> None:
         """Count a request to a store that is retried. Any thread may call it."""
-        self._count(1, 0, 0)
+        with self._counting:
+            self._page.store_retries += 1
 
     def count_cached(self, from_cache: int, from_store: int) -> None:
         """Count bytes of data that were read through the cache on the disk. Any thread may call
         it.
         """
-        self._count(0, from_cache, from_store)
-
-    def _count(self, *more: int) -> None:
         with self._counting:
-            counts = map(sum, zip(heartbeat_sidecar.read_counts(self._page), more, strict=True))
-            heartbeat_sidecar.write_counts(self._page, *counts)
+            self._page.cached_bytes[0] += from_cache
+            self._page.cached_bytes[1] += from_store
 
     def renewed_at(self) -> float:
-        return heartbeat_sidecar.read_renewed_at(self._page)
+        return float(self._page.renewed_at)
 
     def point_at(self, address: ControllerAddress) -> None:
         """Send heartbeats to this address from now on."""
-        heartbeat_sidecar.write_address(self._page, *address)
+        self._page.controller = f"{address.host} {address.port} {address.nonce.hex()}".encode()
 
     def start_sidecar(
         self, worker: WorkerId, secret: bytes, interval_s: float, others: Sequence[int] = ()
