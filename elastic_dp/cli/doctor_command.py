@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
 from dataclasses import asdict
@@ -37,9 +38,9 @@ def doctor(
 
     Each line is ok, a warning or a failure, with what to do. The exit code is 1 if something fails.
     """
-    from elastic_dp.cluster import doctor as checks
     from elastic_dp.cluster.ray.cluster_connection import connect
 
+    checks = importlib.import_module("elastic_dp.extensions.doctor")
     storage, token = None, secrets.token_hex(8)
     found = [checks.check_machine(checks.facts_of_this_machine())]
     if storage_path is not None:

@@ -107,9 +107,9 @@ def _look_at_all(
 ) -> Callable[[], list[SeenRun]]:
     """Return a function that looks at all runs: those of a cluster, or at the storage path."""
     if storage_path is None:
-        from elastic_dp.cluster.runs.attach import runs_of
+        from elastic_dp.cluster.runs.attach import runs
 
-        return lambda: [_seen(row["name"], row) for row in runs_of(address)]
+        return lambda: [_seen(row["name"], row) for row in runs(address)]
     from elastic_dp.run_record import run_names
     from elastic_dp.storage import Store
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
-from elastic_dp.cluster import doctor
-from elastic_dp.cluster.doctor import NodeFacts, check_machine, check_store, check_versions_equal
 from elastic_dp.cluster.ray import cluster_connection
 from elastic_dp.errors import ClusterError, StorageError
+from elastic_dp.extensions import doctor
+from elastic_dp.extensions.doctor import NodeFacts, check_machine, check_store, check_versions_equal
 from elastic_dp.storage import Store
 from elastic_dp.urls import StorageURL
 

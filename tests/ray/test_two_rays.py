@@ -103,26 +103,24 @@ def test_verb_finds_the_run_of_a_folder_on_the_older_ray_and_kills_its_worker(tw
     assert "w1" in asked("status", "job", "--json", "--storage-path", newer)["workers"]
 
 
-def test_verb_that_knows_a_name_alone_refuses_to_choose_between_two_runs(two):
+def test_verb_that_knows_no_folder_refuses_to_choose_between_two_rays(two):
     _, addresses = two
-    said = asked("stop", "job", code=2)
-    assert all(address in said for address in addresses) and "--address" in said
-    rows = asked("status", "--json")
-    assert [(row["name"], row["address"]) for row in rows] == [
-        ("job", address) for address in sorted(addresses)
-    ]
-    said = asked("status", "jib", code=2)
-    assert "no run named 'jib' is live on" in said and all(each in said for each in addresses)
+    for words in (["stop", "job"], ["status"], ["status", "jib"]):
+        said = asked(*words, code=2)
+        assert all(address in said for address in addresses) and "--address" in said
+    rows = asked("status", "--json", "--address", addresses[0])
+    assert [row["name"] for row in rows] == ["job"]
+    said = asked("status", "jib", "--address", addresses[0], code=2)
+    assert f"no run named 'jib' is live on {addresses[0]}, which has: job" in said
 
 
-def test_run_that_one_ray_alone_has_is_found_by_its_name(two):
-    """And once it has ended there, its folder tells, whatever the other Ray has."""
-    (older, _), _ = two
+def test_run_that_has_ended_is_told_by_its_folder_whatever_the_other_ray_has(two):
+    (older, _), (_, newer) = two
     ended = asked("stop", "job", "--wait", "--json", "--storage-path", older)
     assert ended["path"] == str(older / "job")
     assert asked("status", "job", "--json", "--storage-path", older)["phase"] == "over"
     assert "is not live" in asked("stop", "job", "--storage-path", older, code=2)
-    eventually(lambda: asked("status", "job", "--json")["phase"] == "running")  # the newer one
+    assert asked("status", "job", "--json", "--address", newer)["phase"] == "running"
 
 
 JOB = """

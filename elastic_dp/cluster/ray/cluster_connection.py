@@ -166,6 +166,6 @@ def _only(addresses: list[str]) -> str:
     if len(addresses) > 1:
         raise ClusterError(
             f"{len(addresses)} Ray clusters of this user run on this machine: choose one by "
-            f"--address or RAY_ADDRESS: {', '.join(addresses)}"
+            f"--address or RAY_ADDRESS, or a run's by its storage path: {', '.join(addresses)}"
         )
     return addresses[0]

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,47 +64,27 @@ def find_live(name: str, url: str | None = None, address: str | None = None) -> 
 
     A process that is connected asks its own cluster. Otherwise the cluster that the run's last
     start has noted in its folder is asked first, if it is one of this user on this machine; then
-    the one at `address` or RAY_ADDRESS or, without either, all of this user on this machine. Raises
-    ClusterError if none has the run, or several.
+    the one at `address` or RAY_ADDRESS or, without either, the only one of this user on this
+    machine. Raises ClusterError if none has the run.
     """
     if ray.is_initialized():
-        return attach_live(name, url) or _missing(name, ["this cluster"])
+        return attach_live(name, url) or _missing(name, "this cluster")
     # A token is sent to whom this process connects, so only to this user's clusters unasked.
-    noted = None if url is None else address_of(url)
-    ours = cluster_connection.clusters_of_this_user()
-    if noted in ours and cluster_connection.connects(noted):
+    noted = "" if url is None else address_of(url) or ""
+    ours = noted in cluster_connection.clusters_of_this_user()
+    if ours and cluster_connection.connects(noted):
         if (run := attach_live(name, url)) is not None:
             return run
         ray.shutdown()
-    asked = [] if address or os.environ.get("RAY_ADDRESS") else ours
-    if len(asked) > 1:
-        having = [each for each in asked if _has(each, name, url)]
-        if len(having) > 1:
-            raise ClusterError(
-                f"{len(having)} Ray clusters on this machine have a run named {name!r}: choose one "
-                f"by --address: {', '.join(having)}; or by its storage_path"
-            )
-        if not having:
-            _missing(name, asked)
-        address = having[0]
     cluster_connection.connect(address)
-    return attach_live(name, url) or _missing(name, [address or "this cluster"])
+    return attach_live(name, url) or _missing(name, address or "this cluster")
 
 
-def _has(address: str, name: str, url: str | None) -> bool:
-    """Return whether that cluster has the run. Nothing is connected afterwards."""
-    try:
-        return cluster_connection.connects(address) and attach_live(name, url) is not None
-    finally:
-        ray.shutdown()
-
-
-def _missing(name: str, asked: Sequence[str]) -> NoReturn:
-    live = names() if ray.is_initialized() else None
-    has = "" if live is None else f", which has: {', '.join(live) or 'none'}"
+def _missing(name: str, asked: str) -> NoReturn:
+    live = names()
     raise ClusterError(
-        f"no run named {name!r} is live on {' or '.join(asked)}{has}. One that ended is found by "
-        f"its storage_path{did_you_mean(name, live or ())}"
+        f"no run named {name!r} is live on {asked}, which has: {', '.join(live) or 'none'}. One "
+        f"that ended is found by its storage_path{did_you_mean(name, live)}"
     )
 
 
@@ -270,29 +250,11 @@ def controller_of(name: str) -> Any:
     return ray.get_actor(name + CONTROLLER, namespace=NAMESPACE)
 
 
-def runs_of(address: str | None) -> list[dict[str, Any]]:
-    """Return the status of each run of the cluster at `address`; without one, of the connected
-    cluster, of RAY_ADDRESS, or of all clusters of this user on this machine. Each of several
-    statuses then has the `address` of its cluster. Raises ClusterError.
+def runs(address: str | None) -> list[dict[str, Any]]:
+    """Return the status of each run of the cluster at `address` (see `cluster_connection.connect`);
+    only the phase "unknown" if a controller does not answer in time. Raises ClusterError.
     """
-    several = []
-    if not (ray.is_initialized() or address or os.environ.get("RAY_ADDRESS")):
-        several = cluster_connection.clusters_of_this_user()
-    if len(several) < 2:
-        cluster_connection.connect(address)
-        return runs()
-    rows = []
-    for each in several:
-        if cluster_connection.connects(each):
-            rows += [row | {"address": each} for row in runs()]
-        ray.shutdown()
-    return sorted(rows, key=lambda row: (row["name"], row["address"]))
-
-
-def runs() -> list[dict[str, Any]]:
-    """Return the status of each run of the connected cluster; only the phase "unknown" if a
-    controller does not answer in time.
-    """
+    cluster_connection.connect(address)
     found = {}
     for name in names():
         with contextlib.suppress(ValueError):  # it has gone since
