@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -280,40 +280,6 @@ class RunOutcome:
     generations: int = 0
     workers_lost: int = 0
     wall_s: float = 0.0
-
-    def skip(self, row_groups: Sequence[str]) -> None:
-        self.skipped = tuple(row_groups)
-
-    def finish(
-        self, step: int, digest: str, reason: str, inexact: Sequence[str], generations: int
-    ) -> None:
-        self.step, self.digest, self.reason = step, digest, reason
-        self.inexact_because, self.generations = tuple(inexact), generations
-
-    def fail(
-        self,
-        error: str,
-        traceback: str,
-        worker: str,
-        facts: tuple[str | int, ...] | None,
-        generations: int,
-    ) -> None:
-        self.reason, self.error, self.traceback = "failed", error, traceback
-        self.error_worker, self.error_facts, self.generations = worker, facts, generations
-
-    def stand_down(self, reason: str, generations: int) -> None:
-        """Another controller leads the run, or nobody does."""
-        self.error, self.reason, self.generations = reason, reason, generations
-
-    def fail_by_bug(self, error: str, traceback: str) -> None:
-        self.error, self.traceback = error, traceback
-
-    def close(self, wall_s: float, workers_lost: int, generations: int) -> None:
-        self.wall_s, self.workers_lost = wall_s, workers_lost
-        self.generations = max(self.generations, generations)
-
-    def complete(self, result: Result) -> None:
-        self.result = result
 
 
 def run_url(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from elastic_dp.cluster.controller.controller_checkpointer import ControllerCheckpointer
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.cluster.controller.run_report import RunReport
@@ -38,6 +38,7 @@ from elastic_dp.cluster.runs.controller_state import (
     pending_requests,
     time_left_s,
 )
+from elastic_dp.cluster.worker import WriteBlobs
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
@@ -46,6 +47,8 @@ from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     BeginTraining,
     CheckpointCommitted,
+    CheckpointFound,
+    CheckpointRequested,
     ClaimGeneration,
     Command,
     DeadlineReached,
@@ -77,6 +80,10 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background
+from elastic_dp.train.checkpointing.checkpoint_committer import (
+    CheckpointCommitter,
+    CommitterActions,
+)
 from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
@@ -112,15 +119,9 @@ class Controller:
         self.newest_events = NewestEvents(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
-        self.checkpoints = ControllerCheckpointer(
-            spec,
-            url,
-            post=self.post,
-            say=self.say,
-            fail=self.fail,
-            stand_down=self._stand_down,
-            check=check,
-        )
+        self.committer: CheckpointCommitter | None = None  # of a run with a folder, once open
+        self._store: Store | None = None  # of the checkpoints
+        self._check = check
         self.ended = threading.Event()
         self._tasks: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
         self._commands = background("commands", self._run_tasks, self.fail)
@@ -146,7 +147,7 @@ class Controller:
     def broke(self, error: Exception) -> None:
         """Handle an exception of `lead`: wake all who wait for the end."""
         if not self.outcome.error:
-            self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
+            self.outcome.error = f"the controller failed: {error}"
         self.ended.set()
 
     def register(self, record: MemberRecord) -> None:
@@ -164,7 +165,8 @@ class Controller:
         all_recorded = True
         for each in calls:
             step, _ = each.call
-            self.checkpoints.log(step, each.metrics)
+            if self.committer is not None:  # a repeated step makes a new checkpoint
+                self.committer.log(step, each.metrics)
             at = each.logged_at + ahead
             all_recorded &= self.metrics.log(each.call, each.previous, each.metrics, at)
         return all_recorded
@@ -175,14 +177,16 @@ class Controller:
 
     def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         """Take a member's report about its part of a checkpoint."""
-        self.checkpoints.wrote(worker, written)
+        if self.committer is not None:
+            self.committer.wrote(worker, written)
 
     def withdrawn(self, worker: WorkerId) -> None:
         """Note that a worker that never had a node is replaced: its end is no loss."""
         self.exits.release(worker)
 
     def skip(self, row_groups: Sequence[str]) -> None:
-        self.report.skip(row_groups)
+        """Record skipped row groups. Each worker that finishes sends all of them."""
+        self.outcome.skipped = tuple(row_groups)
 
     def status(self) -> dict[str, Any]:
         coordinator = self.coordinator
@@ -222,8 +226,9 @@ class Controller:
         """How many requests to stores were retried: to the run's folder by this process, and to
         any store by workers.
         """
-        own = self.journal.store_retries + self.checkpoints.store_retries
-        return {"controller": own, "workers": self.times.retries.total}
+        checkpoints = 0 if self._store is None else self._store.counts.retries
+        own = self.journal.store_retries + checkpoints
+        return {"controller": own, "workers": self.times.store_retries}
 
     def _hear(self, event: Event) -> None:
         """From a heartbeat sidecar."""
@@ -245,9 +250,52 @@ class Controller:
     def open(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
         self.heartbeats.start()
-        self.checkpoints.open(worker_group, self.state_store, self.metrics)
         if self.url is not None:
+            self.committer = self._open_committer(self.url)
             self._crash_logs = CrashLogWriter(Store(self.url))
+
+    def _open_committer(self, url: str) -> CheckpointCommitter:
+        failure, state = self.spec.failure, self.state_store.state
+        self._store = Store(url, timeout_s=failure.storage_timeout_s, on_wait=self.say)
+        committer = CheckpointCommitter(
+            Catalog(self._store),
+            self.spec.checkpoint,
+            CommitterActions(
+                request_blobs=lambda one: self._worker_group.send(
+                    [one.worker], WriteBlobs(one.worker, one.step, tuple(one.names))
+                ),
+                request_checkpoint=partial(self.post, CheckpointRequested()),
+                tell=self.say,
+                committed=lambda step, duration_s: self.post(
+                    CheckpointCommitted(step, round(duration_s, 3))
+                ),
+                stand_down=self._stand_down,
+                fail=self.fail,
+                check=self._check or (lambda: None),
+            ),
+            lease_s=failure.run_lease_s,
+            token=state.lease_token,
+        )
+        if self.state_store.inherited:  # claim the right to commit before members report parts
+            if state.at_most is not None:
+                committer.reject(state.at_most, self.state_store.highest_claimed())
+            committer.take_over()
+            if state.stepped:
+                committer.training_began()
+            for step, logged in self.metrics.recorded():
+                committer.log(step, logged)
+        return committer
+
+    def _find_checkpoint(self, at_most: int | None, generation: int) -> None:
+        """Post the newest checkpoint of step `at_most` or earlier; later ones are rejected from now
+        on.
+        """
+        if self.committer is None:
+            self.post(CheckpointFound(None))
+            return
+        if at_most is not None:
+            self.committer.reject(at_most, generation)
+        self.committer.find(lambda step: self.post(CheckpointFound(step)))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
         """Lead the run and return its outcome.
@@ -262,8 +310,8 @@ class Controller:
         except ElasticError as error:  # of a thread: something is wrong with the run's folder
             self._fail(error)
         except Exception as error:  # a bug of this package must end the run, not block it
-            what = f"the controller failed: {type(error).__name__}: {error}"
-            self.report.fail_by_bug(what, traceback.format_exc())
+            self.outcome.error = f"the controller failed: {type(error).__name__}: {error}"
+            self.outcome.traceback = traceback.format_exc()
         if self.superseded:  # its process is to end, and nothing else
             return self.outcome
         self._tasks.put(None)
@@ -279,7 +327,8 @@ class Controller:
     def _close(self) -> None:
         self._worker_group.close()
         self.heartbeats.close()
-        self.checkpoints.close()
+        if self.committer is not None:
+            self.committer.close()
         self._note_last_commits()
         if self._crash_logs is not None:
             self._crash_logs.close()
@@ -403,7 +452,8 @@ class Controller:
                 self.times.heard(event)
                 if step and not self.state_store.state.stepped:  # the run's first
                     self.state_store.record(event)
-                    self.checkpoints.training_began()
+                    if self.committer is not None:
+                        self.committer.training_began()
                 return  # not news
             case DeadlineReached():
                 return
@@ -416,14 +466,16 @@ class Controller:
                     case ExitReport.EXPLAINS:
                         self.journal.event(event)
                         return
-                self.checkpoints.lost(worker)
+                if self.committer is not None:
+                    self.committer.lost(worker)
                 self.times.lost(worker)
                 expected = self.report.has_ended or self.exits.is_released(worker)
                 if self.exits.is_evicted(worker) or not expected:
                     self.state_store.count_loss()
                     self.journal.event(LossCounted(self.state_store.state.lost))
-        if isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON:
-            self.checkpoints.raise_when_late()
+        interrupted = isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON
+        if interrupted and self._store is not None:  # nobody waits for a store that stays away
+            self._store.raise_when_late()
         self.state_store.record(event)
         self.journal.event(event)
 
@@ -468,7 +520,7 @@ class Controller:
             case ClaimGeneration(generation=generation):
                 return partial(self._claim, generation)
             case FindCheckpoint(at_most=at_most):
-                return partial(self.checkpoints.find, at_most, self.coordinator.generation)
+                return partial(self._find_checkpoint, at_most, self.coordinator.generation)
             case FinishRun() | FailRun() | StandDown():
                 self.times.flush()
                 outcome = self.report.end(command, self.coordinator.generation)

@@ -43,38 +43,44 @@ class RunReport:
     def add_inexact(self, reasons: Iterable[str]) -> None:
         self._inexact |= dict.fromkeys(reasons)
 
-    def skip(self, row_groups: Sequence[str]) -> None:
-        """Record skipped row groups. Each worker that finishes sends all of them."""
-        self.outcome.skip(row_groups)
-
     def end(self, command: FinishRun | FailRun | StandDown, generations: int) -> RunOutcome:
         outcome = self.outcome
+        outcome.generations = generations
         match command:
             case FinishRun(position=position, digest=digest, reason=reason, digests_differ=differ):
                 if differ:
                     self.add_inexact(["workers finished with different weights"])
-                inexact = tuple(self._inexact)
-                outcome.finish(position.step, digest, reason, inexact, generations)
+                outcome.step, outcome.digest, outcome.reason = position.step, digest, reason
+                outcome.inexact_because = tuple(self._inexact)
             case FailRun(error=error, traceback=text, worker=worker, facts=facts):
-                outcome.fail(error, text, worker, facts, generations)
+                outcome.reason, outcome.error, outcome.traceback = "failed", error, text
+                outcome.error_worker, outcome.error_facts = worker, facts
             case StandDown(reason=reason):
-                outcome.stand_down(reason, generations)
+                outcome.error = outcome.reason = reason
         return outcome
-
-    def fail_by_bug(self, error: str, traceback: str) -> None:
-        """Record a bug of this package: the run ends instead of blocking."""
-        self.outcome.fail_by_bug(error, traceback)
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
         """Complete the outcome when everything has ended; it has a result unless the run failed."""
         outcome, earlier = self.outcome, state.earlier
-        outcome.close(
-            time.time() - state.started_at + earlier.wall_s,
-            state.lost + earlier.workers_lost,
-            generations + earlier.generations,
-        )
+        outcome.wall_s = time.time() - state.started_at + earlier.wall_s
+        outcome.workers_lost = state.lost + earlier.workers_lost
+        generations = max(outcome.generations, generations + earlier.generations)
+        outcome.generations = generations
         if outcome.error is None:
-            outcome.complete(self._result(metrics))
+            outcome.result = Result(
+                name=self._spec.name,
+                path=self._url or "",
+                step=outcome.step,
+                reason=outcome.reason,
+                weights_sha256=outcome.digest,
+                exact=self._spec.exact and not outcome.inexact_because,
+                inexact_because=outcome.inexact_because,
+                skipped=outcome.skipped,
+                metrics=dict(metrics),
+                generations=generations,
+                workers_lost=outcome.workers_lost,
+                wall_s=outcome.wall_s,
+            )
 
     def write_result(self, state: ControllerState) -> None:
         """Write the result to the run's folder. Raises what the store raises.
@@ -84,20 +90,3 @@ class RunReport:
         if self.outcome.result is not None and self._url is not None:
             stopped = state.stop is not None and state.stop.reason != TIME_IS_UP
             write_result(self._url, self.outcome.result, RunLimits.of(self._spec, stopped))
-
-    def _result(self, metrics: Mapping[str, Any]) -> Result:
-        outcome = self.outcome
-        return Result(
-            name=self._spec.name,
-            path=self._url or "",
-            step=outcome.step,
-            reason=outcome.reason,
-            weights_sha256=outcome.digest,
-            exact=self._spec.exact and not outcome.inexact_because,
-            inexact_because=outcome.inexact_because,
-            skipped=outcome.skipped,
-            metrics=dict(metrics),
-            generations=outcome.generations,
-            workers_lost=outcome.workers_lost,
-            wall_s=outcome.wall_s,
-        )

@@ -33,7 +33,7 @@ class RunTimes:
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
-        self.retries = WorkerRetries()
+        self._retries: dict[WorkerId, int] = {}  # also of workers that are gone
         self._meter, self._rates = GoodputMeter(), DataRates()
         self._newest: dict[WorkerId, tuple[float, ...]] = {}  # not in the journal yet
         self._cache_bytes: dict[WorkerId, tuple[int, int]] = {}  # of workers that have a cache
@@ -51,7 +51,8 @@ class RunTimes:
 
     def heard(self, event: HeartbeatReceived) -> None:
         self._step = max(self._step, event.step)
-        self.retries.heard(event)
+        known = self._retries.get(event.worker, 0)
+        self._retries[event.worker] = max(known, event.store_retries)
         with self._lock:
             self._rates.reached(time.time(), self._step)
             if any(event.cache_bytes):
@@ -99,6 +100,11 @@ class RunTimes:
         with self._lock:
             return self._rates.cache
 
+    @property
+    def store_retries(self) -> int:
+        """How many requests to stores all workers have retried. Any thread may call it."""
+        return sum(list(self._retries.values()))
+
     # ------------------------------------------------------------------------------ private
 
     def _take(self, reports: list[tuple[WorkerId, tuple[float, ...]]]) -> None:
@@ -116,21 +122,3 @@ class RunTimes:
         with self._lock:
             self._meter.line(line)
             self._rates.line(line)
-
-
-class WorkerRetries:
-    """How many requests to stores the workers have retried. `heard` is called by the controller's
-    thread.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[WorkerId, int] = {}
-
-    def heard(self, event: HeartbeatReceived) -> None:
-        if event.store_retries > self._of.get(event.worker, 0):
-            self._of[event.worker] = event.store_retries
-
-    @property
-    def total(self) -> int:
-        """The sum, also over workers that are gone. Any thread may call it."""
-        return sum(list(self._of.values()))

@@ -63,11 +63,11 @@ def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
     is ranked, too."""
     journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
     controller = Controller(spec_of(), journal, host="127.0.0.1", secret=b"secret")
-    controller.checkpoints._committer = MagicMock()
+    controller.committer = MagicMock()
     controller.log_all([LoggedCall((5, 1), None, {"loss": 0.4}, 0.0)], 0.0)
     controller.heartbeats.close()
     journal.metrics.assert_not_called()
-    controller.checkpoints._committer.log.assert_called_once_with(5, {"loss": 0.4})
+    controller.committer.log.assert_called_once_with(5, {"loss": 0.4})
 
 
 @pytest.mark.parametrize(

@@ -132,3 +132,10 @@ def test_controller_that_takes_over_continues_the_goodput_of_the_one_before(tmp_
     again.begin(1, takes_over=True, rows_by_step={0: 8})
     assert again.goodput().useful >= before.useful > 0
     assert again.times().compute == 1e-3
+
+
+def test_retries_of_stores_are_the_newest_count_of_each_worker_also_of_one_that_is_gone():
+    times = RunTimes(Journal(None))
+    for worker, retries in (("w1", 3), ("w2", 1), ("w1", 5), ("w1", 4), ("w3", 0)):
+        times.heard(HeartbeatReceived(worker, 1, 1, "data", store_retries=retries))
+    assert times.store_retries == 6

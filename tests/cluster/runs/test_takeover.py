@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from types import SimpleNamespace
 
 import cloudpickle
@@ -243,13 +244,8 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
 def test_checkpoint_committed_after_the_last_worker_left_is_in_the_journal(tmp_path):
     journal = Journal(str(tmp_path))
     made = controller(ControllerStateStore(), journal)
-    close = made.checkpoints.close
-
-    def commit_and_close():
-        made.post(m.CheckpointCommitted(10, 0.5))
-        close()
-
-    made.checkpoints.close = commit_and_close
+    commit = m.CheckpointCommitted(10, 0.5)
+    made.committer = types.SimpleNamespace(close=lambda: made.post(commit))
     made.post(m.DeadlineReached())  # in front of it, and of no interest any more
     made._close()
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
