@@ -41,7 +41,7 @@ from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, add_quick, median_interval, write
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import read_own_range
+from elastic_dp.checkpoint.checkpoint_reader import load
 from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.uploader import Uploader
@@ -73,7 +73,7 @@ class Save:
         self.state, self.tensors, self.folder = state, flat(state), folder
         self.copies = {name: torch.zeros_like(t) for name, t in self.tensors.items()}
         self.catalog = Catalog(Store(str(folder / "ours")))
-        self.uploader = Uploader(self.catalog, lambda *_: None)
+        self.uploader = Uploader(self.catalog, lambda blobs: None)
         self.ways: dict[str, Callable[[int], Callable[[], Any]]] = {
             "bare copy": self.bare_copy,
             "ours": self.ours,
@@ -175,7 +175,7 @@ def training_steps(done: Callable[[], bool], at_least: int) -> float:
 def memory(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     state = make_state(megabytes)
     nbytes = sum(tensor.nbytes for tensor in flat(state).values())
-    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda *_: None)
+    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda blobs: None)
     before = _kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for step in range(rounds):
@@ -193,7 +193,6 @@ def _kib(field: str) -> int:
 def restore(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     commit = write_one(megabytes, folder)
     catalog = Catalog(Store(str(folder / "ours")))
-    line = torch.zeros(commit.nbytes, dtype=torch.uint8)
     files = sorted((folder / "ours").rglob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     room = memoryview(bytearray(sum(sizes)))
@@ -207,7 +206,7 @@ def restore(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             list(executor.map(read_file, range(len(files))))
 
-    return in_turn(rounds, commit.nbytes, lambda: read_own_range(catalog, commit, 0, 1, line), bare)
+    return in_turn(rounds, commit.nbytes, lambda: load(catalog, commit), bare)
 
 
 def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -215,7 +214,6 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     from obstore.store import S3Store
 
     commit = write_one(megabytes, folder)
-    line = torch.zeros(commit.nbytes, dtype=torch.uint8)
     room = memoryview(bytearray(commit.nbytes + (1 << 20)))
     ranges = []
     for file in sorted((folder / "ours").rglob("*.safetensors")):
@@ -241,17 +239,13 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
             with ThreadPoolExecutor(IN_FLIGHT) as executor:
                 list(executor.map(read, range(len(ranges))))
 
-        return in_turn(
-            rounds, commit.nbytes, lambda: read_own_range(catalog, commit, 0, 1, line), bare
-        )
+        return in_turn(rounds, commit.nbytes, lambda: load(catalog, commit), bare)
 
 
 def write_one(megabytes: int, folder: Path) -> Any:
-    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda *_: None)
+    uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda blobs: None)
     share = uploader.take(1, make_state(megabytes), 0, 1).share.result()
-    commit = write_commit(
-        uploader._catalog, uploader.snapshot.manifest(), [share], 1, CommitMetadata()
-    )
+    commit = write_commit(uploader._catalog, [share], 1, CommitMetadata())
     uploader.close()
     return commit
 

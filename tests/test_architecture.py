@@ -288,7 +288,7 @@ def test_start_imports_no_library_that_it_does_not_need(imported, without, found
 # Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
 # smaller lowers the first number; the test prints what is left to do.
 BUDGETS = {
-    "checkpoint": (3_315, 2_800),
+    "checkpoint": (2_920, 2_800),
     "cli": (1_575, 1_000),
     "cluster": (6_760, 4_800),
     "config": (1_360, 950),
@@ -305,7 +305,7 @@ BUDGETS = {
     "storage": (1_790, 1_250),
     "telemetry": (1_110, 750),
     "testing": (815, 600),
-    "train": (13_575, 6_000),
+    "train": (13_450, 6_000),
     "ui": (315, 400),
 }
 

@@ -12,8 +12,7 @@
   suspended may commit steps after its successor continued from an earlier one. Such commits are not
   part of the history.
 - A blob is named by its content. Blobs of different states never collide, and the same state always
-  gives the same objects with the same bytes. It is a part of the state that all workers hold
-  (layout.py), or some units of an optimizer's state that two of them hold (state_units.py).
+  gives the same objects with the same bytes (layout.py).
 - A deletion starts with the commit record, so a crash between two deletions never leaves a
   committed checkpoint without its blobs.
 """

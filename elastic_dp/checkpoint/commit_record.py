@@ -1,8 +1,9 @@
 """The commit record: the small JSON file that makes written blobs a checkpoint.
 
 - A `Manifest` describes the state: its structure, where its bytes are and their digests. Every
-  member of the group computes it from its own copy of the state. Its digest covers every byte of
-  the state, so members with the same digest hold the same state.
+  member of the group computes one of what it holds, and the committed one has what they describe
+  together. Its digest covers every byte of the state, so members with the same digest hold the same
+  state.
 - A `CommitRecord` is one manifest and what only the committer knows. It is written last, once, and
   never changes.
 - A file of another format is refused by its number.
@@ -14,94 +15,148 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import xxhash
 
-from elastic_dp.checkpoint.layout import Layout, TensorSpec, canonical, whole_number
-from elastic_dp.checkpoint.state_units import UnitTable, blob_name
+from elastic_dp.checkpoint.layout import Blob, TensorSpec, Unit, canonical, whole_number
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
-FORMAT = 6
+FORMAT = 7
+
+
+@dataclass(frozen=True)
+class StateTree:
+    """An encoded tree (codec.py) and the tensors in it, by slot."""
+
+    tree: Any
+    specs: tuple[TensorSpec, ...]
+
+    def to_json(self) -> list[Any]:
+        return [self.tree, [spec.to_json() for spec in self.specs]]
+
+    @classmethod
+    def from_json(cls, stored: list[Any]) -> StateTree:
+        """Reverses `to_json`. Raises ValueError."""
+        tree, specs = stored
+        return cls(tree, tuple(map(TensorSpec.from_json, specs)))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a state: its structure, layout and digests.
+    """The description of a state: its structure, and the blobs that have its bytes.
 
-    `tree` is the encoded state (encoding.py). `blocks` holds the digest of each block of the
-    layout. `units` is what the workers of the run have each a part of, which is neither in the tree
-    nor in the layout: the state of a sharded optimizer.
+    `common` is what all members hold. If the optimizer's state is divided among them, `entries` has
+    that of each parameter, in the order of the optimizer's groups; the tensors in it are those of
+    the whole parameter. A member's own manifest has what it holds: None is the entry of a parameter
+    of which it holds nothing.
     """
 
     step: int
-    tree: Any
-    layout: Layout
-    blocks: tuple[str, ...]
-    units: UnitTable | None = None
+    common: StateTree
+    blobs: tuple[Blob, ...]
+    entries: tuple[StateTree | None, ...] = ()
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors, by name."""
+        trees = [self.common, *(entry for entry in self.entries if entry is not None)]
+        return {spec.name: spec for one in trees for spec in one.specs}
+
+    @cached_property
+    def units(self) -> Mapping[tuple[str, int, int], Unit]:
+        """Each unit once, by its tensor and bytes. Two blobs may have the same one."""
+        return {(u.tensor, u.start, u.end): u for blob in self.blobs for u in blob.units}
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of the tensors in bytes."""
+        return sum(spec.nbytes for spec in self.specs.values())
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 that covers every byte of the state, through its blocks and its units."""
-        if self.units is None:
-            return self.digest_without_units
-        both = [self.digest_without_units, self.units.digest]
-        return hashlib.sha256(canonical(both)).hexdigest()
+        """A SHA-256 that covers every byte of the state, through its units, in whatever blobs."""
+        if not self.entries:
+            return self.common_digest
+        entries = [None if one is None else one.to_json() for one in self.entries]
+        facts = [self.common_digest, entries, sorted(self.units.values())]
+        return hashlib.sha256(canonical(facts)).hexdigest()
 
     @cached_property
-    def digest_without_units(self) -> str:
-        """The SHA-256 of all but the units, which each worker computes of the state it holds."""
-        return hashlib.sha256(canonical(self._without_units())).hexdigest()
-
-    @cached_property
-    def part_names(self) -> tuple[str, ...]:
-        """The name of the blob of each part of the layout, which follows from its content."""
-        each = self.layout.part_bytes // self.layout.block_bytes
-        return tuple(
-            blob_name([part.header.decode("latin-1"), *self.blocks[number * each :][:each]])
-            for number, part in enumerate(self.layout.parts)
-        )
+    def common_digest(self) -> str:
+        """The SHA-256 of what all members hold."""
+        names = {spec.name for spec in self.common.specs}
+        units = sorted(unit for unit in self.units.values() if unit.tensor in names)
+        facts = [self.step, self.common.to_json(), units]
+        return hashlib.sha256(canonical(facts)).hexdigest()
 
     @property
     def headers(self) -> dict[str, tuple[bytes, int]]:
         """The header and the size in bytes of each blob, by its name."""
-        parts = zip(self.part_names, self.layout.parts, strict=True)
-        files = () if self.units is None else self.units.files
-        found = {name: (part.header, part.nbytes) for name, part in parts}
-        return found | {file.name: (file.header, file.nbytes) for file in files}
+        return {blob.name: (blob.header, blob.nbytes) for blob in self.blobs}
+
+    def entry(self, parameter: int) -> tuple[Any, Sequence[TensorSpec]]:
+        """Returns the encoded optimizer state of a parameter, and the tensors by slot."""
+        if not self.entries:
+            return self.common.tree["step"]["optimizer"][parameter], self.common.specs
+        found = self.entries[parameter]
+        assert found is not None
+        return found.tree, found.specs
+
+    def missing(self) -> str:
+        """Returns what the blobs lack, or have twice in different units; else an empty text."""
+        ends = dict.fromkeys(self.specs, 0)
+        for tensor, start, end in sorted(self.units):
+            if ends.get(tensor) != start:
+                return f"units of {tensor} are missing, or overlap"
+            ends[tensor] = end
+        for name, spec in self.specs.items():
+            if ends[name] != spec.nbytes:
+                return f"units at the end of {name} are missing"
+        without = (number for number, entry in enumerate(self.entries) if entry is None)
+        return next((f"the state of parameter {number} is missing" for number in without), "")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as JSON values."""
-        units = {} if self.units is None else {"units": self.units.to_json()}
-        return {**self._without_units(), **units}
-
-    def _without_units(self) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(self.specs)}
         return {
             "step": self.step,
-            "tree": self.tree,
-            "tensors": [spec.to_json() for spec in self.layout.specs],
-            "part_bytes": self.layout.part_bytes,
-            "block_bytes": self.layout.block_bytes,
-            "blocks": list(self.blocks),
+            "trees": [None if one is None else one.to_json() for one in self._trees()],
+            "blobs": [
+                [[numbers[u.tensor], u.start, u.end, u.digest] for u in blob.units]
+                for blob in self.blobs
+            ],
         }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Manifest:
         """Returns the manifest that `to_json` described. Raises ValueError or KeyError if it is
         invalid."""
-        specs = tuple(map(TensorSpec.from_json, stored["tensors"]))
-        layout = Layout(specs, stored["part_bytes"], stored["block_bytes"])
-        units = UnitTable.from_json(stored["units"]) if "units" in stored else None
-        made = cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]), units)
-        _check(made)
-        if set(stored) - set(made.to_json()):  # fields of a later version: the digest covers them
-            others = {key: value for key, value in stored.items() if key != "units"}
-            digest = hashlib.sha256(canonical(others)).hexdigest()
-            made.__dict__["digest_without_units"] = digest
+        common, *entries = map(StateTree.from_json, stored["trees"])
+        all_specs = [spec for one in (common, *entries) for spec in one.specs]
+        by_name = {spec.name: spec for spec in all_specs}
+        if len(by_name) < len(all_specs):
+            raise ValueError("two tensors have the same name")
+        blobs = []
+        for given in stored["blobs"]:
+            units = []
+            for number, start, end, digest in given:
+                if whole_number(number) >= len(all_specs) or not isinstance(digest, str):
+                    raise ValueError(f"{[number, digest]} is not a unit")
+                if whole_number(start) >= whole_number(end):
+                    raise ValueError(f"a unit has no bytes: {start} to {end}")
+                units.append(Unit(all_specs[number].name, start, end, digest))
+            blobs.append(Blob.of(units, by_name))
+        made = cls(whole_number(stored["step"]), common, tuple(blobs), tuple(entries))
+        if lacks := made.missing():
+            raise ValueError(lacks)
         return made
+
+    def _trees(self) -> list[StateTree | None]:
+        return [self.common, *self.entries]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +203,7 @@ class CommitRecord:
     @property
     def nbytes(self) -> int:
         """The size of the state's tensors in bytes."""
-        units = self.manifest.units
-        return self.manifest.layout.total + (0 if units is None else units.nbytes)
+        return self.manifest.nbytes
 
     def to_bytes(self) -> bytes:
         """Returns the content of the commit record's file."""
@@ -189,23 +243,13 @@ class CommitRecord:
         return commit
 
 
-def _check(manifest: Manifest) -> None:
-    """Raises ValueError unless every value that later code computes with is valid."""
-    layout = manifest.layout
-    whole_number(manifest.step)
-    if min(whole_number(layout.part_bytes), whole_number(layout.block_bytes)) < 1:
-        raise ValueError("a part or a block has no bytes")
-    if len(manifest.blocks) != layout.blocks:
-        raise ValueError(f"{len(manifest.blocks)} digests for {layout.blocks} blocks")
-
-
-def block_digest(content: Any) -> str:
-    """Returns the digest of a block: XXH3 with 128 bits, which is fast but not cryptographic."""
+def unit_digest(content: Any) -> str:
+    """Returns the digest of a unit: XXH3 with 128 bits, which is fast but not cryptographic."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def block_digester() -> Any:
-    """Returns a hash object that computes `block_digest` incrementally."""
+def unit_digester() -> Any:
+    """Returns a hash object that computes `unit_digest` incrementally."""
     return xxhash.xxh3_128()
 
 

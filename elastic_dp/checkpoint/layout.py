@@ -1,16 +1,13 @@
-"""The layout of a state's tensors in a checkpoint: one range of bytes, the line, cut into parts.
+"""How a state's bytes lie in blobs, the files of a checkpoint.
 
-    line   the tensors end to end, those with large elements first, so that each is aligned
-           without padding
-    part   an equal piece of the line and one safetensors file in the store: 1 to 64 MiB, about 32
-           parts in all
-    block  an equal piece of a part, at most 8 MiB: the unit of a digest and of a read request
+    unit   some bytes of one tensor, at most 8 MiB, with a digest
+    blob   units one after another: a safetensors file, named by its content, of at most 64 MiB
 
-- A layout follows from the tensors' names, dtypes and shapes alone. The number of workers that
-  write or read a checkpoint does not change it.
-- The share of a worker is a range of whole parts. Cuts fall between elements, so any safetensors
-  reader opens every part.
-- Host memory holds the parts as the store does, headers included, so a write needs no further copy.
+- The blobs of what all members hold follow from the tensors' names, dtypes and shapes alone: about
+  32 of them, of 1 to 64 MiB. The number of members that write or read them does not change them.
+- Blobs of a state that is divided among the members have the pieces that the same members hold.
+- Cuts fall between elements, so any safetensors reader opens every blob.
+- Host memory holds the blobs as the store does, headers included, so a write needs no further copy.
 
 Computing a layout does not import torch, which takes seconds: the command line lists and verifies
 checkpoints without it.
@@ -18,20 +15,22 @@ checkpoints without it.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
-_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 64 << 20
-_MAX_BLOCK_BYTES = 8 << 20
-_PARTS = 32
-_ALIGNED_TO = 64  # bytes: alignment of a part's data in its file
-ROOM_ALIGNED_TO = 4096  # bytes: a disk takes page-aligned parts from host memory without a copy
+_MIN_BLOB_BYTES, MAX_BLOB_BYTES = 1 << 20, 64 << 20
+MAX_UNIT_BYTES = 8 << 20
+_BLOBS = 32
+_ALIGNED_TO = 64  # bytes: alignment of a blob's data in its file
+ROOM_ALIGNED_TO = 4096  # bytes: a disk takes page-aligned blobs from host memory without a copy
 
 METADATA = {"format": "pt"}  # as safetensors.torch writes it
 # The safetensors name of each torch dtype and the size of an element in bytes. safetensors lacks
@@ -121,169 +120,106 @@ class TensorSpec:
         return typed.as_strided(self.shape, self.stride)
 
 
-class Piece(NamedTuple):
-    """The bytes `start` ≤ i < `end` of tensor `slot`, which lie at offset `at` of the line."""
+class Unit(NamedTuple):
+    """The bytes `start` ≤ i < `end` of a tensor, by its name. `digest` is theirs (`unit_digest`),
+    or empty if it is not known yet."""
 
-    slot: int
+    tensor: str
     start: int
     end: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """The bytes `start` ≤ i < `end` of the line.
-
-    `at` is the offset of the part's header in host memory. The data follows the header.
-    """
-
-    number: int
-    start: int
-    end: int
-    header: bytes
-    at: int
+    digest: str = ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the part's file in bytes, header included."""
-        return len(self.header) + self.end - self.start
-
-    @property
-    def data_at(self) -> int:
-        """The offset of the part's data in host memory."""
-        return self.at + len(self.header)
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The arrangement of tensors in parts and blocks, sizes in bytes."""
+class Blob:
+    """A file: a safetensors header and units in this order."""
 
-    specs: tuple[TensorSpec, ...]
-    part_bytes: int
-    block_bytes: int
+    units: tuple[Unit, ...]
+    header: bytes
 
     @classmethod
-    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
-        """Returns the layout for these tensors, with a part size that gives about 32 parts."""
-        part = _MIN_PART_BYTES
-        while part < _MAX_PART_BYTES and part * _PARTS < sum(spec.nbytes for spec in specs):
-            part *= 2
-        return cls(tuple(specs), part, min(part, _MAX_BLOCK_BYTES))
+    def of(cls, units: Sequence[Unit], specs: Mapping[str, TensorSpec]) -> Blob:
+        """`specs`: those of the tensors, by name."""
+        table: dict[str, Any] = {"__metadata__": METADATA}
+        at = 0
+        for unit in units:
+            name, word, shape = _described(unit, specs[unit.tensor])
+            span = [at, at + unit.nbytes]
+            table[name] = {"dtype": word, "shape": shape, "data_offsets": span}
+            at += unit.nbytes
+        return cls(tuple(units), header(table))
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the file, which follows from its content."""
+        facts = [self.header.decode("latin-1"), *(unit.digest for unit in self.units)]
+        return hashlib.sha256(canonical(facts)).hexdigest()[:32]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The offset of each tensor in the line, by slot."""
-        order = sorted(range(len(self.specs)), key=lambda i: -self.specs[i].itemsize)
-        offsets, at = [0] * len(self.specs), 0
-        for slot in order:
-            offsets[slot] = at
-            at += self.specs[slot].nbytes
-        return tuple(offsets)
+        """Where each unit begins in the file, and where the last one ends."""
+        return tuple(accumulate((unit.nbytes for unit in self.units), initial=len(self.header)))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file in bytes, header included."""
+        return self.offsets[-1]
 
     @cached_property
-    def total(self) -> int:
-        """The length of the line in bytes."""
-        return sum(spec.nbytes for spec in self.specs)
+    def ranges(self) -> frozenset[tuple[str, int, int]]:
+        """The tensor and the bytes of each unit."""
+        return frozenset((unit.tensor, unit.start, unit.end) for unit in self.units)
 
-    @cached_property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return -(-self.total // self.block_bytes)
 
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """All parts, by number."""
-        parts: list[Part] = []
+def cut(specs: Sequence[TensorSpec]) -> list[list[Unit]]:
+    """Returns the units of each blob that has what all members hold. Tensors with large elements
+    are first, so that each tensor is aligned without padding."""
+    limit = _MIN_BLOB_BYTES
+    while limit < MAX_BLOB_BYTES and limit * _BLOBS < sum(spec.nbytes for spec in specs):
+        limit *= 2
+    found: list[list[Unit]] = []
+    room = 0
+    for spec in sorted(specs, key=lambda spec: -spec.itemsize):
         at = 0
-        for number, pieces in enumerate(self._pieces_by_part()):
-            start = number * self.part_bytes
-            end = min(start + self.part_bytes, self.total)
-            part = Part(number, start, end, self._header(pieces, start), at)
-            at += -(-part.nbytes // ROOM_ALIGNED_TO) * ROOM_ALIGNED_TO
-            parts.append(part)
-        return tuple(parts)
+        while at < spec.nbytes:
+            if not room:
+                found.append([])
+                room = limit
+            end = min(spec.nbytes, at + min(room, MAX_UNIT_BYTES))
+            found[-1].append(Unit(spec.name, at, end))
+            room -= end - at
+            at = end
+    return found
 
-    @cached_property
-    def host_bytes(self) -> int:
-        """The host memory that a snapshot needs, in bytes: the line and the parts' headers."""
-        return self.parts[-1].at + self.parts[-1].nbytes if self.parts else 0
 
-    def share(self, rank: int, world_size: int) -> range:
-        """Returns the numbers of the parts that worker `rank` of `world_size` writes or reads."""
-        assert 0 <= rank < world_size, (rank, world_size)
-        count = len(self.parts)
-        return range(count * rank // world_size, count * (rank + 1) // world_size)
+def pack(units: Iterable[Unit]) -> list[list[Unit]]:
+    """Returns these units, of a divided state, in lists for blobs of a limited size."""
+    found: list[list[Unit]] = []
+    size = MAX_BLOB_BYTES
+    for unit in units:
+        if size + unit.nbytes > MAX_BLOB_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(unit)
+        size += unit.nbytes
+    return found
 
-    def blocks_of(self, parts: range) -> range:
-        """Returns the numbers of the blocks in these parts."""
-        each = self.part_bytes // self.block_bytes
-        return range(parts.start * each, min(parts.stop * each, self.blocks))
 
-    def span(self, parts: range) -> tuple[int, int]:
-        """Returns where these parts start and end in the line."""
-        if not parts:
-            return 0, 0
-        return self.parts[parts.start].start, self.parts[parts.stop - 1].end
+def _described(unit: Unit, spec: TensorSpec) -> tuple[str, str, list[int]]:
+    """Returns the name, safetensors dtype and shape of a unit.
 
-    def block_span(self, block: int) -> tuple[int, int]:
-        """Returns where the block starts and ends in the line."""
-        start = block * self.block_bytes
-        return start, min(start + self.block_bytes, self.total)
-
-    def part_of(self, at: int) -> Part:
-        """Returns the part that holds the byte at this offset of the line."""
-        return self.parts[at // self.part_bytes]
-
-    def host_at(self, at: int) -> int:
-        """Returns the offset in host memory of the byte at this offset of the line."""
-        part = self.part_of(at)
-        return part.data_at + at - part.start
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """All tensors in the order of the line, cut where a part ends."""
-        return tuple(piece for pieces in self._pieces_by_part() for piece in pieces)
-
-    def views(self, line: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors, by slot, as views of `line`, which holds all its bytes. Copies
-        nothing."""
-        return [
-            spec.view(line[at : at + spec.nbytes])
-            for spec, at in zip(self.specs, self.offsets, strict=True)
-        ]
-
-    def _pieces_by_part(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in range(-(-self.total // self.part_bytes))]
-        for slot in sorted(range(len(self.specs)), key=lambda i: self.offsets[i]):
-            at, size = self.offsets[slot], self.specs[slot].nbytes
-            start = 0
-            while start < size:
-                number, within = divmod(at + start, self.part_bytes)
-                end = min(size, start + self.part_bytes - within)
-                found[number].append(Piece(slot, start, end, at + start))
-                start = end
-        return found
-
-    def _header(self, pieces: Sequence[Piece], start: int) -> bytes:
-        table: dict[str, Any] = {"__metadata__": METADATA}
-        for piece in pieces:
-            name, word, shape = self._described(piece)
-            span = [piece.at - start, piece.at - start + piece.end - piece.start]
-            table[name] = {"dtype": word, "shape": shape, "data_offsets": span}
-        return header(table)
-
-    def _described(self, piece: Piece) -> tuple[str, str, list[int]]:
-        """Returns the name, safetensors dtype and shape of a piece.
-
-        A whole tensor keeps its own. A piece of one is a vector named `name[first:last]` by its
-        elements in memory order.
-        """
-        spec = self.specs[piece.slot]
-        word, size = WORDS.get(spec.dtype, ("", 1))
-        first, last = piece.start // size, piece.end // size
-        if piece.end - piece.start == spec.nbytes and spec.stride is None and word:
-            return spec.name, word, list(spec.shape)
-        return f"{spec.name}[{first}:{last}]", word or "U8", [last - first]
+    A whole tensor keeps its own. Some bytes of one are a vector named `name[first:last]` by its
+    elements in memory order.
+    """
+    word, size = WORDS.get(spec.dtype, ("", 1))
+    if unit.nbytes == spec.nbytes and spec.stride is None and word:
+        return spec.name, word, list(spec.shape)
+    first, last = unit.start // size, unit.end // size
+    return f"{spec.name}[{first}:{last}]", word or "U8", [last - first]
 
 
 def canonical(value: Any) -> bytes:

@@ -1,44 +1,41 @@
 """Snapshots of the state in reused host memory: the part of a checkpoint that may block training.
 
-- A snapshot holds the whole state, on every member. Any survivor can therefore finish a checkpoint,
-  and each computes the digest of the whole state. It costs host memory for one more state per
-  worker.
-- The memory has the layout of the parts in the store (layout.py), so a write needs no further copy.
+- A snapshot holds all that a member has of the state: of a divided optimizer state some pieces,
+  which another member has, too, and of all else the whole. Any survivor can therefore finish a
+  checkpoint. It costs host memory for one more state per worker.
+- The memory has the blobs as the store does (layout.py), so a write needs no further copy. Members
+  that hold the same pieces have the same blobs of them.
 - `take` launches copies; `manifest` waits for them, hashes, and runs in the background. Consecutive
   snapshots of the same tensors allocate nothing.
 - Copies of a device's state are slow, and the host waits for them, until the memory is registered
   with the device. `prepare` and `memory.register` do that in the background, before the first
   snapshot. See device/host_copies.py.
-- Of a sharded optimizer's state a worker copies the units that it holds and nothing else
-  (`UnitSnapshot`). Two workers that hold the same units have the same files of them in memory, and
-  either can write them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from elastic_dp.checkpoint.codec import NamedTensor, encode
-from elastic_dp.checkpoint.commit_record import Manifest, block_digest, block_digester
+from elastic_dp.checkpoint.commit_record import Manifest, StateTree, unit_digest
 from elastic_dp.checkpoint.layout import (
     ROOM_ALIGNED_TO,
-    Layout,
-    Part,
-    Piece,
+    Blob,
     TensorSpec,
+    Unit,
+    cut,
     flat_bytes,
+    pack,
 )
-from elastic_dp.checkpoint.state_units import StateUnit, UnitFile, UnitKind, UnitPlace
 from elastic_dp.device.host_copies import HostCopies
-
-MAX_FILE_BYTES = 64 << 20
+from elastic_dp.errors import StateError
 
 
 class SnapshotMemory:
@@ -74,19 +71,55 @@ class SnapshotMemory:
             self.copies.unregister()
 
 
+@dataclass(frozen=True)
+class HeldPiece:
+    """The optimizer state of some elements of a parameter, which `holders` have.
+
+    `parameter` is its number in the order of the optimizer's groups; `first` and `last` are the
+    elements, in the order in which they lie in memory. `shape` and `stride` are the parameter's;
+    without a shape, the piece is all of its state.
+    """
+
+    parameter: int
+    first: int
+    last: int
+    state: dict[str, Any]
+    holders: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a member holds of a divided optimizer state. `parameters`: how many there are, on
+    whatever member."""
+
+    parameters: int
+    pieces: Sequence[HeldPiece]
+
+
+@dataclass
+class _CopiedBlob:
+    """A blob in memory, header included. `holders`: None for all members."""
+
+    blob: Blob
+    holders: tuple[str, ...] | None
+    content: torch.Tensor
+
+
 class Snapshot:
     """The newest copy of the state. One thread calls `take`; others may read in between."""
 
     def __init__(self, copies: HostCopies | None = None) -> None:
         self.step = -1
         self.memory = SnapshotMemory(copies)
-        self._layout = Layout.of([])
         self._kinds: list[tuple[Any, ...]] = []
-        # For each piece of a tensor: a view of the memory, and its source (end = -1: the whole
-        # tensor).
+        self._blobs: list[_CopiedBlob] = []
+        # For each unit: a view of the memory, and where its bytes come from (None: a whole tensor).
         self._targets: list[torch.Tensor] = []
-        self._sources: list[Piece] = []
-        self._tree: Any = None
+        self._sources: list[tuple[int, slice | None]] = []
+        self._common = StateTree(None, ())
+        self._entries: tuple[StateTree | None, ...] = ()
         self._manifest: Manifest | None = None
         self._hashing = threading.Lock()
 
@@ -96,24 +129,37 @@ class Snapshot:
         _, tensors = encode(tree)
         if all(TensorSpec.of(name, tensor).device == "cpu" for name, tensor in tensors):
             return False
-        self._make_room(tensors)
-        self._kinds = _kinds_of(tensors)
+        self._lay_out(tensors, ())
         return True
 
     @torch.no_grad()
-    def take(self, step: int, tree: Any) -> None:
-        """Copies the tree. The caller may change the tree again when this returns.
+    def take(self, step: int, tree: Any, held: HeldState | None = None) -> None:
+        """Copies the tree, and what this member holds of a divided optimizer state. The caller may
+        change both again when this returns.
 
         Raises StateError if it cannot be encoded, and then keeps the previous snapshot.
         """
         encoded, tensors = encode(tree)
+        pieces = [_EncodedPiece.of(piece) for piece in held.pieces] if held else []
+        entries: list[StateTree | None] = [None] * (held.parameters if held else 0)
+        for piece in pieces:
+            known = entries[piece.parameter]
+            if known is not None and known.to_json() != piece.entry.to_json():
+                raise StateError(
+                    f"step.optimizer.{piece.parameter}", "not the same in all parts of a parameter"
+                )
+            entries[piece.parameter] = known or piece.entry
         self._manifest = None
-        kinds = _kinds_of(tensors)
-        if kinds != self._kinds:
-            self._make_room(tensors)
-            self._kinds = kinds
-        self.step, self._tree = step, encoded
-        self._copy([tensor for _, tensor in tensors])
+        self._lay_out(tensors, pieces)
+        self.step, self._entries = step, tuple(entries)
+        self._common = StateTree(encoded, tuple(TensorSpec.of(*named) for named in tensors))
+        flat = [named.tensor for named in tensors]
+        flat += [tensor for piece in pieces for tensor in piece.tensors]
+        sources = [
+            flat[number] if part is None else flat_bytes(flat[number])[part]
+            for number, part in self._sources
+        ]
+        self.memory.copies.copy(self._targets, sources)
 
     @property
     def copied_s(self) -> float:
@@ -124,175 +170,127 @@ class Snapshot:
         return self.memory.copies.copied_s
 
     def manifest(self, executor: Executor | None = None) -> Manifest:
-        """Returns the manifest of the snapshot, with the digests of its blocks.
+        """Returns the manifest of the snapshot, with the digests of its units.
 
         The digests are computed once, in parallel if `executor` is given.
         """
         with self._hashing:
             if self._manifest is None:
                 self.memory.copies.wait()
-                blocks = range(self._layout.blocks)
-                digests = (executor.map if executor else map)(self._digest, blocks)
-                self._manifest = Manifest(self.step, self._tree, self._layout, tuple(digests))
+                hashed = (executor.map if executor else map)(_hashed, self._blobs)
+                for copied, blob in zip(self._blobs, hashed, strict=True):
+                    copied.blob = blob
+                blobs = tuple(copied.blob for copied in self._blobs)
+                self._manifest = Manifest(self.step, self._common, blobs, self._entries)
             return self._manifest
 
-    def part(self, part: Part) -> memoryview:
-        """Returns the content of the part's file, header included, without copying it."""
-        content: Any = self.memory.content.numpy()
-        return memoryview(content)[part.at : part.at + part.nbytes]
+    def writers(self, members: Sequence[str]) -> dict[str, str]:
+        """Returns which of `members` is to write each blob, by its name: those that hold the same
+        blobs share them. All of these members return the same. Call it after `manifest`."""
+        alike: dict[tuple[str, ...] | None, list[str]] = {}
+        for copied in self._blobs:
+            alike.setdefault(copied.holders, []).append(copied.blob.name)
+        found: dict[str, str] = {}
+        for holders, names in alike.items():
+            holding = members if holders is None else holders
+            writing = [one for one in holding if one in members] or holding
+            found |= {
+                name: writing[(len(writing) * (number + 1) - 1) // len(names)]
+                for number, name in enumerate(names)
+            }
+        return found
 
-    def tensor_digests(self) -> tuple[str, ...]:
-        """Returns the digest of each tensor, by slot. Members whose states differ compare them."""
-        self.memory.copies.wait()
-        digests = [block_digester() for _ in self._layout.specs]
-        for slot, start, end, at in self._layout.pieces:
-            begin = self._layout.host_at(at)
-            digests[slot].update(self.memory.content.numpy()[begin : begin + end - start].data)
-        return tuple(digest.hexdigest() for digest in digests)
-
-    def _digest(self, block: int) -> str:
-        start, end = self._layout.block_span(block)
-        at = self._layout.host_at(start)
-        return block_digest(self.memory.content.numpy()[at : at + end - start])
-
-    def _make_room(self, tensors: Sequence[NamedTensor]) -> None:
-        self._kinds, self._targets, self._sources = [], [], []
-        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
-        layout = Layout.of(specs)
-        on_device = any(spec.device != "cpu" for spec in specs)
-        self.memory.make_room(layout.host_bytes, on_device=on_device)
-        self._layout = layout
-        content = self.memory.content
-        memory = content.numpy()
-        for part in layout.parts:
-            memory[part.at : part.data_at] = memoryview(part.header)
-        for piece in layout.pieces:
-            spec, at = specs[piece.slot], layout.host_at(piece.at)
-            room = content[at : at + piece.end - piece.start]
-            same = tensors[piece.slot].tensor.is_contiguous() or spec.stride is not None
-            whole = piece.end - piece.start == spec.nbytes and same
-            self._targets.append(spec.view(room) if whole else room)
-            self._sources.append(piece._replace(end=-1) if whole else piece)
-
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        sources = [
-            tensors[slot] if end == -1 else flat_bytes(tensors[slot])[start:end]
-            for slot, start, end, _ in self._sources
-        ]
-        self.memory.copies.copy(self._targets, sources)
-
-
-def _kinds_of(tensors: Sequence[NamedTensor]) -> list[tuple[Any, ...]]:
-    return [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
-
-
-@dataclass(frozen=True)
-class HeldUnit:
-    """A unit that this worker holds. `shape` and `stride`: see `UnitKind`."""
-
-    place: UnitPlace
-    state: dict[str, Any]
-    shape: tuple[int, ...] | None = None
-    stride: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """Units that the same workers hold. `writer` is the one that is to write them."""
-
-    writer: str
-    units: Sequence[HeldUnit]
-
-
-@dataclass
-class _CopiedFile:
-    """A file in memory, header included, and the bytes that are copied there."""
-
-    writer: str
-    file: UnitFile
-    flats: list[torch.Tensor]
-    content: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    has_digests: bool = False
-
-    def lay_out(self, content: torch.Tensor) -> list[torch.Tensor]:
-        """Takes this memory and writes the header. Returns where each of `flats` is to be
-        copied."""
-        self.content = content
-        written: Any = content.numpy()
-        written[: len(self.file.header)] = memoryview(self.file.header)
-        return list(content[len(self.file.header) :].split([flat.numel() for flat in self.flats]))
-
-
-class UnitSnapshot:
-    """The newest copy. One thread calls `take`; others may read in between."""
-
-    def __init__(self, copies: HostCopies | None = None) -> None:
-        self.total = 0  # units that the whole checkpoint has
-        self.memory = SnapshotMemory(copies)
-        self._files: list[_CopiedFile] = []
-        self._hashing = threading.Lock()
-
-    @torch.no_grad()
-    def take(self, total: int, groups: Iterable[UnitGroup]) -> None:
-        """Copies the units in `groups`. `total` is the number of all units, on whatever worker.
-        The caller may change them again when this returns. Raises StateError if a state cannot be
-        stored."""
-        self.total, self._files = total, []
-        kinds: dict[str, UnitKind] = {}
-        files = [
-            _file_of(group.writer, held, kinds) for group in groups for held in _cut(group.units)
-        ]
-        starts = list(accumulate((_in_pages(one.file.nbytes) for one in files), initial=0))
-        specs = (spec for kind in kinds.values() for spec in kind.specs)
-        self.memory.make_room(starts[-1], on_device=any(spec.device != "cpu" for spec in specs))
-        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-        for one, start in zip(files, starts, strict=False):
-            targets += one.lay_out(self.memory.content[start : start + one.file.nbytes])
-            sources += one.flats
-            one.flats = []
-        self.memory.copies.copy(targets, sources)
-        self._files = files
-
-    def files(self, executor: Executor | None = None) -> list[tuple[str, UnitFile]]:
-        """Returns each file, with its digests, and who is to write it."""
-        with self._hashing:
-            self.memory.copies.wait()
-            waiting = [copied for copied in self._files if not copied.has_digests]
-            hashed = (executor.map if executor else map)(_hashed, waiting)
-            for copied, file in zip(waiting, hashed, strict=True):
-                copied.file, copied.has_digests = file, True
-            return [(copied.writer, copied.file) for copied in self._files]
-
-    def content(self, file: UnitFile) -> memoryview:
-        """Returns the content of a file, header included, without copying it."""
-        content: Any = next(c.content for c in self._files if c.file is file).numpy()
+    def content(self, name: str) -> memoryview:
+        """Returns the content of a blob, header included, without copying it."""
+        content: Any = next(c.content for c in self._blobs if c.blob.name == name).numpy()
         return memoryview(content)
 
+    def _lay_out(self, tensors: Sequence[NamedTensor], pieces: Sequence[_EncodedPiece]) -> None:
+        """Arranges the memory, unless it has the blobs of such tensors and pieces."""
+        kinds = [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
+        kinds += [piece.kind for piece in pieces]
+        if kinds == self._kinds:
+            return
+        self._kinds, self._blobs, self._targets, self._sources = [], [], [], []
+        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors}
+        numbers = {name: number for number, name in enumerate(specs)}
+        lists: list[tuple[tuple[str, ...] | None, list[Unit]]]
+        lists = [(None, units) for units in cut([*specs.values()])]
+        of_piece: dict[Unit, int] = {}  # where the pieces' tensors are
+        of_holders: dict[tuple[str, ...], list[Unit]] = {}
+        for piece in pieces:
+            specs |= {spec.name: spec for spec in piece.entry.specs}
+            for unit, tensor in zip(piece.units, piece.tensors, strict=True):
+                of_piece[unit] = len(tensors) + len(of_piece)
+                if tensor.numel():
+                    of_holders.setdefault(piece.holders, []).append(unit)
+        lists += [(holders, some) for holders, all_ in of_holders.items() for some in pack(all_)]
+        blobs = [(holders, Blob.of(units, specs)) for holders, units in lists]
+        starts = list(accumulate((_in_pages(blob.nbytes) for _, blob in blobs), initial=0))
+        self.memory.make_room(
+            starts[-1], on_device=any(spec.device != "cpu" for spec in specs.values())
+        )
+        for (holders, blob), start in zip(blobs, starts, strict=False):
+            content = self.memory.content[start : start + blob.nbytes]
+            written: Any = content.numpy()
+            written[: len(blob.header)] = memoryview(blob.header)
+            self._blobs.append(_CopiedBlob(blob, holders, content))
+            for unit, at in zip(blob.units, blob.offsets, strict=False):
+                room, spec = content[at : at + unit.nbytes], specs[unit.tensor]
+                if unit in of_piece:
+                    self._sources.append((of_piece[unit], slice(None)))
+                elif unit.nbytes == spec.nbytes and (
+                    tensors[numbers[unit.tensor]].tensor.is_contiguous() or spec.stride is not None
+                ):
+                    room = spec.view(room)
+                    self._sources.append((numbers[unit.tensor], None))
+                else:
+                    self._sources.append((numbers[unit.tensor], slice(unit.start, unit.end)))
+                self._targets.append(room)
+        self._kinds = kinds
 
-def _cut(units: Sequence[HeldUnit]) -> Iterable[list[HeldUnit]]:
-    """Yields the units in lists of limited size, in order."""
-    some, size = list[HeldUnit](), 0
-    for held in units:
-        nbytes = sum(x.nbytes for x in held.state.values() if isinstance(x, torch.Tensor))
-        if some and size + nbytes > MAX_FILE_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(held)
-        size += nbytes
-    if some:
-        yield some
+
+@dataclass(frozen=True)
+class _EncodedPiece:
+    """A piece whose state is encoded: the entry of its parameter, and a unit for each tensor of the
+    state."""
+
+    parameter: int
+    entry: StateTree
+    units: Sequence[Unit]
+    tensors: Sequence[torch.Tensor]
+    holders: tuple[str, ...]
+
+    @classmethod
+    def of(cls, piece: HeldPiece) -> _EncodedPiece:
+        """Raises StateError."""
+        tree, named = encode(piece.state)
+        specs, units, tensors = [], [], []
+        for key, tensor in named:
+            spec = TensorSpec.of(f"step.optimizer.{piece.parameter}.{key}", tensor)
+            start, end = 0, spec.nbytes
+            if piece.shape is not None and tensor.dim():
+                start, end = piece.first * spec.itemsize, piece.last * spec.itemsize
+                spec = replace(spec, shape=piece.shape, stride=_stride_of(piece))
+            specs.append(spec)
+            if piece.first and (start, end) == (0, spec.nbytes):
+                continue  # it has no elements: the first piece of the parameter has it
+            units.append(Unit(spec.name, start, end))
+            tensors.append(tensor)
+        entry = StateTree(tree, tuple(specs))
+        return cls(piece.parameter, entry, units, tensors, piece.holders)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        tensors = [(t.dtype, t.stride(), t.device) for t in self.tensors]
+        return self.parameter, self.entry.specs, self.units, tensors, self.holders
 
 
-def _file_of(writer: str, units: Sequence[HeldUnit], kinds: dict[str, UnitKind]) -> _CopiedFile:
-    """Returns the file of these units, which are not copied yet."""
-    made, flats = [], list[torch.Tensor]()
-    for held in units:
-        tree, tensors = encode(held.state)
-        specs = tuple(TensorSpec.of(name, tensor) for name, tensor in tensors)
-        kind = UnitKind(tree, specs, held.shape, held.stride)
-        made.append(StateUnit(held.place, kinds.setdefault(kind.text, kind), ""))
-        flats += [flat_bytes(tensor) for _, tensor in tensors]
-    return _CopiedFile(writer, UnitFile(tuple(made)), flats)
+def _stride_of(piece: HeldPiece) -> tuple[int, ...] | None:
+    """Returns what `TensorSpec.of` has for the whole tensor."""
+    assert piece.shape is not None and piece.stride is not None
+    like = torch.empty_strided(piece.shape, piece.stride, device="meta")
+    return TensorSpec.of("", like).stride
 
 
 def _in_pages(nbytes: int) -> int:
@@ -300,13 +298,14 @@ def _in_pages(nbytes: int) -> int:
     return -(-nbytes // ROOM_ALIGNED_TO) * ROOM_ALIGNED_TO
 
 
-def _hashed(copied: _CopiedFile) -> UnitFile:
+def _hashed(copied: _CopiedBlob) -> Blob:
     content: Any = copied.content.numpy()
+    blob = copied.blob
     units = [
-        replace(unit, digest=block_digest(content[at : at + unit.kind.nbytes]))
-        for unit, at in zip(copied.file.units, copied.file.offsets, strict=False)
+        unit._replace(digest=unit_digest(content[at : at + unit.nbytes]))
+        for unit, at in zip(blob.units, blob.offsets, strict=False)
     ]
-    return UnitFile(tuple(units))
+    return Blob(tuple(units), blob.header)
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

@@ -21,8 +21,7 @@ from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_blobs
-from elastic_dp.checkpoint.commit_record import Manifest
-from elastic_dp.checkpoint.snapshot import Snapshot, UnitGroup, UnitSnapshot
+from elastic_dp.checkpoint.snapshot import HeldState, Snapshot
 
 WRITES_IN_FLIGHT = 4
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
@@ -46,17 +45,15 @@ class Uploader:
     """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
     uploader.
 
-    `on_written(blobs, manifest, tensors)` is called on such a thread with what the committer needs.
-    Every member computes the same manifest.
+    `on_written` is called on such a thread with what the committer needs.
     """
 
     def __init__(
         self,
         catalog: Catalog,
-        on_written: Callable[[WorkerBlobs, Manifest, tuple[str, ...]], None],
+        on_written: Callable[[WorkerBlobs], None],
     ) -> None:
         self.snapshot = Snapshot()
-        self.units: UnitSnapshot | None = None  # as of the step of `snapshot`
         self._catalog, self._on_written = catalog, on_written
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
@@ -104,35 +101,27 @@ class Uploader:
         *,
         writer: str,
         members: Sequence[str],
-        units: tuple[int, Sequence[UnitGroup]] | None = None,
+        held: HeldState | None = None,
     ) -> Upload:
         """Copies the state and starts to write what `writer` is to write, one of `members`.
 
-        `units`: how many there are, and those that this member holds. Raises StateError if the
-        state cannot be stored, or the error of the previous upload.
+        `held`: see `Snapshot.take`. Raises StateError if the state cannot be stored, or the error
+        of the previous upload.
         """
         begun_at = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - begun_at
         with self._copying:
-            self.copy(step, tree, units)
+            self.snapshot.take(step, tree, held)
         self._writer, self._members = writer, members
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write)
-        for copied in self._copied():
-            self._one.submit(copied.memory.register)  # behind it, when nobody waits any more
+        self._one.submit(self.snapshot.memory.register)  # after it, when nobody waits any more
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
-    def copy(self, step: int, tree: Any, units: tuple[int, Sequence[UnitGroup]] | None) -> None:
-        """Copies the state, and writes nothing. See `take`."""
-        self.snapshot.take(step, tree)
-        if units is not None:
-            self.units = UnitSnapshot() if self.units is None else self.units
-            self.units.take(*units)
-
     def write(self, step: int, names: Sequence[str]) -> None:
-        """Also writes the blobs with these names, if the snapshot still holds this step. Without
-        any, it reports the digest of each tensor. Any thread may call it."""
+        """Also writes the blobs with these names, if the snapshot still holds this step. Any
+        thread may call it."""
         self._last = self._one.submit(self._write_more, step, names)
 
     def wait(self) -> WorkerBlobs | None:
@@ -147,31 +136,24 @@ class Uploader:
         """Waits for the writes under way. No further write starts."""
         self._one.shutdown(cancel_futures=True)
         self._writers.shutdown()
-        for copied in self._copied():
-            copied.memory.close()
-
-    def _copied(self) -> list[Snapshot | UnitSnapshot]:
-        return [self.snapshot] if self.units is None else [self.snapshot, self.units]
+        self.snapshot.memory.close()
 
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()
 
-    def _write(self, names: Sequence[str] | None = None, *, compares: bool = False) -> WorkerBlobs:
-        """Writes and reports blobs; with `compares` also the digest of each tensor."""
+    def _write(self, names: Sequence[str] | None = None) -> WorkerBlobs:
         blobs = write_blobs(
             self._catalog,
             self.snapshot,
             self._writers,
             writer=self._writer,
             members=self._members,
-            units=self.units,
             names=names,
         )
-        tensors = self.snapshot.tensor_digests() if compares else ()
-        self._on_written(blobs, self.snapshot.manifest(), tensors)
+        self._on_written(blobs)
         return blobs
 
     def _write_more(self, step: int, names: Sequence[str]) -> None:
         with self._copying:
             if self.snapshot.step == step:
-                self._write(names, compares=not names)
+                self._write(names)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
-from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.train.generations.worker_progress import LogCall
@@ -19,18 +18,16 @@ class WrittenBlobs:
 
     - `members` are those that shared the writing, by rank; a member that is a step behind may have
       others.
-    - `manifest` describes the checkpoint, `naming` the names of its tensors
-      (checkpoint/state_dict_names.py), `versions` the software that wrote it.
+    - `naming` has the tensors' names (checkpoint/state_dict_names.py), `versions` the software that
+      wrote them.
     - `job` and `data` are fingerprints of the code and the data set.
     - `stall_s` is how long the snapshot blocked this member's training, in seconds.
     - `took_s` is the time from the begin of the snapshot to this report, in seconds.
     - `lineage_id` is the generation in which the run of this state began or went back.
-    - `tensors` are the digests of all tensors, if the committer has asked for them.
     """
 
     blobs: WorkerBlobs
     members: tuple[WorkerId, ...]
-    manifest: Manifest
     naming: Mapping[str, Any]
     versions: Mapping[str, str]
     stall_s: float
@@ -38,7 +35,6 @@ class WrittenBlobs:
     job: str = ""
     data: str = ""
     took_s: float = 0.0
-    tensors: tuple[str, ...] = ()
 
 
 class ControllerLink(Protocol):

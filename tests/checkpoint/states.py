@@ -82,9 +82,7 @@ def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: in
             write_blobs(catalog, snapshot, executor, writer=member, members=members)
             for member, snapshot in zip(members, snapshots, strict=True)
         ]
-        return write_commit(
-            catalog, snapshots[0].manifest(), blobs, fence, CommitMetadata(**metadata)
-        )
+        return write_commit(catalog, blobs, fence, CommitMetadata(**metadata))
 
 
 def save(catalog: Catalog, state: TrainState, step: int, **how):

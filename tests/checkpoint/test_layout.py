@@ -1,7 +1,7 @@
-"""The line of bytes: aligned, without gaps, cut alike for every number of workers; each part a
+"""Tensors in blobs: aligned, without gaps, cut alike for every number of workers; each blob a
 safetensors file."""
 
-import io
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_dp.checkpoint import layout as layouts
 from elastic_dp.checkpoint.codec import encode
-from elastic_dp.checkpoint.layout import WORDS, Layout, TensorSpec, flat_bytes, is_dense
+from elastic_dp.checkpoint.layout import WORDS, Blob, TensorSpec, cut, flat_bytes, is_dense
 from elastic_dp.checkpoint.snapshot import Snapshot
 from tests.checkpoint.states import big_tree, same
 
@@ -26,45 +27,52 @@ specs = st.lists(
 )
 
 
-@given(specs, st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 8]), st.integers(1, 9))
-def test_every_byte_has_one_place(given_specs, block, blocks_in_part, workers):
-    layout = Layout(tuple(given_specs), block * blocks_in_part, block)
-    covered = 0
-    for piece in layout.pieces:
-        assert piece.at == covered, "a gap or an overlap"
-        size = layout.specs[piece.slot].torch_dtype.itemsize
-        assert piece.at % size == piece.start % size == piece.end % size == 0
-        covered += piece.end - piece.start
-    assert covered == layout.total
-    shares = [layout.share(rank, workers) for rank in range(workers)]
-    assert [number for share in shares for number in share] == list(range(len(layout.parts)))
-    blocks = [block for share in shares for block in layout.blocks_of(share)]
-    assert blocks == list(range(layout.blocks))
-    assert sum(part.end - part.start for part in layout.parts) == layout.total
-    assert sum(end - start for start, end in map(layout.block_span, blocks)) == layout.total
-    for part in layout.parts:
-        assert part.data_at % 64 == 0
-        assert part.at % 4096 == 0
+@given(specs, st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 8]))
+def test_every_byte_has_one_place(given_specs, unit, units_in_blob):
+    with (
+        patch.object(layouts, "MAX_UNIT_BYTES", unit),
+        patch.object(layouts, "_MIN_BLOB_BYTES", unit * units_in_blob),
+        patch.object(layouts, "_BLOBS", 1 << 20),
+    ):
+        lists = cut(given_specs)
+    by_name = {spec.name: spec for spec in given_specs}
+    ends = dict.fromkeys(by_name, 0)
+    for units in lists:
+        blob = Blob.of(units, by_name)
+        assert len(blob.header) % 64 == 0
+        for one, at in zip(units, blob.offsets, strict=False):
+            size = by_name[one.tensor].itemsize
+            assert one.start == ends[one.tensor] < one.end, "a gap or an overlap"
+            assert (at - len(blob.header)) % size == one.start % size == one.end % size == 0
+            assert one.nbytes <= unit
+            ends[one.tensor] = one.end
+    assert ends == {name: spec.nbytes for name, spec in by_name.items()}
+    sizes = [sum(one.nbytes for one in units) for units in lists]
+    assert set(sizes[:-1]) <= {unit * units_in_blob} and max(sizes, default=0) <= (
+        unit * units_in_blob
+    )
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "part_mib"), [(0, 1), (1, 1), (32 << 20, 1), (500 * 10**6, 16), (10**11, 64)]
+    ("nbytes", "mib", "count"),
+    [(0, 1, 0), (1, 1, 1), (32 << 20, 1, 32), (500 * 10**6, 16, 30), (10**11, 64, 1491)],
 )
-def test_parts_grow_with_the_state_up_to_a_limit(nbytes, part_mib):
-    layout = Layout.of([TensorSpec("t", "uint8", (nbytes,))])
-    assert layout.part_bytes == part_mib << 20 and layout.block_bytes == min(part_mib, 8) << 20
+def test_blobs_grow_with_the_state_up_to_a_limit(nbytes, mib, count):
+    lists = cut([TensorSpec("t", "uint8", (nbytes,))])
+    assert len(lists) == count
+    assert all(sum(one.nbytes for one in units) == mib << 20 for units in lists[:-1])
+    assert all(one.nbytes <= min(mib, 8) << 20 for units in lists for one in units)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1000, 3 << 20])
-def test_parts_open_with_the_library_of_the_format(nbytes):
-    """Whole tensors under their names, and the pieces of a cut one, end to end, are the tensor."""
+def test_blobs_open_with_the_library_of_the_format(nbytes):
+    """Whole tensors under their names, and the units of a cut one, end to end, are the tensor."""
     tree = big_tree(nbytes)
     snapshot = Snapshot()
     snapshot.take(1, tree)
-    layout = snapshot.manifest().layout
     pieces = {}
-    for part in layout.parts:
-        pieces |= safetensors.torch.load(bytes(snapshot.part(part)))
+    for name in snapshot.manifest().headers:
+        pieces |= safetensors.torch.load(bytes(snapshot.content(name)))
     for name, tensor in encode(tree)[1]:
         if tensor.is_contiguous() and name in pieces:
             assert same(pieces[name], tensor)
@@ -96,21 +104,21 @@ def test_a_snapshot_uses_its_memory_again():
     snapshot.take(2, tree)
     second = snapshot.manifest()
     assert snapshot.memory.content.data_ptr() == address
-    assert [a == b for a, b in zip(first.blocks, second.blocks, strict=True)].count(False) == 1
-    assert snapshot.memory.content.data_ptr() % 4096 == 0, "a part goes to the disk without a copy"
+    assert len(second.units) - len(set(first.units.values()) & set(second.units.values())) == 1
+    assert snapshot.memory.content.data_ptr() % 4096 == 0, "a blob goes to the disk without a copy"
     smaller = {"x": torch.ones(10)}
     snapshot.take(3, smaller)
     assert snapshot.memory.content.data_ptr() == address
-    file = io.BytesIO(snapshot.part(snapshot.manifest().layout.parts[0]))
-    assert same(safetensors.torch.load(file.read()), smaller)
+    [name] = snapshot.manifest().headers
+    assert same(safetensors.torch.load(bytes(snapshot.content(name))), smaller)
 
 
 def test_a_tensor_that_becomes_contiguous_has_another_layout():
     snapshot = Snapshot()
     for tensor in (torch.randn(3, 4).t(), torch.randn(4, 3), torch.randn(4, 6)[:, ::2]):
         snapshot.take(1, {"x": tensor})
-        part = snapshot.manifest().layout.parts[0]
-        stored = next(iter(safetensors.torch.load(bytes(snapshot.part(part))).values()))
+        [name] = snapshot.manifest().headers
+        stored = next(iter(safetensors.torch.load(bytes(snapshot.content(name))).values()))
         assert same(stored.view(-1).view(torch.uint8), flat_bytes(tensor))
 
 

@@ -10,21 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint import snapshot as snapshots
+from elastic_dp.checkpoint import layout as layouts
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, blob_path
 from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, missing_files, verify
-from elastic_dp.checkpoint.checkpoint_writer import is_written, write_commit
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, written_manifest
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
-from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.errors import CheckpointDamaged, StateError
 from elastic_dp.storage import Store
 from tests.checkpoint.sharded_states import (
-    groups_of,
+    held_by,
     held_by_two,
+    pieces_of,
     sharded_checkpoint,
-    units_of,
     whole_state,
-    without_units,
+    without_pieces,
     write_sharded,
 )
 from tests.checkpoint.states import memory_store, same
@@ -49,7 +49,7 @@ def test_state_is_read_bit_for_bit_whoever_holds_and_writes_its_units(
     shapes, dtype, workers, unit, draw
 ):
     tree = whole_state(draw.randrange(100), shapes=shapes, dtype=dtype)
-    count = len(units_of(tree, unit))
+    count = len(pieces_of(tree, unit))
     pairs = [tuple(draw.sample(range(workers), min(2, workers))) for _ in range(count)]
     lost = [draw.randrange(workers)] if workers > 1 else []
     catalog = Catalog(memory_store())
@@ -81,11 +81,11 @@ def test_both_holders_have_the_same_files_and_the_backup_writes_those_of_a_lost_
 
 
 def test_files_of_units_have_a_limited_size(monkeypatch):
-    monkeypatch.setattr(snapshots, "MAX_FILE_BYTES", 200)
+    monkeypatch.setattr(layouts, "MAX_BLOB_BYTES", 200)
     tree, catalog = whole_state(), Catalog(memory_store())
     committed = sharded_checkpoint(catalog, 3, tree, workers=1)
-    files = committed.manifest.units.files
-    assert len(files) > 3 and max(f.nbytes - len(f.header) for f in files) <= 200
+    blobs = divided_blobs(committed)
+    assert len(blobs) > 3 and max(one.nbytes - len(one.header) for one in blobs) <= 200
     assert same(load(catalog, committed), tree)
 
 
@@ -93,58 +93,70 @@ def test_files_of_units_are_safetensors_files(tmp_path):
     tree, catalog = whole_state(), Catalog(Store(str(tmp_path)))
     committed = sharded_checkpoint(catalog, 3, tree)
     opened = {}
-    for file in committed.manifest.units.files:
+    for file in divided_blobs(committed):
         path = "/" + blob_path(catalog.folder, 3, file.name).lstrip("/")
         opened |= safetensors.torch.load_file(path)
     first = tree["step"]["optimizer"][0]["exp_avg"]
     spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
-    flat = torch.cat([opened[f"optimizer.0.exp_avg[{n}:{m}]"] for n, m in spans])
+    flat = torch.cat([opened[f"step.optimizer.0.exp_avg[{n}:{m}]"] for n, m in spans])
     assert torch.equal(flat, first.as_strided((35,), (1,)))
-    assert torch.equal(opened["optimizer.4.row"], tree["step"]["optimizer"][4]["row"])
+    assert torch.equal(opened["step.optimizer.4.row"], tree["step"]["optimizer"][4]["row"])
 
 
 def test_snapshot_keeps_its_bytes_while_the_state_changes_and_takes_no_new_memory():
-    tree, catalog = whole_state(), Catalog(memory_store())
-    units, snapshot = units_of(tree), UnitSnapshot()
-    snapshot.take(len(units), groups_of(0, units, held_by_two(len(units), 2)))
-    before = [(file.name, bytes(snapshot.content(file))) for _, file in snapshot.files()]
+    tree, snapshot = whole_state(), Snapshot()
+    holders = held_by_two(len(pieces_of(tree)), 2)
+
+    def contents():
+        return {name: bytes(snapshot.content(name)) for name in snapshot.manifest().headers}
+
+    snapshot.take(1, without_pieces(tree), held_by(0, tree, holders))
+    before = contents()
     memory = snapshot.memory.content.data_ptr()
     for state in tree["step"]["optimizer"]:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dtype != torch.bool:
                 value += 1
-    assert [(f.name, bytes(snapshot.content(f))) for _, f in snapshot.files()] == before
-    snapshot.take(len(units), groups_of(0, units, held_by_two(len(units), 2)))
+    assert contents() == before
+    snapshot.take(1, without_pieces(tree), held_by(0, tree, holders))
     assert snapshot.memory.content.data_ptr() == memory
-    names = [name for name, _ in before]
-    assert not set(names) & {file.name for _, file in snapshot.files()}
-    assert catalog.names() == []
+    assert len(before.keys() & snapshot.manifest().headers.keys()) == 1, "of the parameters"
 
 
 def test_checkpoint_without_all_of_its_units_is_not_committed():
     catalog, tree = Catalog(memory_store()), whole_state()
-    manifest, reports = write_sharded(catalog, 3, tree)
+    reports = write_sharded(catalog, 3, tree)
     del reports["1"]  # its backup has not written them
-    assert not is_written(manifest, reports.values())
+    assert written_manifest(reports.values()) is None
     with pytest.raises(AssertionError):
-        write_commit(catalog, manifest, list(reports.values()), 1, CommitMetadata())
+        write_commit(catalog, list(reports.values()), 1, CommitMetadata())
     assert catalog.names() == []
 
 
-def test_unit_that_differs_on_its_two_holders_is_not_committed():
+@pytest.mark.parametrize("what", ["exp_avg", "none"])
+def test_state_that_differs_on_two_holders_is_not_committed(what):
     catalog, tree = Catalog(memory_store()), whole_state()
-    manifest, reports = write_sharded(catalog, 3, tree)
+    reports = write_sharded(catalog, 3, tree)
     other = whole_state()
-    other["step"]["optimizer"][0]["exp_avg"][0, 0] += 1.0
-    units = units_of(other)
-    snapshot = UnitSnapshot()
-    snapshot.take(len(units), groups_of(1, units, held_by_two(len(units), 3)))
-    reports["1"] = dataclasses.replace(
-        reports["1"], files=tuple(file for _, file in snapshot.files())
-    )
+    if what == "none":
+        other["step"]["optimizer"][0]["none"] = 5
+    else:
+        other["step"]["optimizer"][0]["exp_avg"][0, 0] += 1.0
+    snapshot = Snapshot()
+    holders = held_by_two(len(pieces_of(other)), 3)
+    snapshot.take(3, without_pieces(other), held_by(1, other, holders))
+    reports["1"] = dataclasses.replace(reports["1"], manifest=snapshot.manifest())
     with pytest.raises(StateError, match=r"two members that hold a part of it at step 3.* on 0, 1"):
-        write_commit(catalog, manifest, list(reports.values()), 1, CommitMetadata())
+        write_commit(catalog, list(reports.values()), 1, CommitMetadata())
     assert catalog.names() == []
+
+
+def divided_blobs(committed):
+    return [
+        blob
+        for blob in committed.manifest.blobs
+        if all(unit.tensor.startswith("step.optimizer.") for unit in blob.units)
+    ]
 
 
 def damaged_files(tmp_path):
@@ -152,7 +164,7 @@ def damaged_files(tmp_path):
     catalog = Catalog(Store(str(tmp_path)))
     sharded_checkpoint(catalog, 1, whole_state(1))
     committed = sharded_checkpoint(catalog, 2, whole_state(2))
-    names = [file.name for file in committed.manifest.units.files]
+    names = [blob.name for blob in divided_blobs(committed)]
     return catalog, sorted(Path("/", blob_path(catalog.folder, 2, name)) for name in names)
 
 
@@ -201,27 +213,35 @@ def test_units_are_deleted_with_their_checkpoint(tmp_path):
     assert verify(catalog, CommitName(2, 1)) == []
 
 
-def _of_first_parameter(units):
-    return next(unit for file in units["files"] for unit in file if unit[:2] == [0, 0])
+def _entry(manifest):
+    """That of the first parameter."""
+    return manifest["trees"][1]
+
+
+def _unit(manifest):
+    return next(unit for blob in manifest["blobs"] for unit in blob if unit[0] == 5)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda units: units.pop("kinds"),
-        lambda units: units.update(files=5),
-        lambda units: _of_first_parameter(units).__setitem__(0, 3),
-        lambda units: _of_first_parameter(units).__setitem__(2, 9),
-        lambda units: units["files"][0][0].__setitem__(1, -1),
-        lambda units: units["files"][0][0].__setitem__(3, 99),
-        lambda units: units["files"][0][0].__setitem__(4, 7),
-        lambda units: units["kinds"][0][1][0].__setitem__(1, "os"),
-        lambda units: units["kinds"][0].__setitem__(2, [-7, 5]),
+        lambda manifest: manifest.pop("blobs"),
+        lambda manifest: manifest.update(blobs=5),
+        lambda manifest: manifest["blobs"].pop(),
+        lambda manifest: manifest["trees"].__setitem__(1, None),
+        lambda manifest: _unit(manifest).__setitem__(0, 3),
+        lambda manifest: _unit(manifest).__setitem__(0, 99),
+        lambda manifest: _unit(manifest).__setitem__(2, 9),
+        lambda manifest: _unit(manifest).__setitem__(1, -1),
+        lambda manifest: _unit(manifest).__setitem__(3, 7),
+        lambda manifest: _entry(manifest)[1][0].__setitem__(1, "os"),
+        lambda manifest: _entry(manifest)[1][1].__setitem__(0, _entry(manifest)[1][0][0]),
+        lambda manifest: _entry(manifest)[1][1].__setitem__(2, [-7, 5]),
     ],
 )
-def test_table_of_units_that_makes_no_sense_is_damage(change):
+def test_manifest_that_makes_no_sense_is_damage(change):
     committed = sharded_checkpoint(Catalog(memory_store()), 3, whole_state())
-    changed = _with(committed, lambda body: change(body["manifest"]["units"]))
+    changed = _with(committed, lambda body: change(body["manifest"]))
     with pytest.raises(CheckpointDamaged, match="its commit record cannot be read"):
         CommitRecord.from_bytes(changed, 3)
 
@@ -238,4 +258,4 @@ def test_digest_covers_each_unit_and_the_rest():
             tree["step"]["parameters"][0][0, 0] += 1.0
         digests.add(sharded_checkpoint(Catalog(memory_store()), 3, tree).digest)
     assert len(digests) == 4
-    assert without_units(whole_state())["step"]["optimizer"] == [{}] * 5
+    assert without_pieces(whole_state())["step"]["optimizer"] == [{}] * 5

@@ -12,7 +12,7 @@ from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.errors import StateError, StorageError
-from tests.checkpoint.sharded_states import groups_of, units_of, whole_state, without_units
+from tests.checkpoint.sharded_states import held_by, pieces_of, whole_state, without_pieces
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import PATIENCE_S, eventually
 
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, eventually
 @pytest.fixture
 def uploader():
     shares = []
-    made = Uploader(Catalog(memory_store()), lambda *written: shares.append(written))
+    made = Uploader(Catalog(memory_store()), shares.append)
     made.shares = shares
     yield made
     made.close()
@@ -52,9 +52,8 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     tree["double"].zero_()
     go.set()
     share = uploader.wait()
-    [(told, manifest, _)] = uploader.shares
-    assert told == share and share.writer == "w0" and not uploader.busy and not told.files
-    write_commit(catalog, manifest, [share], 1, CommitMetadata())
+    assert uploader.shares == [share] and share.writer == "w0" and not uploader.busy
+    write_commit(catalog, [share], 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
 
 
@@ -70,8 +69,7 @@ def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     go.set()
     thread.join()
     uploader.wait()
-    assert [share.step for share, *_ in uploader.shares] == [1, 2]
-    assert [manifest.step for _, manifest, *_ in uploader.shares] == [1, 2]
+    assert [share.step for share in uploader.shares] == [1, 2]
     assert done[0].stall_s >= done[0].waited_s >= 0
 
 
@@ -82,7 +80,7 @@ def test_late_upload_is_waited_for_once(uploader, monkeypatch):
     assert uploader.ready()
     uploader.take(1, {"x": torch.ones(3)}, writer="a", members="ab")  # the part is the other one's
     uploader.wait()
-    uploader.write(1, uploader.snapshot.manifest().part_names)
+    uploader.write(1, [*uploader.snapshot.manifest().headers])
     assert not uploader.late and not uploader.ready() and uploader.late
     with monkeypatch.context() as patched:
         patched.setattr("elastic_dp.checkpoint.uploader.wait_for", pytest.fail)
@@ -114,20 +112,18 @@ def test_a_state_that_cannot_be_stored_starts_nothing(uploader):
     assert uploader.wait() is None and uploader.shares == []
 
 
-def test_units_are_copied_with_the_state_and_written_by_who_is_to_write_them(uploader):
+def test_pieces_are_copied_with_the_state_and_written_by_who_is_to_write_them(uploader):
     tree, catalog = whole_state(), uploader._catalog
-    units = units_of(tree)
-    groups = groups_of(0, units, [(n % 2, 1 - n % 2) for n in range(len(units))])
-    assert {group.writer for group in groups} == {"0", "1"}
-    uploader.take(1, without_units(tree), writer="0", members="0", units=(len(units), groups))
+    holders = [(n % 2, 1 - n % 2) for n in range(len(pieces_of(tree)))]
+    held = held_by(0, tree, holders)
+    uploader.take(1, without_pieces(tree), writer="0", members="01", held=held)
     before = copy.deepcopy(tree)
     tree["step"]["optimizer"][0]["exp_avg"].zero_()
     uploader.wait()
-    [(told, manifest, _)] = uploader.shares
+    [told] = uploader.shares
     mine = [name for name, writer in told.planned.items() if writer == "0"]
-    assert (told.total_units, sorted(told.written)) == (len(units), sorted(mine))
+    assert sorted(told.written) == sorted(mine) and len(mine) < len(told.planned)
     uploader.write(1, told.planned.keys() - told.written)
     eventually(lambda: len(uploader.shares) == 2)
-    reports = [blobs for blobs, *_ in uploader.shares]
-    write_commit(catalog, manifest, reports, 1, CommitMetadata())
+    write_commit(catalog, uploader.shares, 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)

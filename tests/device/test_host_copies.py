@@ -14,8 +14,7 @@ from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.layout import TensorSpec
-from elastic_dp.checkpoint.snapshot import HeldUnit, Snapshot, UnitGroup, UnitSnapshot
-from elastic_dp.checkpoint.state_units import UnitPlace
+from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState, Snapshot
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.device.host_copies import HostCopies
@@ -171,28 +170,27 @@ def test_a_snapshot_of_a_device_is_read_when_its_copies_have_arrived(on_device):
     expected = Snapshot()
     expected.take(1, tree)
     tree["whole"].add_(1)  # the next step
-    assert snapshot.manifest().blocks == expected.manifest().blocks
+    assert snapshot.manifest() == expected.manifest()
 
 
-def test_units_of_a_device_are_read_when_their_copies_have_arrived(on_device):
-    def units_of(state):
-        place = UnitPlace(0, 0, 64)
-        return [UnitGroup("w0", [HeldUnit(place, state, shape=(8, 8), stride=(8, 1))])]
+def test_pieces_of_a_device_are_read_when_their_copies_have_arrived(on_device):
+    def held(state):
+        return HeldState(1, [HeldPiece(0, 0, 64, state, ("w0",), shape=(8, 8), stride=(8, 1))])
 
     state = {"exp_avg": torch.arange(64.0), "step": torch.tensor(3.0)}
-    snapshot, expected = UnitSnapshot(copies := LateCopies()), UnitSnapshot()
-    snapshot.take(1, units_of(state))
+    snapshot, expected = Snapshot(copies := LateCopies()), Snapshot()
+    snapshot.take(1, {}, held(state))
     assert copies.launched, "take waited for the copies"
-    expected.take(1, units_of(state))
+    expected.take(1, {}, held(state))
     state["exp_avg"].add_(1)  # the next step
-    assert [file.name for _, file in snapshot.files()] == [f.name for _, f in expected.files()]
+    assert snapshot.manifest() == expected.manifest()
     snapshot.memory.register()
     assert copies.registered == [(snapshot.memory.content.data_ptr(), 4096)]
 
 
 def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device):
     shares = []
-    uploader = Uploader(Catalog(memory_store()), lambda *written: shares.append(written))
+    uploader = Uploader(Catalog(memory_store()), shares.append)
     uploader.snapshot = Snapshot(copies := LateCopies())
     tree = big_tree(1 << 20)
     for step in (1, 2):
@@ -200,7 +198,7 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
         uploader.wait()
     memory = uploader.snapshot.memory.content
     eventually(lambda: copies.registered)
-    assert copies.registered == [(memory.data_ptr(), uploader.snapshot._layout.host_bytes)]
+    assert copies.registered == [(memory.data_ptr(), memory.nbytes)]
     assert threading.current_thread() not in copies.threads
     tree["more"] = torch.zeros(1 << 20)
     uploader.take(3, tree, writer="w1", members=["w1"])  # needs other memory
@@ -209,7 +207,7 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
     uploader.close()
     assert copies.registered == []
-    write_commit(uploader._catalog, shares[-1][1], [shares[-1][0]], 1, CommitMetadata())
+    write_commit(uploader._catalog, [shares[-1]], 1, CommitMetadata())
     _, loaded = load_newest(uploader._catalog, on_damage=pytest.fail)
     assert same(loaded, tree)
 

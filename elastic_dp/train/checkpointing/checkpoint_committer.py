@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import differences, join_parts, write_commit
+from elastic_dp.checkpoint.checkpoint_writer import differences, write_commit, written_manifest
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
@@ -261,7 +261,7 @@ class CheckpointCommitter:
         for one in self._pending.all():
             if time.monotonic() > one.told_at + _PATIENCE_S:
                 if one.differs:
-                    self._judge(one, waits=False)
+                    self._judge(one)
                 self._request(self._pending.requests_for_missing(one))
                 self._commit_if_complete(one, waits=False)
 
@@ -278,30 +278,27 @@ class CheckpointCommitter:
     def _commit_at_end(self, one: PendingCheckpoint) -> None:
         """Commits a checkpoint whose members are gone. They can write nothing more."""
         if one.differs:
-            self._judge(one, waits=False, at_end=True)
-        if one.odd and not one.has_units and not one.is_written:
-            joined = join_parts(one.all_written)
+            self._judge(one, at_end=True)
+        if one.odd and not one.is_divided and not one.is_written:
+            # What is equal on all members, as the weights are, is whole in what they have written.
+            joined = written_manifest(one.all_written)
             if joined is not None:
-                one.replace(*joined)
+                one.replace(joined)
         self._commit_if_complete(one, waits=False)
 
     # ------------------------------------------------------------------ states that differ
 
     def _compare(self, one: PendingCheckpoint) -> None:
-        """Asks for the digests of all tensors of members whose states differ, and judges them."""
-        self._request(self._pending.comparisons(one))
+        """Judges members whose states differ, once all have reported."""
         if not self._pending.silent(one):
             self._judge(one)
 
-    def _judge(self, one: PendingCheckpoint, *, waits: bool = True, at_end: bool = False) -> None:
+    def _judge(self, one: PendingCheckpoint, *, at_end: bool = False) -> None:
         """Names what differs, and goes on with the state that most members hold."""
-        pair = one.pair(waits=waits)
+        pair = one.pair()
         if pair is None:
             return
-        tensors = [report.tensors for report in pair if report.tensors]
-        paths = differences(
-            pair[0].manifest, pair[1].manifest, tensors if len(tensors) == len(pair) else ()
-        )
+        paths = differences(pair[0].blobs.manifest, pair[1].blobs.manifest)
         one.keep_majority()
         odd = ", ".join(sorted(one.odd))
         names = ", ".join(map(_key_of, paths[:_NAMED])) + (", …" if len(paths) > _NAMED else "")
@@ -324,7 +321,7 @@ class CheckpointCommitter:
         try:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)
-            write_commit(self._catalog, one.manifest, one.written, self._claim.fence, metadata)
+            write_commit(self._catalog, one.written, self._claim.fence, metadata)
             duration_s = time.monotonic() - one.began_at
             self._pending.committed(step)
             self._schedule.committed(one.stall_s, time.monotonic())

@@ -25,7 +25,7 @@ from elastic_dp.checkpoint.catalog import Catalog, CommitName
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
-from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
 from elastic_dp.errors import LeaseLost, StorageError
 
@@ -38,10 +38,8 @@ def commit_without_controller(
     worker: str,
     token: str,
     lease_s: float,
-    units: UnitSnapshot | None = None,
 ) -> str:
-    """Writes and commits the snapshot. Returns the outcome as a text for the log. `units` are those
-    of a sharded optimizer, all of them.
+    """Writes and commits the snapshot. Returns the outcome as a text for the log.
 
     `token` is that of the controller's lease. `metadata` receives the metadata of the newest
     commit, or None, and returns that of the new one. The function waits for the lease up to
@@ -54,7 +52,7 @@ def commit_without_controller(
         if why:
             return f"no last checkpoint: {why}"
         try:
-            return _commit(catalog, snapshot, metadata, holder, worker, units)
+            return _commit(catalog, snapshot, metadata, holder, worker)
         finally:
             with contextlib.suppress(StorageError):
                 holder.release()
@@ -94,7 +92,6 @@ def _commit(
     metadata: Callable[[CommitMetadata | None], CommitMetadata],
     holder: Holder,
     worker: str,
-    units: UnitSnapshot | None,
 ) -> str:
     names = catalog.names()
     newest: CommitName | None = names[-1] if names else None
@@ -106,20 +103,11 @@ def _commit(
         None if newest is None else next((commit.metadata for commit in catalog.commits()), None)
     )
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
-        manifest = snapshot.manifest(executor)
-        blob_names = set(manifest.part_names)
-        if units is not None:
-            blob_names |= {file.name for _, file in units.files(executor)}
+        names_of_all = snapshot.manifest(executor).headers
         blobs = write_blobs(
-            catalog,
-            snapshot,
-            executor,
-            writer=worker,
-            members=[worker],
-            units=units,
-            names=blob_names,
+            catalog, snapshot, executor, writer=worker, members=[worker], names=names_of_all
         )
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # raises LeaseLost if another worker was faster
-    write_commit(catalog, manifest, [blobs], fence, metadata(before))
+    write_commit(catalog, [blobs], fence, metadata(before))
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -1,58 +1,75 @@
-"""Reads the newest checkpoint with all members of a generation: each reads a share and sends it.
+"""Reads the newest checkpoint with all members of a generation: each byte is read once, by one of
+the members that need it, and moved to the others.
 
 - Only rank 0 lists and reads commit records and chooses the checkpoint, so all members restore the
   same one.
-- Each byte is read from the store once, whatever the number of members. Units of a sharded
-  optimizer's state are read by the members that are to hold them, and are not sent.
 - The members exchange bytes only after each has reported that what it has read is intact, into
   memory that does not hold state yet. If some is damaged, all members go back to the previous
   checkpoint.
-- Of a state that is not sharded, members whose optimizer is keep what they need (sliced_read.py).
+- A member has no more in memory than what it needs, and the requests that are being read.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import (
+    Request,
     newest_first,
-    read_own_range,
-    read_unit,
-    state_of,
+    read_request,
+    requests,
     threads,
+    tree_of,
 )
-from elastic_dp.checkpoint.commit_record import CommitRecord
-from elastic_dp.checkpoint.state_units import PlacedUnit, StateUnit
+from elastic_dp.checkpoint.commit_record import CommitRecord, Manifest
+from elastic_dp.checkpoint.layout import Unit
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged
-from elastic_dp.train.checkpointing.sliced_read import Slice, read_slices, refuse_damage
-from elastic_dp.train.sharding.checkpoint_units import StateCut
-from elastic_dp.train.state.state_moves import hand_out, move, units_of
+from elastic_dp.train.state.state_moves import UNIT_BYTES, StateUnit, hand_out, move
 
-States = list[tuple[StateUnit, dict[str, Any]]]
+READ_REQUESTS = 16  # of a member at a time
+
+# Bytes of tensors, by the tensor's name. Those of two members are equal or disjoint.
+Ranges = Mapping[str, Sequence[tuple[int, int]]]
 
 
-@dataclass(frozen=True, slots=True)
 class ReadCheckpoint:
-    """What a member has read, and received from others.
+    """What a member has read, and received from others, on the host."""
 
-    `tensors` are those of the tree, by slot; those of which it has only some cuts are on the meta
-    device. `states` are those of units: of its own with `is_own`, or else of all. `cut` has its own
-    cuts, by `StateCut.of`; None: nothing was cut.
-    """
+    def __init__(self, commit: CommitRecord, needed: Ranges) -> None:
+        self.commit = commit
+        self._memory = {
+            name: [(a, b, torch.empty(b - a, dtype=torch.uint8)) for a, b in sorted(set(ranges))]
+            for name, ranges in needed.items()
+        }
 
-    commit: CommitRecord
-    tensors: Sequence[torch.Tensor]
-    states: States
-    is_own: bool = False
-    cut: Mapping[tuple[int, str], torch.Tensor] | None = None
+    def find(self, tensor: str, start: int, end: int) -> torch.Tensor | None:
+        """Returns these bytes of a tensor, without a copy, or None if they are not all here."""
+        of_tensor = self._memory.get(tensor, ())
+        number = bisect_right(of_tensor, start, key=lambda one: one[0]) - 1
+        if number < 0 or of_tensor[number][1] < end:
+            return None
+        first, _, memory = of_tensor[number]
+        return memory[start - first : end - first]
+
+    def content(self, tensor: str, start: int, end: int) -> torch.Tensor:
+        """Returns these bytes of a tensor, which are here."""
+        found = self.find(tensor, start, end)
+        assert found is not None, (tensor, start, end)
+        return found
+
+    def tree(self, manifest: Manifest) -> Any:
+        """Returns the state that a manifest describes, whose tensors are all here."""
+        specs = manifest.specs.items()
+        return tree_of(manifest, {name: self.content(name, 0, one.nbytes) for name, one in specs})
 
 
 def read_collectively(
@@ -61,13 +78,10 @@ def read_collectively(
     *,
     enters: Callable[[str], None],
     damaged: Callable[[CheckpointDamaged], None],
-    own_units: Callable[[CommitRecord], list[PlacedUnit] | None] = lambda commit: None,
-    cuts_of: Callable[[CommitRecord], Sequence[StateCut]] = lambda commit: (),
+    needs_of: Callable[[Manifest], Sequence[Ranges] | None] = lambda manifest: None,
 ) -> ReadCheckpoint:
-    """Returns the newest checkpoint that is whole, on the host: the same tensors on all members of
-    `group`, and the states of units: of those that `own_units` returns, or of all if it returns
-    None, as it does on all members or on none. `cuts_of`: the same on all members; what is cut is
-    only where it is needed.
+    """Returns the newest checkpoint that is whole: what `needs_of` returns for each rank, or all of
+    it if that is None.
 
     Each member calls `enters` with "restore" before it reads, which may take as long as the store
     needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
@@ -78,81 +92,10 @@ def read_collectively(
         enters("restore")
         commit = _of_all(group, next(commits) if group.rank == 0 else None)
         try:
-            if cuts := cuts_of(commit):
-                return _read_cut(catalog, commit, group, cuts, enters)
-            line = torch.empty(commit.manifest.layout.total, dtype=torch.uint8)
-            units = _Units(commit, own_units(commit), group)
-            wrong = _read(catalog, commit, group, line, units)
-            enters("receive")
-            refuse_damage(group, commit, wrong)
+            return _read(catalog, commit, group, needs_of(commit.manifest), enters)
         except CheckpointDamaged as error:
             if group.rank == 0:
                 damaged(error)
-            continue
-        _share_line(commit, group, line)
-        tensors = commit.manifest.layout.views(line)
-        return ReadCheckpoint(commit, tensors, units.states(), units.is_own)
-
-
-def _share_spans(group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-    """Gives all members the bytes of `line` that each has: rank r those of `spans[r]`."""
-    shares = [units_of(line[start:end]) for start, end in spans]
-    have = [[rank] for rank, units in enumerate(shares) for _ in units]
-    units = [unit for some in shares for unit in some]
-    move(group, units, have, [range(group.world_size)] * len(units))
-
-
-def _share_line(commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> None:
-    """Gives all members the shares that each has read."""
-    layout, size = commit.manifest.layout, group.world_size
-    if size > 1:
-        _share_spans(group, line, [layout.span(layout.share(r, size)) for r in range(size)])
-
-
-def _read_cut(
-    catalog: Catalog,
-    commit: CommitRecord,
-    group: ProcessGroup,
-    cuts: Sequence[StateCut],
-    enters: Callable[[str], None],
-) -> ReadCheckpoint:
-    """Reads a checkpoint without units. Raises CheckpointDamaged on all members, and GroupError."""
-    layout, rank = commit.manifest.layout, group.rank
-    sizes = [spec.nbytes for spec in layout.specs]
-    apart = {cut.slot for cut in cuts}
-    whole = {
-        slot: Slice(at, at + sizes[slot])
-        for slot, at in enumerate(layout.offsets)
-        if slot not in apart
-    }
-    needed = [list(whole.values()) for _ in range(group.world_size)]
-    mine: dict[tuple[int, str], Slice] = {}
-    for cut in cuts:
-        at = layout.offsets[cut.slot]
-        span = Slice(at + cut.first, at + cut.last)
-        for holder in cut.ranks:
-            needed[holder].append(span)
-        if rank in cut.ranks:
-            mine[cut.of] = span
-    needed = [sorted(set(slices)) for slices in needed]  # an empty one may be there twice
-    read = read_slices(catalog, commit, group, needed, enters)
-    by_slice = dict(zip(needed[rank], read, strict=True))
-    tensors = [
-        spec.view(
-            by_slice[whole[slot]]
-            if slot in whole
-            else torch.empty(sizes[slot], dtype=torch.uint8, device="meta")
-        )
-        for slot, spec in enumerate(layout.specs)
-    ]
-    specs = {cut.of: layout.specs[cut.slot] for cut in cuts}
-    found = {
-        of: specs[of].view(by_slice[span])
-        if span.end - span.start == specs[of].nbytes
-        else by_slice[span].view(specs[of].torch_dtype)
-        for of, span in mine.items()
-    }
-    return ReadCheckpoint(commit, tensors, [], cut=found)
 
 
 def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
@@ -162,67 +105,160 @@ def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
     return commit or CommitRecord.from_bytes(told[8:], int.from_bytes(told[:8], "little"))
 
 
-class _Units:
-    """The units that this member reads: those that it is to hold, or a share of all, which members
-    then send each other."""
+class _Part(NamedTuple):
+    """The bytes `start` ≤ i < `end` of a tensor, which are in a unit, and the ranks that need
+    them."""
 
-    def __init__(
-        self, commit: CommitRecord, own: list[PlacedUnit] | None, group: ProcessGroup
-    ) -> None:
-        table = commit.manifest.units
-        self._commit, self._group = commit, group
-        self.is_own = own is not None
-        if own is None:
-            own = [] if table is None else list(table.units.values())
-        self._units = own
-        self._ends = list(accumulate((one.unit.kind.nbytes for one in own), initial=0))
-        self._line = torch.empty(self._ends[-1], dtype=torch.uint8)
+    unit: Unit
+    start: int
+    end: int
+    ranks: Sequence[int]
 
-    def read(self, catalog: Catalog) -> None:
-        """Reads them. Raises CheckpointDamaged."""
-        content: Any = self._line.numpy()
-        target = memoryview(content)
-        first, last = self._share(self._group.rank)
-        with ThreadPoolExecutor(threads(catalog)) as executor:
-            list(
-                executor.map(
-                    lambda n: read_unit(
-                        catalog,
-                        self._commit,
-                        self._units[n],
-                        target[self._ends[n] : self._ends[n + 1]],
-                    ),
-                    range(first, last),
-                )
-            )
 
-    def states(self) -> States:
-        """Returns the states of all units, of which the others have read their shares."""
-        if not self.is_own and self._group.world_size > 1 and len(self._line):
-            shares = [self._share(rank) for rank in range(self._group.world_size)]
-            spans = [(self._ends[first], self._ends[last]) for first, last in shares]
-            _share_spans(self._group, self._line, spans)
-        content: Any = self._line.numpy()
-        target = memoryview(content)
-        return [
-            (one.unit, state_of(one.unit.kind, target[start:end]))
-            for one, start, end in zip(self._units, self._ends, self._ends[1:], strict=False)
-        ]
+class _Needs:
+    """Which ranks need which bytes."""
 
-    def _share(self, rank: int) -> tuple[int, int]:
-        """Returns which of the units a rank reads."""
-        count, size = len(self._units), self._group.world_size
-        return (0, count) if self.is_own else (count * rank // size, count * (rank + 1) // size)
+    def __init__(self, needs: Sequence[Ranges] | None, world_size: int) -> None:
+        self._everyone = None if needs is not None else range(world_size)
+        by_tensor: defaultdict[str, defaultdict[tuple[int, int], list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for rank, ranges in enumerate(needs or ()):
+            for tensor, some in ranges.items():
+                for one in set(some):
+                    by_tensor[tensor][one].append(rank)
+        self._ranges = {tensor: sorted(found.items()) for tensor, found in by_tensor.items()}
+
+    def parts(self, unit: Unit) -> list[_Part]:
+        """Returns the bytes of a unit that somebody needs."""
+        if self._everyone is not None:
+            return [_Part(unit, unit.start, unit.end, self._everyone)]
+        ranges = self._ranges.get(unit.tensor, ())
+        number = max(0, bisect_right(ranges, unit.start, key=lambda one: one[0][0]) - 1)
+        found = []
+        for (a, b), ranks in ranges[number:]:
+            if a >= unit.end:
+                break
+            start, end = max(a, unit.start), min(b, unit.end)
+            if start < end:
+                found.append(_Part(unit, start, end, ranks))
+        return found
 
 
 def _read(
-    catalog: Catalog, commit: CommitRecord, group: ProcessGroup, line: torch.Tensor, units: _Units
+    catalog: Catalog,
+    commit: CommitRecord,
+    group: ProcessGroup,
+    needs: Sequence[Ranges] | None,
+    enters: Callable[[str], None],
+) -> ReadCheckpoint:
+    """Raises CheckpointDamaged on all members, and GroupError."""
+    rank, world_size = group.rank, group.world_size
+    everything = {name: [(0, spec.nbytes)] for name, spec in commit.manifest.specs.items()}
+    found = ReadCheckpoint(commit, everything if needs is None else needs[rank])
+    shares = _shares(commit.manifest, _Needs(needs, world_size), world_size)
+    for first in range(0, max(map(len, shares)), READ_REQUESTS):
+        enters("restore")
+        now = [share[first : first + READ_REQUESTS] for share in shares]
+        memory: dict[Unit, torch.Tensor] = {}
+        for request, _ in now[rank]:
+            for unit in request.units:
+                here = found.find(unit.tensor, unit.start, unit.end)
+                memory[unit] = torch.empty(unit.nbytes, dtype=torch.uint8) if here is None else here
+        wrong = _read_own(catalog, commit, [request for request, _ in now[rank]], memory)
+        enters("receive")
+        _refuse_damage(group, commit, wrong)
+        units, have, need = list[StateUnit](), list[list[int]](), list[Sequence[int]]()
+        for reader, share in enumerate(now):
+            for _, parts in share:
+                for some in _alike(parts):
+                    flats = _flats(some, found, rank, memory if reader == rank else {})
+                    nbytes = sum(part.end - part.start for part in some)
+                    units.append(StateUnit(nbytes, partial(list, flats), partial(_write, flats)))
+                    have.append([reader])
+                    need.append(some[0].ranks)
+        move(group, units, have, need)
+    return found
+
+
+def _shares(
+    manifest: Manifest, needs: _Needs, world_size: int
+) -> list[list[tuple[Request, list[_Part]]]]:
+    """Returns what each rank reads, and the parts of it that somebody needs."""
+    shares: list[list[tuple[Request, list[_Part]]]] = [[] for _ in range(world_size)]
+    nbytes = [0] * world_size
+    for request in requests(manifest):
+        parts = [part for unit in request.units for part in needs.parts(unit)]
+        if parts:
+            candidates = {rank for part in parts for rank in part.ranks}
+            reader = min(candidates, key=lambda rank: (nbytes[rank], rank))
+            nbytes[reader] += request.nbytes
+            shares[reader].append((request, parts))
+    return shares
+
+
+def _read_own(
+    catalog: Catalog,
+    commit: CommitRecord,
+    own: Sequence[Request],
+    memory: Mapping[Unit, torch.Tensor],
 ) -> str:
-    """Reads this member's share of the line, and its units. Returns what is wrong with them, or an
-    empty text."""
+    """Reads these requests. Returns what is wrong with them, or an empty text."""
+
+    def read(request: Request) -> None:
+        read_request(catalog, commit, request, [memory[unit] for unit in request.units])
+
     try:
-        read_own_range(catalog, commit, group.rank, group.world_size, line)
-        units.read(catalog)
+        with ThreadPoolExecutor(threads(catalog)) as executor:
+            list(executor.map(read, own))
     except CheckpointDamaged as error:
         return error.reason
     return ""
+
+
+def _refuse_damage(group: ProcessGroup, commit: CommitRecord, wrong: str) -> None:
+    """Raises CheckpointDamaged on all members if one of them has found something `wrong`."""
+    reasons = [told.decode() for told in group.gather_bytes(wrong.encode()) if told]
+    if reasons:
+        raise CheckpointDamaged(commit.step, "; ".join(dict.fromkeys(reasons)))
+
+
+def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Returns the parts, cut and put together so that each list is about one unit of a move, for
+    the same ranks."""
+    found: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        at = part.start
+        while at < part.end:
+            if not room or found[-1][0].ranks != part.ranks:
+                found.append([])
+                room = UNIT_BYTES
+            end = min(part.end, at + room)
+            found[-1].append(part._replace(start=at, end=end))
+            room -= end - at
+            at = end
+    return found
+
+
+def _flats(
+    parts: Sequence[_Part], found: ReadCheckpoint, rank: int, memory: Mapping[Unit, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the memory of parts that this member has read, or is to receive; else nothing.
+    `memory`: of units that it has read, some of which it only passes on."""
+    flats = []
+    for unit, start, end, ranks in parts:
+        here = found.find(unit.tensor, start, end) if rank in ranks else None
+        if unit in memory:
+            flat = memory[unit][start - unit.start : end - unit.start]
+            if here is not None and here.data_ptr() != flat.data_ptr():
+                here.copy_(flat)
+            flats.append(flat)
+        elif here is not None:
+            flats.append(here)
+    return flats
+
+
+def _write(flats: Sequence[torch.Tensor], content: torch.Tensor) -> None:
+    for flat, part in zip(flats, content.split([len(flat) for flat in flats]), strict=True):
+        flat.copy_(part)

@@ -5,8 +5,8 @@ The module has no clock and no I/O. The rules:
 - A checkpoint is complete when every blob of one state is written, by any member, and each member
   that is present has reported its digest, even one that had nothing to write.
 - A blob whose writer is lost is requested from another member that holds it, once from each member.
-- Members whose states differ are asked for the digests of all tensors. The state that most of them
-  hold is committed, and the others' reports are ignored.
+- If the states of members differ, the state that most of them hold is committed, and the others'
+  reports are ignored.
 - A late report about a step before the newest commit record is ignored.
 """
 
@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, is_written, owed_blobs
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, owed_blobs, written_manifest
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.train.controller_link import WrittenBlobs
@@ -38,8 +38,7 @@ class PendingCheckpoint:
     began_at: float = math.inf
     reports: dict[WorkerId, WrittenBlobs] = field(default_factory=dict)  # the newest of each
     # All that was reported, with whatever state.
-    all_written: list[tuple[Manifest, WorkerBlobs]] = field(default_factory=list)
-    compared: set[WorkerId] = field(default_factory=set)  # asked for the digests of all tensors
+    all_written: list[WorkerBlobs] = field(default_factory=list)
     odd: set[WorkerId] = field(default_factory=set)  # members with another state
     held_back: bool = False  # committed only if nothing follows
     error: Exception | None = None  # the run's, once this is committed
@@ -49,35 +48,30 @@ class PendingCheckpoint:
         return self.first.blobs.step
 
     @property
-    def manifest(self) -> Manifest:
-        return self.first.manifest
-
-    @property
     def written(self) -> list[WorkerBlobs]:
         return [one for told in self.blobs.values() for one in told]
 
     @property
-    def has_units(self) -> bool:
-        return any(one.total_units for one in self.written)
+    def is_divided(self) -> bool:
+        """Whether members hold parts of the optimizer's state."""
+        return any(one.manifest.entries for one in self.written)
 
     @property
     def is_written(self) -> bool:
         """Whether all blobs are written."""
-        return is_written(self.manifest, self.written)
+        return written_manifest(self.written) is not None
 
     @property
     def differs(self) -> bool:
         """Whether the members that have reported hold different states."""
         return len({one.digest for one in self.written}) > 1
 
-    def pair(self, *, waits: bool) -> tuple[WrittenBlobs, WrittenBlobs] | None:
-        """Returns reports of two members with different states. With `waits`, only reports that
-        have the digests of all tensors."""
-        reports = [one for one in self.reports.values() if one.tensors or not waits]
-        first = next(iter(reports), None)
-        other = (one for one in reports if first and one.blobs.digest != first.blobs.digest)
-        found = next(other, None)
-        return None if first is None or found is None else (first, found)
+    def pair(self) -> tuple[WrittenBlobs, WrittenBlobs] | None:
+        """Returns reports of two members with different states."""
+        first, *others = self.reports.values()
+        found = (one for one in others if one.blobs.digest != first.blobs.digest)
+        other = next(found, None)
+        return None if other is None else (first, other)
 
     def keep_majority(self) -> None:
         """Ignores the members that do not hold the state that most of them hold, or the first."""
@@ -88,16 +82,17 @@ class PendingCheckpoint:
         self.blobs = {w: told for w, told in self.blobs.items() if w not in self.odd}
         self.requested = {x: w for x, w in self.requested.items() if w not in self.odd}
 
-    def replace(self, manifest: Manifest, blobs: WorkerBlobs) -> None:
-        """Takes this state in place of those that members hold."""
-        self.first = dataclasses.replace(self.first, manifest=manifest, blobs=blobs)
-        self.blobs = {blobs.writer: [blobs]}
+    def replace(self, manifest: Manifest) -> None:
+        """Takes this state, all of which is written, in place of those that members hold."""
+        names, writer = manifest.headers.keys(), self.first.blobs.writer
+        blobs = WorkerBlobs(writer, manifest, dict.fromkeys(names, writer), frozenset(names))
+        self.first, self.blobs = dataclasses.replace(self.first, blobs=blobs), {writer: [blobs]}
 
     def add(self, worker: WorkerId, written: WrittenBlobs, now: float) -> None:
         if worker in self.odd:
             return
         self.reports[worker] = written
-        self.all_written.append((written.manifest, written.blobs))
+        self.all_written.append(written.blobs)
         self.stall_s = max(self.stall_s, written.stall_s)
         self.blobs.setdefault(worker, []).append(written.blobs)
         self.told_at = now
@@ -106,12 +101,12 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class BlobsRequest:
-    """A request that `worker` also writes the blobs with these names of the checkpoint of `step`.
-    Without any, it is to report the digest of each tensor."""
+    """A request that `worker` also writes the blobs with these names of the checkpoint of
+    `step`."""
 
     worker: WorkerId
     step: int
-    names: Sequence[str] = ()
+    names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,7 @@ class PendingCheckpoints:
 
         Writing a blob twice does no harm.
         """
-        owed = owed_blobs(one.manifest, one.written)
+        owed = owed_blobs(one.written)
         wanted = {
             name
             for name, planned in owed.items()
@@ -215,12 +210,6 @@ class PendingCheckpoints:
     def silent(self, one: PendingCheckpoint) -> set[WorkerId]:
         """Returns the members that are present and have not reported."""
         return set(one.first.members).difference(one.reports, self._lost)
-
-    def comparisons(self, one: PendingCheckpoint) -> list[BlobsRequest]:
-        """Returns requests for the digests of all tensors, once to each member."""
-        asked = set(one.reports).difference(self._lost, one.compared)
-        one.compared |= asked
-        return [BlobsRequest(worker, one.step) for worker in sorted(asked)]
 
     # ------------------------------------------------------------------------------- outcomes
 

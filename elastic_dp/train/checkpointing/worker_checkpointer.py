@@ -6,8 +6,7 @@
 - A slow store does not stop training. While the last upload of any member is late, as the headers
   tell, all members skip every checkpoint except the run's last one, and request it again until it
   is taken.
-- Each member holds the whole state of the step, so each can write a part that another one did not.
-  Of a sharded optimizer's state it holds units, and so does another member, which can write them.
+- What a member was to write, another one that holds it can write.
 - A checkpoint holds nothing that differs between members (such as the rank), so all members hold
   the same bytes.
 """
@@ -23,20 +22,18 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import add_states
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
-from elastic_dp.checkpoint.codec import decode, encode
+from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
-from elastic_dp.checkpoint.snapshot import UnitGroup
+from elastic_dp.checkpoint.snapshot import HeldState
 from elastic_dp.checkpoint.state_dict_names import naming_of
-from elastic_dp.checkpoint.state_units import PlacedUnit
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
-from elastic_dp.train.checkpointing.collective_read import ReadCheckpoint, read_collectively
+from elastic_dp.train.checkpointing.collective_read import Ranges, read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
     changed_options,
@@ -49,7 +46,7 @@ from elastic_dp.train.checkpointing.restored_places import places_here
 from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.sharding.checkpoint_units import CheckpointUnits, StateCut
+from elastic_dp.train.sharding.checkpoint_units import CheckpointPieces, without_optimizer
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState
 
@@ -82,7 +79,7 @@ class WorkerCheckpointer:
         self._stall_s = 0.0
         self._began_at = 0.0  # the newest snapshot
         self._members: tuple[WorkerId, ...] = ()
-        self._units: CheckpointUnits | None = None
+        self._pieces: CheckpointPieces | None = None
         self._holders: tuple[WorkerId, ...] = ()  # the members among whom pieces are divided
         self._lineage_id = 0
         self._naming: dict[str, Any] = {}
@@ -120,7 +117,7 @@ class WorkerCheckpointer:
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
         if state.sharding is not None:
-            self._units = CheckpointUnits(state.sharding, state.optimizer, state.parameters)
+            self._pieces = CheckpointPieces(state.sharding, state.optimizer, state.parameters)
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state. One of what is
@@ -216,7 +213,7 @@ class WorkerCheckpointer:
                 tree,
                 writer=self._worker,
                 members=members,
-                units=self._held_units(members),
+                held=self._held(),
             )
             self._stall_s = upload.stall_s
         except StateError as error:
@@ -237,10 +234,9 @@ class WorkerCheckpointer:
         """Also writes the blobs with these names, in place of a member that is lost."""
         self._uploader.write(step, names)
 
-    def _held_units(self, writers: Sequence[WorkerId]) -> tuple[int, list[UnitGroup]] | None:
-        if self._units is None:
-            return None
-        return self._units.total, self._units.groups(self._worker, self._holders, writers)
+    def _held(self) -> HeldState | None:
+        pieces = self._pieces
+        return None if pieces is None else pieces.held(self._worker, self._holders)
 
     def commit_without_controller(self, state: TrainState, progress: WorkerProgress) -> None:
         """Writes and commits a checkpoint, and reports the outcome.
@@ -252,8 +248,8 @@ class WorkerCheckpointer:
             self._uploader.wait()
         self._ask_for_help(state)
         try:
-            units = self._held_units((self._worker,))
-            self._uploader.copy(progress.position.step, _tree(state, progress), units)
+            step = progress.position.step
+            self._uploader.snapshot.take(step, _tree(state, progress), self._held())
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
@@ -264,7 +260,6 @@ class WorkerCheckpointer:
             worker=self._worker,
             token=self._lease_token,
             lease_s=self._lease_s,
-            units=self._uploader.units,
         )
         self._link.say(f"{self._worker}: {said}")
 
@@ -295,21 +290,28 @@ class WorkerCheckpointer:
         share: Callable[[Any, int, Mapping[str, str]], Any] | None = None,
     ) -> tuple[CommitRecord, list[dict[str, float]], int]:
         """Loads the newest intact checkpoint, together with all members of `group`. Of a sharded
-        optimizer's state each of them reads what it is to hold.
+        optimizer's state each of them gets what it is to hold.
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
         step's body. `enters`: see `read_collectively`. `share` takes the tree, the step and
         `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
-        rank = membership.rank(self._worker)
-        among = len(membership.members), membership.topology
-        read = self._read(group, membership, enters)
+        pieces, among = self._pieces, (len(membership.members), membership.topology)
+
+        def damaged(error: CheckpointDamaged) -> None:
+            self._link.say(f"{self._worker}: {error}; taking the one before it")
+
+        def needs_of(manifest: Manifest) -> list[Ranges] | None:
+            return None if pieces is None else pieces.needs(manifest, *among)
+
+        read = read_collectively(
+            self._catalog, group, enters=enters, damaged=damaged, needs_of=needs_of
+        )
         commit = read.commit
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
-        tree = decode(commit.manifest.tree, read.tensors)
-        if not read.is_own:
-            add_states(tree, read.states)
+        manifest = commit.manifest
+        tree = read.tree(manifest if pieces is None else without_optimizer(manifest))
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         check_fits(tree, commit.metadata.naming, state)
         warnings = self._changes_since(commit, tree["step"], kind)
@@ -321,14 +323,9 @@ class WorkerCheckpointer:
         calls = tree["log_calls"]
         if share is not None:
             tree = share(tree | {"log_calls": calls}, commit.step, places)
-        of_optimizer = tree["step"]["optimizer"]
-        if self._units is not None:  # it goes piece by piece to where it is to be
-            tree["step"]["optimizer"] = [{} for _ in of_optimizer]
         state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
-        if self._units is not None and read.is_own:
-            self._units.hold(read.states, places)
-        elif self._units is not None:
-            self._units.absorb(of_optimizer, places, read.cut, rank, *among)
+        if pieces is not None:  # they go where they are to be, one by one
+            pieces.hold(read, places, membership.rank(self._worker), *among)
         self._due_from = commit.step + 1
         return commit, tree["evaluations"], calls
 
@@ -353,51 +350,14 @@ class WorkerCheckpointer:
         changes += changed_options(made, self._naming["made"], commit.step)
         return changes + changed_total_steps(made, self._naming["made"], commit.step)
 
-    def _read(
-        self,
-        group: ProcessGroup,
-        membership: Membership,
-        enters: Callable[[str], None],
-    ) -> ReadCheckpoint:
-        among = len(membership.members), membership.topology
-
-        def damaged(error: CheckpointDamaged) -> None:
-            self._link.say(f"{self._worker}: {error}; taking the one before it")
-
-        def own_units(commit: CommitRecord) -> list[PlacedUnit] | None:
-            table = commit.manifest.units
-            if table is None or self._units is None:
-                return None
-            return self._units.to_hold(table, membership.rank(self._worker), *among)
-
-        def cuts_of(commit: CommitRecord) -> list[StateCut]:
-            if self._units is None:
-                return []
-            return self._units.cuts(commit.manifest, *among)
-
-        return read_collectively(
-            self._catalog,
-            group,
-            enters=enters,
-            damaged=damaged,
-            own_units=own_units,
-            cuts_of=cuts_of,
-        )
-
     def close(self) -> None:
         """Waits until the upload under way has ended."""
         self._uploader.close()
 
-    def _wrote(
-        self,
-        blobs: WorkerBlobs,
-        manifest: Manifest,
-        tensors: tuple[str, ...],
-    ) -> None:
+    def _wrote(self, blobs: WorkerBlobs) -> None:
         written = WrittenBlobs(
             blobs,
             self._members,
-            manifest,
             self._naming,
             self._versions,
             self._stall_s + self._uploader.snapshot.copied_s,
@@ -405,7 +365,6 @@ class WorkerCheckpointer:
             self._job,
             self._data,
             took_s=time.monotonic() - self._began_at,
-            tensors=tensors,
         )
         self._link.wrote(self._worker, written)
 

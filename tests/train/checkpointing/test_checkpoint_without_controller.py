@@ -12,11 +12,11 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.checkpoint.snapshot import Snapshot, UnitSnapshot
+from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import checkpoint_without_controller
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
-from tests.checkpoint.sharded_states import groups_of, units_of, whole_state, without_units
+from tests.checkpoint.sharded_states import held_by, pieces_of, whole_state, without_pieces
 from tests.checkpoint.states import same
 from tests.patience import PATIENCE_S
 from tests.train.checkpointing.test_checkpoint_committer import TREE, Stage
@@ -40,10 +40,9 @@ def orphan(tmp_path, step, worker="w1", lease_s=LEASE_S):
 
 def test_orphan_that_holds_all_units_of_a_sharded_optimizer_writes_them_too(tmp_path, long_gone):
     tree, catalog, snapshot = whole_state(), Catalog(Store(str(tmp_path))), Snapshot()
-    units, held = units_of(tree), UnitSnapshot()
-    snapshot.take(9, without_units(tree))
     # Another member was to write some of them.
-    held.take(len(units), groups_of(0, units, [(n % 2, 1 - n % 2) for n in range(len(units))]))
+    holders = [(n % 2, 1 - n % 2) for n in range(len(pieces_of(tree)))]
+    snapshot.take(9, without_pieces(tree), held_by(0, tree, holders))
     said = commit_without_controller(
         catalog,
         snapshot,
@@ -51,7 +50,6 @@ def test_orphan_that_holds_all_units_of_a_sharded_optimizer_writes_them_too(tmp_
         worker="w1",
         token=TOKEN,
         lease_s=LEASE_S,
-        units=held,
     )
     assert said == "checkpoint of step 9 is committed, without a controller"
     commit, found = load_newest(catalog, on_damage=pytest.fail)

@@ -2,7 +2,6 @@
 slow or finds damage."""
 
 import dataclasses
-import itertools
 import os
 import shutil
 import signal
@@ -34,17 +33,16 @@ def counted(log, slow=-1, comes=None):
     is there."""
 
     def train(ctx):
-        read = collective_read.read_own_range
+        read = collective_read.read_request
 
-        def count(catalog, commit, rank, size, line):
-            if rank == slow:
+        def count(catalog, commit, request, targets):
+            if ctx.rank == slow:
                 eventually(comes.exists)
-            start, end = read(catalog, commit, rank, size, line)
+            read(catalog, commit, request, targets)
             with open(log, "a", encoding="utf-8") as file:
-                file.write(f"{size} {rank} {start} {end}\n")
-            return start, end
+                file.write(f"{ctx.rank} {request.blob.name} {request.first} {request.nbytes}\n")
 
-        collective_read.read_own_range = count
+        collective_read.read_request = count
         wide(ctx)
 
     return train
@@ -54,9 +52,9 @@ def dying(rank, once):
     """The same; the first of this rank dies in the middle of what the members send each other."""
 
     def train(ctx):
-        share_spans = collective_read._share_spans
+        move = collective_read.move
 
-        def die(group, line, spans):
+        def die(group, *given):
             all_to_all, sent = group.all_to_all, []
 
             def counted(*given):
@@ -67,9 +65,9 @@ def dying(rank, once):
                 return all_to_all(*given)
 
             group.all_to_all = counted
-            share_spans(group, line, spans)
+            return move(group, *given)
 
-        collective_read._share_spans = die
+        collective_read.move = die
         wide(ctx)
 
     return train
@@ -105,7 +103,7 @@ def there(written, tmp_path):
 )
 def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tmp_path):
     commit = Catalog(Store(str(there))).find(10)
-    assert len(commit.manifest.layout.parts) >= 3
+    assert len(commit.manifest.blobs) >= 3
     train = counted(str(tmp_path / "read"), slow, comes := tmp_path / "comes")
     spec, script = spec_for(readers), []
     if slow >= 0:  # for longer than a hang may last
@@ -115,11 +113,10 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
     outcome, run = group(spec, train, script=script, url=str(there))
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, len(formed_of(run)), outcome.workers_lost) == (calm.digest, 1, 0)
-    lines = [tuple(map(int, x.split())) for x in (tmp_path / "read").read_text().splitlines()]
-    spans = sorted((start, end) for _, _, start, end in lines)
-    assert len(spans) == readers and all(end > start for start, end in spans)
-    assert spans[0][0] == 0 and spans[-1][1] == commit.nbytes
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    lines = [line.split() for line in (tmp_path / "read").read_text().splitlines()]
+    assert {rank for rank, *_ in lines} == set(map(str, range(readers)))
+    assert len({(name, first) for _, name, first, _ in lines}) == len(lines)
+    assert sum(int(nbytes) for *_, nbytes in lines) == commit.nbytes
 
 
 def waits(run):

@@ -7,7 +7,7 @@ import pytest
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
 from elastic_dp.train.controller_link import WrittenBlobs
-from tests.checkpoint.sharded_states import held_by_two, units_of, whole_state, write_sharded
+from tests.checkpoint.sharded_states import held_by_two, pieces_of, whole_state, write_sharded
 from tests.checkpoint.states import same
 from tests.patience import PATIENCE_S, eventually
 from tests.train.checkpointing.test_checkpoint_committer import (
@@ -23,12 +23,12 @@ class Reports:
 
     def __init__(self, stage, tree=TREE):  # noqa: F811
         self._stage = stage
-        self.manifest, self.blobs = write_sharded(Catalog(stage.catalog.store), STEP, tree)
+        self.blobs = write_sharded(Catalog(stage.catalog.store), STEP, tree)
 
     def of(self, worker, *, writes):
         """Reports that a worker wrote the blobs with these names."""
         blobs = dataclasses.replace(self.blobs[worker], written=frozenset(writes))
-        written = WrittenBlobs(blobs, MEMBERS, self.manifest, {}, {}, 0.0)
+        written = WrittenBlobs(blobs, MEMBERS, {}, {}, 0.0)
         self._stage.committer.wrote(worker, written)
 
     def planned(self, worker, by):
@@ -90,7 +90,7 @@ def test_units_are_requested_of_nobody_when_both_their_holders_are_lost(stage): 
     assert set(asked) == {*reports.planned("2", "0"), *reports.planned("2", "1")}
     reports.of("2", writes=asked)
     stage.comes_to_rest()
-    pairs = held_by_two(len(units_of(TREE)), 3)
+    pairs = held_by_two(len(pieces_of(TREE)), 3)
     assert any("2" not in map(str, pair) for pair in pairs)
     assert stage.catalog.names() == []
 

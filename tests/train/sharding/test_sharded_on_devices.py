@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from elastic_dp.checkpoint.checkpoint_reader import device_types, read_states
+from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedDevice
@@ -22,7 +22,7 @@ from tests.runs import group, losses_of, spec_of
 from tests.train import test_sharded_optimizer as of_runs
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
 from tests.train.sharding import test_sharded_state as of_members
-from tests.train.sharding.test_checkpoint_units import units_of, written_by
+from tests.train.sharding.test_checkpoint_units import restore, written_by
 from tests.train.sharding.test_sharded_state import (
     ADAM,
     SHAPES,
@@ -192,10 +192,8 @@ def test_units_are_restored_to_the_device_that_they_were_on(gpu):
     members = four()
     enter(members, Member.attempt)
     catalog, commit = written_by(members, memory_store())
-    for rank, member in enumerate(members):
-        units = units_of(member)
-        wanted = units.to_hold(commit.manifest.units, rank, 4, ())
-        units.hold(read_states(catalog, commit, wanted), device_types(commit))
+    gpu(4, lambda group: restore(group, catalog, members[group.rank], device_types(commit)))
+    for member in members:
         state = next(state for state in member.sharding.held.values() if state)
         places = {key: value.device.type for key, value in state.items()}
         assert places == {"step": "cpu", "exp_avg": "cuda", "exp_avg_sq": "cuda"}

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types, read_own_range, whole_tree
+from elastic_dp.checkpoint.checkpoint_reader import device_types, load
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.state.state_payload import (
     StatePayload,
@@ -39,14 +39,12 @@ class Copies(TorchDispatchMode):
 def test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_their_own():
     catalog, given, own = Catalog(memory_store()), train_state(), train_state(seed=1)
     commit = save(catalog, given, 7)
-    line = torch.empty(commit.nbytes, dtype=torch.uint8)
-    read_own_range(catalog, commit, 0, 1, line)
+    tree = load(catalog, commit)
     assert set(device_types(commit).values()) == {"cpu"}
     places = dict.fromkeys(device_types(commit), "cuda")
     with Copies() as copies:
-        tree = whole_tree(commit, line)
         made = rehome_state(tree, DEVICE, own.own_tensors, places)
-    specs = commit.manifest.layout.specs
+    specs = commit.manifest.specs.values()
     assert sorted(copies.nbytes) == sorted(spec.nbytes for spec in specs)
     parameters = list(own.parameters.values())
     for mine, there, theirs in zip(
