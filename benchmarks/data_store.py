@@ -40,7 +40,7 @@ from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
+from elastic_dp.data.pipeline.pipeline import READ_THREADS
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}
 LATENCY_S = 0.02

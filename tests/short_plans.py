@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from elastic_dp.data.pipeline import micro_batch_plan, micro_batches
+from elastic_dp.data.pipeline import planner
 
 
 @contextlib.contextmanager
 def short_plans() -> Iterator[None]:
     with (
-        mock.patch.object(micro_batch_plan, "MICRO_BATCHES_PLANNED", 1 << 8),
-        mock.patch.object(micro_batches, "_ROWS_AT_ONCE", 1 << 7),
+        mock.patch.object(planner, "MICRO_BATCHES_PLANNED", 1 << 8),
+        mock.patch.object(planner, "ROWS_AT_ONCE", 1 << 7),
     ):
         yield

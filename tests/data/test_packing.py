@@ -20,7 +20,6 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation, read_index
-from elastic_dp.data.datasets import packed_micro_batches
 from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
@@ -124,17 +123,6 @@ def test_each_token_is_packed_once_for_one_worker_and_for_three(kind, tmp_path):
     other = epoch_of(config, 1, epoch=1)
     check(other)
     assert alone != other
-
-
-def test_documents_are_laid_in_the_order_of_one_epoch_after_that_of_another():
-    lengths = np.array([3, 0, 5, 1])
-    begins = np.concatenate([[0], np.cumsum(lengths)])
-    line = packed_micro_batches._Line({"x": np.arange(9, dtype=np.int16)}, begins, None)
-    for numbers in ([2, 0, 3, 1], [3, 1, 2, 0], None, [1, 3, 0, 2]):
-        line = line.in_order(None if numbers is None else np.array(numbers))
-        wanted = [np.arange(9)[begins[n] : begins[n + 1]] for n in numbers or range(4)]
-        assert line["x"].tolist() == np.concatenate(wanted).tolist()
-        assert np.diff(line.begins).tolist() == lengths[numbers or range(4)].tolist()
 
 
 def test_row_group_that_stays_in_memory_gives_each_epoch_its_own_order(tmp_path):

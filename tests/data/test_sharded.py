@@ -21,7 +21,7 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
 from elastic_dp.sampling import Mixture, MixtureSource, Order, batch_seed, generator_for
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import eventually
 from tests.short_plans import short_plans
 
 V, B = 4, 8
@@ -79,7 +79,7 @@ def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness,
     memory = [int(groups.nbytes.sum()), 1 << 20, 1 << 30][tightness]
     with short_plans():
         data = opened(groups, shuffle=shuffle, tail="short")
-    data._stream.reader.budget.limit = memory
+    data._stream._pipeline.memory.limit = memory
     step = 1
     for what, number, who in history:
         if what == "ahead":
@@ -100,8 +100,6 @@ def test_file_order_hands_out_rows_as_they_were_decoded(size):
     groups = FakeRowGroups([size] * 40, mapped=False)
     data = opened(groups, shuffle="none", epochs=1, tail="short")
     data.read_ahead(1, range(V))
-    # What is taken before it is planned is read for itself.
-    eventually(lambda: 1 in data._stream._micro_batches._planned._steps)
     as_decoded = count = 0
     for step in range(1, data.steps_per_epoch + 1):
         for v in range(V):
@@ -197,9 +195,6 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
         for v in range(V):
             old.batch(step, v)
     new.read_ahead(last + 1, [2])
-    made = new._stream._micro_batches
-    made.extend()  # what is taken before it is planned is read for itself
-    assert last + 1 in made._planned._steps
     for step in range(last + 1, last + 41):
         check(new.batch(step, 2), expected(order, came, step, 2))
     done = {g for step in range(1, last + 1) for g in order.locate(step, 2)[0].tolist()}
@@ -213,18 +208,14 @@ def test_changed_share_locates_no_row_that_stays_again():
     """A generation that begins waits for it, so it must not cost by how much was planned."""
     data = opened(FakeRowGroups([1024] * 600))
     data.read_ahead(1, range(V))
-    made = data._stream._micro_batches
-    while made.extend():
-        pass
-    planned_to = min(made._planned.cursors.values())
-    assert planned_to > 1000
+    planner = data._stream._pipeline._planner
+    eventually(lambda: min(planner.cursors.values(), default=0) > 1000)
     located: list[int] = []
     locate = data._stream.locate
+    planned_to = min(planner.cursors.values())
     data._stream.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
     data.read_ahead(1, [1, 2])
-    while made.extend():
-        pass
-    assert located, "there is room for more of the two that stay"
+    eventually(lambda: located)
     assert all(step >= planned_to for step in located)
     check(data.batch(1, 2), expected(data._order, data._stream._row_groups, 1, 2))
     data.close()
@@ -297,14 +288,8 @@ def test_too_little_memory_is_an_error_that_names_the_row_group():
     check_memory(groups, order, int(groups.nbytes.sum()))
 
 
-def num_made(micro_batches) -> int:
-    return sum(m.chunk.made for m in micro_batches._planned)
-
-
-def all_made(micro_batches) -> int:
-    """0: some are being made."""
-    begun = [m for m in micro_batches._planned if m.chunk.begun]
-    return len(begun) if all(m.chunk.made for m in begun) else 0
+def num_made(data) -> int:
+    return len(data._stream._pipeline._outbox._ready)
 
 
 @pytest.mark.parametrize(("transform", "together"), [(None, 128), (lambda batch, rng: batch, 1)])
@@ -315,13 +300,12 @@ def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
     budget = 8 * 4 * 128 * B * row_bytes  # an eighth is for what is made ahead: four chunks
     data = opened(groups, epochs=None, memory_bytes=budget, transform=transform)
     data.read_ahead(1, [0])
-    made = data._stream._micro_batches
     data.batch(1, 0)
-    with made._lock:
-        assert made._done.wait_for(lambda: all_made(made) >= 4 * together - 1, timeout=PATIENCE_S)
-        assert made._planned._waiting.count == 4
-        assert num_made(made) <= 4 * together  # but for the one that was taken
-        assert made._planned._waiting.nbytes == 4 * together * B * row_bytes
+    planner = data._stream._pipeline._planner
+    left = 4 * together - (together > 1)  # but for the one that was taken
+    eventually(lambda: num_made(data) >= left)
+    assert (planner.waiting, num_made(data)) == (4, left)
+    assert planner.waiting_bytes == 4 * together * B * row_bytes
     data.close()
 
 
@@ -365,12 +349,11 @@ def test_processes_give_the_same_bits_as_the_callers_thread():
             seed_everything(batch_seed(3, step, v))
             one, other = here.batch(step, v), there.batch(step, v)
             assert repr(one) == repr(other)
-    stream = there._stream
-    pids = [process.pid for process in stream._processes]
+    pids = [process.pid for process in there._stream._processes]
     assert len(pids) == 2
     here.close()
     there.close()
-    assert not [t for t in stream.reader._threads + stream._micro_batches._threads if t.is_alive()]
+    assert not [thread for thread in there._stream._pipeline._threads if thread.is_alive()]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -385,9 +368,7 @@ def test_a_transform_with_rng_runs_ahead_and_is_a_function_of_the_place():
 
     data = opened(transform=jitter)
     data.read_ahead(1, [1])
-    made = data._stream._micro_batches
-    with made._lock:
-        assert made._done.wait_for(lambda: num_made(made) > 0, timeout=PATIENCE_S)
+    eventually(lambda: num_made(data) > 0)
     assert any(name.startswith("elastic-dp-make") for name in threads)
     for step, v in ((1, 1), (2, 1), (2, 1), (1, 0)):
         noise = generator_for(3, step, v).normal(size=B)
@@ -488,9 +469,7 @@ def test_row_group_recorded_as_bad_is_left_out_where_it_could_be_read():
     data = opened(groups, shuffle="none", on_bad_shard="skip")
     data.read_ahead(1, range(V))
     check(data.batch(1, 0), list(range(8)))
-    made = data._stream._micro_batches
-    with made._lock:
-        assert made._done.wait_for(lambda: num_made(made) > 3, timeout=PATIENCE_S)
+    eventually(lambda: num_made(data) > 3)
     data.mark_bad([0, 2])
     assert data.batch(1, 1) is None
     assert data.batch(2, 0) is None
@@ -503,9 +482,7 @@ def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
     data = opened(FakeRowGroups([16] * 8, bad=[2]), shuffle="none", on_bad_shard="skip")
     data.read_ahead(1, range(V))
     data.batch(1, 0)
-    made = data._stream._micro_batches
-    with made._lock:
-        assert made._done.wait_for(lambda: 2 in data._stream.bad, timeout=PATIENCE_S)
+    eventually(lambda: 2 in data._stream._pipeline.bad)
     assert data.bad_row_groups(1, 0) == set()
     assert data.batch(2, 0) is None
     assert data.bad_row_groups(2, 0) == {2}

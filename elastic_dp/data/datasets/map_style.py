@@ -25,9 +25,8 @@ from elastic_dp.config import MapStyleData
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.collation import aligned_tensors, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
-from elastic_dp.data.pipeline.micro_batches import MicroBatches
-from elastic_dp.data.pipeline.row_group_reader import Key
+from elastic_dp.data.pipeline.pipeline import Pipeline
+from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.module_pickling import pickle_with_modules
@@ -54,7 +53,7 @@ class _NoRowGroups:
 
 class MapStyleDataset(_NoRowGroups):
     """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead
-    (see micro_batches.py)."""
+    (see pipeline.py)."""
 
     def __init__(self, config: MapStyleData, *, schedule: StepSchedule, pin: bool = False) -> None:
         self._config, self._pin = config, pin
@@ -75,16 +74,16 @@ class MapStyleDataset(_NoRowGroups):
             UserCodeProcess(f"data process {number + 1} of {config.workers}")
             for number in range(config.workers)
         ]
-        self._micro_batches = MicroBatches(
+        self._pipeline = Pipeline(
             self,
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=AHEAD_BYTES,
-            producers=config.workers,
+            assemblers=config.workers,
         )
 
     @property
     def counts(self) -> dict[str, float]:
-        return {"waited_s": self._micro_batches.waited_s}
+        return {"waited_s": self._pipeline.waited_s}
 
     def steps_of(self, epochs: int) -> int:
         return self._order.steps_of(epochs)
@@ -112,7 +111,7 @@ class MapStyleDataset(_NoRowGroups):
             return _fetch_here(self._config, self._order.locate(step, virtual_worker)[1], self._pin)
         self._start_processes()
         try:
-            return self._micro_batches.take(step, virtual_worker)
+            return self._pipeline.take(step, virtual_worker)
         except UserCodeError as error:
             where = self.describe(step, virtual_worker)
             raise located(error, step, virtual_worker, where) from None
@@ -124,14 +123,14 @@ class MapStyleDataset(_NoRowGroups):
         """Does nothing without processes: items are fetched in `batch` then."""
         if self._processes:
             self._start_processes()
-            self._micro_batches.read_ahead(step, virtual_workers)
+            self._pipeline.read_ahead(step, virtual_workers)
 
     def close(self) -> None:
         """Does not close the dataset, which belongs to the user."""
-        self._micro_batches.close()
+        self._pipeline.close()
         for process in self._processes:
             process.close()
-        self._micro_batches.join()
+        self._pipeline.join()
 
     def _start_processes(self) -> None:
         if self._processes[0].pid is None:
@@ -148,20 +147,34 @@ class MapStyleDataset(_NoRowGroups):
     def parts(self, before: Ints, after: Ints) -> bool:
         return False
 
-    def together(self, step: int) -> int:
-        return step
+    def row_groups(self, works: Sequence[Ints]) -> Sequence[int]:
+        """None: the dataset itself reads."""
+        return ()
 
-    def plan(self, needs: Sequence[tuple[Key, Sequence[Ints]]]) -> None:
-        """Nothing to do: the dataset itself reads."""
+    def changes(self, works: Sequence[Ints], content: Any) -> bool:
+        return False
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Nothing to do: micro-batches that are being made are dropped later."""
+    def assembly(self, wanted: Sequence[MicroBatch]) -> _ItemsAssembly:
+        return _ItemsAssembly(wanted, self._processes, self._pin)
 
-    def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
-        (one,) = wanted
-        made = self._processes[producer].run(one.work, *one.slot)
+
+class _ItemsAssembly:
+    """An `Assembly` (see pipeline.py) in another process."""
+
+    def __init__(
+        self, wanted: Sequence[MicroBatch], processes: Sequence[UserCodeProcess], pin: bool
+    ) -> None:
+        (self._one,), self._processes, self._pin = wanted, processes, pin
+
+    def copy(self, contents: dict[int, Any], may_keep: Mapping[int, int]) -> None:
+        """Nothing is read."""
+
+    def finish(
+        self, left_out: set[int], failed: Mapping[int, Exception], producer: int
+    ) -> tuple[list[Any], int, list[int]]:
+        made = self._processes[producer].run(self._one.work, *self._one.slot)
         made = pinned(made) if self._pin else made
-        return [made], nbytes_of(made)
+        return [made], nbytes_of(made), []
 
 
 class MapStyleEvaluation(_NoRowGroups):

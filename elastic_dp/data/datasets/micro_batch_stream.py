@@ -1,8 +1,4 @@
-"""Micro-batches of shards by (step, virtual worker): what rows and packed rows have in common.
-
-Row groups are read by one thread pool, micro-batches are made by another, a few steps ahead, and
-`batch` hands them out.
-"""
+"""Micro-batches of shards by (step, virtual worker): what rows and packed rows have in common."""
 
 from __future__ import annotations
 
@@ -15,12 +11,11 @@ import numpy as np
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import BlockPool
-from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
+from elastic_dp.data.pipeline.batch_assembler import distinct
 from elastic_dp.data.pipeline.collation import Collator, located, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
-from elastic_dp.data.pipeline.micro_batches import MicroBatches
-from elastic_dp.data.pipeline.row_group_reader import Key, RowGroupReader, decoding_threads
+from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline, decoding_threads
+from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import UserCodeError
@@ -28,7 +23,7 @@ from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import batch_seed
 from elastic_dp.storage import DiskCache, Store
 
-PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
+ASSEMBLERS = 2  # threads that make micro-batches, unless user code runs in processes
 AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
 # 1 / SLACK_PART of the memory is for what Arrow's allocator keeps in addition to row groups: 50 MiB
 # for 220 MiB in row groups of 1 to 5 MiB.
@@ -53,12 +48,9 @@ class _StreamCall:
 
 
 class MicroBatchStream(ABC):
-    """A `MicroBatchSource` (see micro_batches.py). `row_bytes`: of a row of a micro-batch, about.
+    """A `MicroBatchSource` (see pipeline.py). `row_bytes`: of a row of a micro-batch, about.
     `open_row_groups`: for which there must be memory. `copy_bytes`: of what is made of a row group
     before that is dropped.
-
-    `bad` has the numbers of row groups, and of single rows: row i of the data set has the number
-    i + the number of row groups.
     """
 
     last_step: int | None = None
@@ -80,7 +72,6 @@ class MicroBatchStream(ABC):
         self._config, self._row_groups, self._pin = config, row_groups, pin
         self._seed, self._stores, self._cache = config.seed, stores, cache
         self._collator = Collator(config, pin=pin and not workers)
-        self.bad: set[int] = set()
         self._row_ends = np.cumsum(row_groups.rows)  # by row group
         self._blocks = BlockPool(STEPS_AHEAD)
         workers = workers if self._collator.has_user_code or self._collator.decodes else 0
@@ -95,29 +86,26 @@ class MicroBatchStream(ABC):
         spare -= copy_bytes
         ahead = min(config.memory_bytes // AHEAD_PART, spare)
         slack = min(config.memory_bytes // SLACK_PART, spare - ahead)
-        self._micro_batches = MicroBatches(
+        self._pipeline = Pipeline(
             self,
+            row_groups,
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=ahead,
-            producers=workers or PRODUCERS,
             rows_at_once=0 if workers or self._collator.makes_alone else _rows_in(row_bytes, ahead),
-        )
-        self.reader = RowGroupReader(
-            row_groups,
-            config.memory_bytes - ahead - slack - copy_bytes,
-            threads=threads,
+            assemblers=workers or ASSEMBLERS,
+            memory_bytes=config.memory_bytes - ahead - slack - copy_bytes,
             at_once=lambda: _at_once(threads, cache),
             keep=keep,
-            more=self._micro_batches.extend,
+            skip_bad=config.on_bad_shard == "skip",
         )
 
     @property
     def counts(self) -> dict[str, float]:
         stores = [store.counts for store in self._stores]
         return {
-            "waited_s": self._micro_batches.waited_s,
-            "row_groups_read": self.reader.groups_read,
-            "row_groups_read_again": self.reader.groups_evicted,
+            "waited_s": self._pipeline.waited_s,
+            "row_groups_read": self._pipeline.groups_read,
+            "row_groups_read_again": self._pipeline.memory.evicted,
             "bytes_from_cache": 0 if self._cache is None else self._cache.bytes_read,
             **{
                 name: sum(getattr(counts, name) for counts in stores)
@@ -131,13 +119,13 @@ class MicroBatchStream(ABC):
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._start_processes()
-        self._micro_batches.read_ahead(step, virtual_workers)
+        self._pipeline.read_ahead(step, virtual_workers)
 
     def batch(self, step: int, virtual_worker: int) -> Any:
         """None if none of its rows can be decoded."""
         self._start_processes()
         try:
-            made = self._micro_batches.take(step, virtual_worker)
+            made = self._pipeline.take(step, virtual_worker)
             if made is None or self._in_processes:
                 return made
             return self._collator.late(made)
@@ -146,10 +134,7 @@ class MicroBatchStream(ABC):
             raise located(error, step, virtual_worker, where) from error.__cause__
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
-        found = set(row_groups) - self.bad
-        if found:
-            self.bad |= found
-            self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
+        self._pipeline.mark_bad(set(row_groups))
 
     def describe_row_group(self, row_group: int) -> str:
         if (row := row_group - len(self._row_ends)) >= 0:
@@ -161,34 +146,24 @@ class MicroBatchStream(ABC):
         return f"row group {number} of {shard}"
 
     def close(self) -> None:
-        self._micro_batches.close()
+        self._pipeline.close()
         for process in self._processes:
             process.close()
-        self.reader.close()
-        self._micro_batches.join()
+        self._pipeline.join()
         if self._cache is not None:
             self._cache.close()
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        self.reader.forget(keys)
-
-    def _finish(
-        self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int, numbers: Ints
-    ) -> Any:
-        """`numbers`: of the rows, as `bad` has them."""
+    def finished(
+        self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int
+    ) -> tuple[Any, list[int]]:
+        """(the micro-batch, the indices of rows that are left out)."""
         if arrays is None:
-            return None
+            return None, []
         if self._in_processes:
             made, bad = self._processes[producer].run(arrays, *wanted.slot)
-            made = pinned(made) if self._pin else made
-        else:
-            arrays, bad = self._collator.decode(arrays)
-            made = None if arrays is None else self._collator.early(arrays, *wanted.slot)
-        self.bad.update(numbers[bad].tolist())
-        return made
-
-    def _readable(self, row_groups: list[int]) -> list[int]:
-        return [row_group for row_group in row_groups if row_group not in self.bad]
+            return (pinned(made) if self._pin else made), bad
+        arrays, bad = self._collator.decode(arrays)
+        return None if arrays is None else self._collator.early(arrays, *wanted.slot), bad
 
     def _start_processes(self) -> None:
         if self._processes and self._processes[0].pid is None:
@@ -214,27 +189,21 @@ class MicroBatchStream(ABC):
     def parts(self, before: Any, after: Any) -> bool:
         return False
 
-    def together(self, step: int) -> int:
-        return step
-
-    def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
+    def row_groups(self, works: Sequence[Any]) -> list[int]:
         """The row groups of a work are its first element."""
-        self.reader.plan((key, self._readable(_groups_of(works))) for key, works in needs)
+        found: list[int] = distinct(np.concatenate([groups for groups, *_ in works])).tolist()
+        return found
+
+    def changes(self, works: Sequence[Any], content: Any) -> bool:
+        return False
 
     @abstractmethod
-    def make(
-        self, key: Key, wanted: Sequence[MicroBatch], producer: int
-    ) -> tuple[list[Any], int]: ...
+    def assembly(self, wanted: Sequence[MicroBatch]) -> Assembly: ...
 
 
 def _at_once(threads: int, cache: DiskCache | None) -> int:
     """How many threads may read at present. Reading what a cache has is decoding."""
     return threads if cache is None or cache.misses else min(threads, decoding_threads())
-
-
-def _groups_of(works: Sequence[Any]) -> list[int]:
-    found: list[int] = distinct(np.concatenate([groups for groups, *_ in works])).tolist()
-    return found
 
 
 def _rows_in(row_bytes: int, ahead_bytes: int) -> int:

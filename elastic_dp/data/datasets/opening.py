@@ -21,7 +21,7 @@ from elastic_dp.data.datasets.sharded import (
 )
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.image_decoding import check_decoded
-from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, decoding_threads
+from elastic_dp.data.pipeline.pipeline import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import (

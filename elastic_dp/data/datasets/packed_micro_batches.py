@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -31,10 +30,10 @@ from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
 from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
-from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
-from elastic_dp.data.pipeline.row_group_reader import Columns, Key
+from elastic_dp.data.pipeline.block_memory import Columns
+from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.errors import BadShard, DataError
+from elastic_dp.errors import DataError
 from elastic_dp.sampling import GrowingOrder, PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
@@ -52,16 +51,22 @@ class _Line(dict[str, Array]):
     """The columns of a row group, flat: its documents end to end, in the order of an epoch.
 
     `begins` int64 [documents + 1]: the first token of each. `numbers` int64 [documents]: which
-    document of the file each is; None: they are in the order of the file.
+    document of the file each is; None: they are in the order of the file. `epoch`: None: of none.
     """
 
-    def __init__(self, columns: Mapping[str, Array], begins: Ints, numbers: Ints | None) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, Array],
+        begins: Ints,
+        numbers: Ints | None,
+        epoch: int | None = None,
+    ) -> None:
         super().__init__(columns)
-        self.begins, self.numbers = begins, numbers
+        self.begins, self.numbers, self.epoch = begins, numbers, epoch
 
-    def in_order(self, numbers: Ints | None) -> _Line:
+    def in_order(self, numbers: Ints | None, epoch: int) -> _Line:
         if numbers is None and self.numbers is None:
-            return self
+            return _Line(self, self.begins, None, epoch)
         places = np.arange(len(self.begins) - 1)
         if self.numbers is not None:
             places[self.numbers] = places.copy()
@@ -69,7 +74,7 @@ class _Line(dict[str, Array]):
             places = places[numbers]
         begins = np.concatenate([[0], np.cumsum(np.diff(self.begins)[places])])
         columns = {name: _taken(values, self.begins, places) for name, values in self.items()}
-        return _Line(columns, begins, numbers)
+        return _Line(columns, begins, numbers, epoch)
 
 
 class _Runs(NamedTuple):
@@ -111,9 +116,7 @@ class PackedStream(MicroBatchStream):
         copy_bytes = int(row_groups.nbytes.max()) if packed.has_order_of_documents else 0
         super().__init__(config, row_groups, row_bytes, copy_bytes=copy_bytes, **options)
         self._order, self._packed = order, packed
-        # By epoch and row group, as long as they are in memory
-        self._lines: WeakValueDictionary[tuple[int, int], _Line] = WeakValueDictionary()
-        self._laying = Lock()
+        self._laying = Lock()  # one row group at a time, for its memory
 
     def masked(self, step: int, virtual_worker: int) -> int:
         return 0  # `on_bad_shard="skip"` is refused
@@ -142,68 +145,26 @@ class PackedStream(MicroBatchStream):
         found = zip(steps, each, strict=True)
         return [((s.groups, s, order.epoch_of(step)), rows) for step, (s, rows) in found]
 
-    def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
-        bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
-        shape = bounds[-1], self._packed.length
-        assembler = _PackedRows(shape, self._config.pack_columns, self._blocks)
-        failed = self._fill(assembler, key, _by_row_group(wanted, bounds, self._packed.length))
-        columns = assembler.finish()
-        made: list[Any] = []
-        for m, (start, stop) in zip(wanted, pairwise(bounds), strict=True):
-            needed = failed and set(m.work[0].tolist()) & failed.keys()
-            if needed:
-                made.append(failed[min(needed)])
-            else:
-                arrays = {n: aligned_part(out, start, stop) for n, out in columns.items()}
-                made.append(self._finish(arrays, m, producer, np.empty(0, np.int64)))
-        return made, sum(out.nbytes for out in columns.values())
+    def changes(self, works: Sequence[Work], content: Any) -> bool:
+        """Whether the documents have another order."""
+        if not isinstance(content, _Line):
+            return True
+        return any(epoch != content.epoch for _, _, epoch in works)
 
-    def _fill(
-        self, assembler: _PackedRows, key: Key, wanted: Mapping[int, Sequence[_Runs]]
-    ) -> dict[int, BadShard]:
-        """Copies tokens from row groups as these arrive. Returns those that cannot be decoded."""
-        todo, failed = sorted(wanted), dict[int, BadShard]()
-        while todo:
-            here = self.reader.take(key, todo)
-            todo = [row_group for row_group in todo if row_group not in here]
-            taken = list(here)
-            try:
-                failed |= {g: bad for g, bad in here.items() if isinstance(bad, BadShard)}
-                with copying():
-                    assembler.copy(self._parts(wanted, here))
-            finally:
-                here.clear()  # drops the references before the reader counts the memory as free
-                self.reader.release(key, taken)
-        return failed
+    def assembly(self, wanted: Sequence[MicroBatch]) -> PackedAssembly:
+        ids = self._config.pack_columns
+        return PackedAssembly(self, wanted, self._packed.length, ids, self._blocks)
 
-    def _parts(
-        self, wanted: Mapping[int, Sequence[_Runs]], here: dict[int, Columns | BadShard]
-    ) -> list[_Part]:
-        parts = list[_Part]()
-        for row_group, columns in here.items():
-            if isinstance(columns, BadShard):
-                continue
-            for runs in wanted[row_group]:
-                # What was read is not referred to any more while the next one is laid
-                here[row_group] = columns = self._line(runs.epoch, row_group, columns)
-                parts.append(_Part(columns, runs))
-        return parts
-
-    def _line(self, epoch: int, row_group: int, columns: Columns) -> _Line:
+    def laid(self, epoch: int, row_group: int, columns: Columns) -> _Line:
         """`columns`: the row group as it was read, or in the order of any epoch."""
-        key = epoch, row_group
-        with self._laying:  # producers often want the same row group at the same time
-            line = self._lines.get(key)
-            if line is None:
-                if isinstance(columns, _Line):
-                    line = columns
-                else:
-                    flat = {name: _flat(column) for name, column in columns.items()}
-                    line = _Line(flat, self._bounds(row_group, columns), None)
-                order = self._packed.documents(epoch, row_group, len(line.begins) - 1)
-                line = self._lines[key] = line.in_order(order)
-                self.reader.replace(row_group, line)
-        return line
+        if not isinstance(columns, _Line):
+            flat = {name: _flat(column) for name, column in columns.items()}
+            columns = _Line(flat, self._bounds(row_group, columns), None)
+        if columns.epoch == epoch:
+            return columns
+        order = self._packed.documents(epoch, row_group, len(columns.begins) - 1)
+        with self._laying:
+            return columns.in_order(order, epoch)
 
     def _bounds(self, row_group: int, columns: Columns) -> Ints:
         """The bounds of documents in the row group. Raises DataError if columns differ in them, or
@@ -227,6 +188,47 @@ class PackedStream(MicroBatchStream):
                 "under a run"
             )
         return bounds
+
+
+class PackedAssembly:
+    def __init__(
+        self,
+        stream: PackedStream,
+        wanted: Sequence[MicroBatch],
+        length: int,
+        ids: Sequence[str],
+        blocks: BlockPool,
+    ) -> None:
+        self._stream, self._wanted = stream, wanted
+        self._bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
+        self._rows = _PackedRows((self._bounds[-1], length), ids, blocks)
+        self._runs = _by_row_group(wanted, self._bounds, length)
+
+    def copy(self, contents: dict[int, Any], may_keep: Mapping[int, int]) -> None:
+        parts = list[_Part]()
+        with copying():
+            for row_group in contents:
+                for runs in self._runs[row_group]:
+                    # What was read is not referred to any more while the next one is laid.
+                    contents[row_group] = self._stream.laid(
+                        runs.epoch, row_group, contents[row_group]
+                    )
+                    parts.append(_Part(contents[row_group], runs))
+            self._rows.copy(parts)
+
+    def finish(
+        self, left_out: set[int], failed: Mapping[int, Exception], producer: int
+    ) -> tuple[list[Any], int, list[int]]:
+        columns = self._rows.finish()
+        made: list[Any] = []
+        for m, (start, stop) in zip(self._wanted, pairwise(self._bounds), strict=True):
+            needed = failed and set(m.work[0].tolist()) & failed.keys()
+            if needed:
+                made.append(failed[min(needed)])
+            else:
+                arrays = {n: aligned_part(out, start, stop) for n, out in columns.items()}
+                made.append(self._stream.finished(arrays, m, producer)[0])
+        return made, sum(out.nbytes for out in columns.values()), []
 
 
 class _PackedRows:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,16 @@ import numpy as np
 from elastic_dp.config import DataConfig
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.formats.decode_errors import copying
+from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints
+from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.collation import nbytes_of
-from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
-from elastic_dp.data.pipeline.row_group_reader import Columns, Key
+from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.errors import BadShard
 from elastic_dp.sampling import GrowingOrder, Mixture, Order
 
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
-_NONE: Ints = np.empty(0, np.int64)
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
 
@@ -39,21 +38,20 @@ class RowStream(MicroBatchStream):
         self._order, self._in_file_order = order, config.shuffle == "none"
 
     def masked(self, step: int, virtual_worker: int) -> int:
-        if not self.bad:
+        if not (bad := [*self._pipeline.bad]):
             return 0
         groups, rows = self._order.locate(step, virtual_worker)
-        bad = [*self.bad]
-        return int((np.isin(groups, bad) | np.isin(self._numbers(groups, rows), bad)).sum())
+        return int((np.isin(groups, bad) | np.isin(self.numbers(groups, rows), bad)).sum())
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
-        if not self.bad:
+        if not (bad := self._pipeline.bad):
             return frozenset()
         groups, rows = self._order.locate(step, virtual_worker)
-        numbers = self._numbers(groups, rows)
-        return frozenset(self.bad.intersection([*groups.tolist(), *numbers.tolist()]))
+        numbers = self.numbers(groups, rows)
+        return bad.intersection([*groups.tolist(), *numbers.tolist()])
 
-    def _numbers(self, groups: Ints, rows: Ints) -> Ints:
-        """The numbers of rows, as `bad` has them."""
+    def numbers(self, groups: Ints, rows: Ints) -> Ints:
+        """The numbers of rows, as `Pipeline.bad` has them."""
         first: Ints = self._row_ends[groups] - self._row_groups.rows[groups]
         return len(self._row_ends) + first + rows
 
@@ -71,69 +69,46 @@ class RowStream(MicroBatchStream):
         """Whether a row group ends between the two: a row group in one chunk need not be copied."""
         return self._in_file_order and before[0][0] != after[0][0]
 
-    def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
-        groups = np.concatenate([m.work[0] for m in wanted])
-        rows = np.concatenate([m.work[1] for m in wanted])
+    def assembly(self, wanted: Sequence[MicroBatch]) -> RowAssembly:
+        return RowAssembly(self, wanted, self._blocks)
+
+
+class RowAssembly:
+    def __init__(self, stream: RowStream, wanted: Sequence[MicroBatch], blocks: BlockPool) -> None:
+        self._stream, self._wanted = stream, wanted
+        self._groups = np.concatenate([m.work[0] for m in wanted])
+        self._rows = np.concatenate([m.work[1] for m in wanted])
+        self._bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
         # A single micro-batch may go through user code, and counts with the bytes of its result.
-        bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()] if len(wanted) > 1 else []
-        assembler = BatchAssembler(groups, rows, self._blocks, bounds)
-        failed = self._fill(assembler, key)
-        made: list[Any] = []
-        stop = 0
-        for m in wanted:
-            start, stop = stop, stop + m.rows
-            needed = failed and set(groups[start:stop].tolist()) & failed.keys()
+        bounds = self._bounds if len(wanted) > 1 else []
+        self._assembler = BatchAssembler(self._groups, self._rows, blocks, bounds)
+
+    def copy(self, contents: dict[int, Columns | None], may_keep: Mapping[int, int]) -> None:
+        for row_group, columns in contents.items():
+            assert columns is not None
+            with copying():
+                if self._assembler.copy(row_group, columns, may_keep.get(row_group, 0)):
+                    contents[row_group] = None
+
+    def finish(
+        self, left_out: set[int], failed: Mapping[int, Exception], producer: int
+    ) -> tuple[list[Any], int, list[int]]:
+        self._assembler.left_out = list(left_out)
+        made, bad = list[Any](), list[int]()
+        for m, (start, stop) in zip(self._wanted, pairwise(self._bounds), strict=True):
+            groups = self._groups[start:stop]
+            needed = failed and set(groups.tolist()) & failed.keys()
             if needed:
                 made.append(failed[min(needed)])
-            else:
-                numbers = _NONE
-                if self._collator.decodes:
-                    kept = start + np.flatnonzero(~np.isin(groups[start:stop], assembler.left_out))
-                    numbers = self._numbers(groups[kept], rows[kept])
-                made.append(self._finish(assembler.cut(start, stop), m, producer, numbers))
-        return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
-
-    def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:
-        """Copies rows from row groups as these arrive. Returns the row groups that cannot be
-        decoded, unless the job skips them."""
-        todo, failed = self._readable(assembler.row_groups), dict[int, BadShard]()
-        for row_group in self.bad.intersection(assembler.row_groups):
-            assembler.leave_out(row_group)
-        while todo:
-            here = self.reader.take(key, todo)
-            todo = [row_group for row_group in todo if row_group not in here]
-            taken = set(here)
-            try:
-                failed |= self._copy(assembler, here, partial(self._own, key, taken))
-            finally:
-                here.clear()  # drops the references before the reader counts the memory as free
-                self.reader.release(key, taken)
-        return failed
-
-    def _own(self, key: Key, taken: set[int], row_group: int) -> int | None:
-        nbytes = self.reader.own(key, row_group)
-        if nbytes is not None:
-            taken.remove(row_group)
-        return nbytes
-
-    def _copy(
-        self,
-        assembler: BatchAssembler,
-        here: Mapping[int, Columns | BadShard],
-        own: Callable[[int], int | None],
-    ) -> dict[int, BadShard]:
-        failed = {}
-        for row_group, content in here.items():
-            if not isinstance(content, BadShard):
-                with copying():
-                    assembler.copy(row_group, content, own)
                 continue
-            assembler.leave_out(row_group)
-            if self._config.on_bad_shard == "fail":
-                failed[row_group] = content
-            else:
-                self.bad.add(row_group)
-        return failed
+            one, at = self._stream.finished(self._assembler.cut(start, stop), m, producer)
+            made.append(one)
+            if at:
+                kept = start + np.flatnonzero(~np.isin(groups, self._assembler.left_out))
+                numbers = self._stream.numbers(self._groups[kept], self._rows[kept])
+                bad += numbers[at].tolist()
+        several = len(self._wanted) > 1
+        return made, self._assembler.nbytes if several else nbytes_of(made[0]), bad
 
 
 def rows_named(row_groups: RowGroups, groups: Ints, rows: Ints, config: DataConfig) -> str:

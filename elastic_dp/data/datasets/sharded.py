@@ -22,7 +22,7 @@ from elastic_dp.data.datasets.row_micro_batches import RowStream
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
 from elastic_dp.data.pipeline.batch_assembler import Ints
-from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
+from elastic_dp.data.pipeline.pipeline import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.sampling import AnyOrder, GrowingOrder, Order, PackedOrder
 from elastic_dp.sampling.any_order import row_groups_at_once

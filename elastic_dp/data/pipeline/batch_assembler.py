@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,23 +73,21 @@ class BatchAssembler:
     def row_groups(self) -> list[int]:
         return list(self._pieces)
 
-    def copy(
-        self,
-        row_group: int,
-        columns: Mapping[str, Column],
-        own: Callable[[int], int | None] = lambda row_group: None,
-    ) -> None:
-        """Copies the wanted rows of a row group. `own(row_group)` takes the row group over, and
-        returns its bytes; None if that is not possible."""
+    def copy(self, row_group: int, columns: Mapping[str, Column], nbytes: int = 0) -> bool:
+        """Copies the wanted rows of a row group. Returns whether it keeps the row group, as it may
+        if nothing else needs that: with `nbytes`, if these are not 0."""
         pieces = self._pieces[row_group]
-        slices = self._slices(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
-        nbytes = own(row_group) if slices and _are_enough(slices, columns) else None
-        if nbytes is not None:
+        slices, keeps = list[_Slice](), False
+        if nbytes and self._bounds and _can_be_kept(columns):
+            slices = self._slices(pieces, _aligned_rows(columns))
+            keeps = bool(slices) and _are_enough(slices, columns)
+        if keeps:
             pieces = self._keep(columns, slices, pieces)
             self._kept_bytes += nbytes
         for name, column in columns.items():
             for rows, places in pieces:
                 self._copy(name, column, rows, places)
+        return keeps
 
     def _slices(self, pieces: Pieces, aligned_rows: int) -> list[_Slice]:
         """The micro-batches that are consecutive rows of the row group. No two share a row, even if
@@ -131,9 +129,6 @@ class BatchAssembler:
         self._object_bytes += nbytes
         for place, item in zip(places.tolist(), items, strict=True):
             out[place] = item
-
-    def leave_out(self, row_group: int) -> None:
-        self.left_out.append(row_group)
 
     @property
     def nbytes(self) -> int:
