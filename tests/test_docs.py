@@ -25,9 +25,10 @@ from tests.source_trees import tree_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+    for path in sorted([*TOP, *ROOT.glob("docs/**/*.md")])
 }
 
 

@@ -7,9 +7,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import LONG, ON_ONE_RAY, ON_OTHERS, START_RAY, TwoRaysAtATime
+from tests.conftest import LONG
 from tests.source_trees import sources
 
 ROOT = Path(__file__).parent.parent
@@ -81,34 +79,7 @@ def test_torch_is_named_exactly_where_it_is_installed():
     assert all("torch==2.13.0" in line or "-c constraints.txt" in line for line in lines)
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_pages_of_the_repository_name_files_and_commands_that_exist(page):
-    text = (ROOT / page).read_text()
-    named = re.findall(r"\b(?:elastic_dp|tests|docs|benchmarks|k8s)/[\w./-]*[\w/]", text)
-    assert named
-    for path in named:
-        assert (ROOT / path).exists(), path
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", text, re.M):
-        assert f"\n{target}:" in makefile, target
-    for test in re.findall(r"tests/[\w/]+\.py::(\w+)", text):
-        assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("*.py")), (
-            test
-        )
-
-
 def test_files_that_begin_first_exist():
     assert len(LONG) > 5
     for path in LONG:
         assert (ROOT / path).exists(), path
-
-
-def test_tests_of_a_ray_run_in_two_processes_and_begin_first():
-    scheduler = object.__new__(TwoRaysAtATime)
-
-    def scopes(paths):
-        return {scheduler._split_scope(f"{path}/test_x.py::test_y") for path in paths}
-
-    assert scopes(ON_ONE_RAY) == {"one ray"} and scopes(ON_OTHERS) == {"other rays"}
-    assert LONG[: len(START_RAY)] == START_RAY == (*ON_ONE_RAY, *ON_OTHERS)
-    assert scheduler._split_scope("tests/train/test_x.py::test_y") == "tests/train/test_x.py"

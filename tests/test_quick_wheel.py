@@ -3,13 +3,13 @@
 Its dependencies are those of the environment that runs this; tests/test_wheel.py installs them.
 """
 
-import os
 import shutil
 import site
-import subprocess
 import sys
 import venv
 from pathlib import Path
+
+from tests.kit.commands import run
 
 ROOT = Path(__file__).parent.parent
 JOB = """
@@ -24,20 +24,6 @@ trainer = digits.make_trainer(
 print(trainer.fit(local=True).weights_sha256)
 """
 STEPS = 3
-
-
-def run(*words, cwd):
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def sources(folder):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.commands import run
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 IN_TEST_WHEEL = ""  # runs there, as it stands
@@ -47,33 +49,6 @@ def test_each_command_of_the_readme_is_known_here():
     assert commands_of(README) == set(COMMANDS)
 
 
-def test_commands_that_test_wheel_runs_are_those_of_the_quick_start():
-    wheel = (ROOT / "tests" / "test_wheel.py").read_text()
-    elsewhere = [name for name, form in COMMANDS.items() if form == IN_TEST_WHEEL]
-    assert elsewhere == [
-        f"make {target}" for target in re.findall(r'^        \("(\w+)", r"', wheel, re.M)
-    ]
-
-
-def run(command: str, folder: Path) -> str:
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    path = f"{folder / '.venv' / 'bin'}{os.pathsep}{clean['PATH']}"
-    settings = {"PATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    if "install" not in command:  # pip has its settings and its cache at home
-        settings["HOME"] = str(folder)
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=clean | settings,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git tracks, after `make install`."""
@@ -85,8 +60,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    run(f"make install PYTHON={shlex.quote(sys.executable)}", folder)
+    run_in(folder, f"make install PYTHON={shlex.quote(sys.executable)}")
     return folder
+
+
+def run_in(folder: Path, command: str) -> None:
+    settings = {"PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    if "install" not in command:  # pip has its settings and its cache at home
+        settings["HOME"] = str(folder)
+    run(command, cwd=folder, shell=True, **settings)
 
 
 @pytest.mark.slow
@@ -94,6 +76,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", [name for name, form in COMMANDS.items() if form])
 def test_command_of_the_readme_runs_in_a_clean_environment(command: str, checkout: Path) -> None:
     before = {path: path.read_bytes() for path in checkout.glob("benchmarks/results/*")}
-    run(COMMANDS[command], checkout)
+    run_in(checkout, COMMANDS[command])
     now = {path: path.read_bytes() for path in checkout.glob("benchmarks/results/*")}
     assert now == before, "a quick form records nothing"

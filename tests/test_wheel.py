@@ -1,34 +1,20 @@
 """The wheel, installed into an empty environment, trains: nothing of the checkout is imported."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit.commands import run
 
 ROOT = Path(__file__).parent.parent
 TORCH = "torch==2.13.0"
 
 # It installs torch and Ray, and trains: about eight minutes on two cores.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-def run(*words, cwd, **env):
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | env,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed.process_group import ProcessGroup
-from tests.distributed.test_gradient_reducer import of_each
+from tests.distributed.members import of_each
 
 WORLD, LIMIT = 3, 4 << 20
 

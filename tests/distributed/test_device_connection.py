@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import types
 import weakref
@@ -15,27 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from elastic_dp.device import nccl_communicator
-from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abort_limit, device_connection
 from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
-from elastic_dp.distributed.process_group import (
-    connect_devices,
-)
 from elastic_dp.errors import FormingFailed, GroupAborted
-from elastic_dp.train.generations import generation_groups
-from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Hanging, Keys, OfHanging, connection
-from tests.distributed.meeting import InMemory
 from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
 OTHER = {"connecting/1": "1"}  # has begun to connect
-
-
-@pytest.fixture(autouse=True)
-def _no_device():
-    yield
-    install(None)
 
 
 def test_connecting_says_that_members_are_missing():
@@ -201,33 +187,6 @@ def test_connecting_broken_device_is_raised_at_once():
         one.check()
 
 
-def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_forms(monkeypatch):
-    limits = []
-    taken = inspect.signature(connect_devices)
-
-    def connects(*given, **named):
-        call = taken.bind(*given, **named)
-        call.apply_defaults()
-        limits.append(call.arguments["timeout_s"])
-
-    monkeypatch.setattr(generation_groups, "connect_devices", connects)
-    member = types.SimpleNamespace(worker="a")
-    membership = types.SimpleNamespace(
-        members=[member],
-        forming_timeout_s=0.5,
-        generation=1,
-        prepared=0,
-        rank=lambda worker: 0,
-        topology=(),
-    )
-    control = WorkerControl(_generation=1, _inside=True)
-    groups = generation_groups.GenerationGroups("a", CPU, control, InMemory(), connects=True)
-    groups.enter(membership)
-    groups.start()
-    groups.formed()
-    assert limits == [device_connection.CONNECTING_LIMIT_S]
-
-
 def test_connecting_is_tried_again_after_pauses_that_grow(monkeypatch):
     monkeypatch.setattr(device_connection, "LONGEST_PAUSE_S", 0.03)
     monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", 0.01)
@@ -349,12 +308,3 @@ def test_kernels_are_loaded_by_a_communicator_of_one_rank_which_is_then_aborted(
     loading = load_kernels(accelerator)
     assert accelerator.made.aborting.wait(PATIENCE_S)
     assert sizes == [1] and loading.communicator is None
-
-
-@pytest.mark.parametrize("error", ["no interface", "CUDA error: an illegal memory access"])
-def test_kernels_that_cannot_be_loaded_stop_nobody(error):
-    accelerator = OfHanging()
-    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError(error))
-    loading = load_kernels(accelerator)
-    assert accelerator.made.aborting.wait(PATIENCE_S)
-    eventually(lambda: error in str(loading._error or loading._fault))

@@ -15,7 +15,10 @@ from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport, StagingMemory
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedCommunicator
-from tests.distributed.test_device_transport import CPU, of_each, steps_of, switch, transport_of
+from tests.distributed.meeting import CPU
+from tests.distributed.members import of_each_on_devices as of_each
+from tests.distributed.members import transport_of
+from tests.distributed.test_device_transport import steps_of, switch
 from tests.patience import PATIENCE_S, eventually
 
 SHARES = [(0, 2), (2, 4)]
@@ -50,13 +53,13 @@ class CountedMemory(StagingMemory):
         return sum(memory.nbytes for memory in self._free)
 
 
-def test_fifty_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
+def test_generations_leave_no_group_communicator_thread_and_memory(monkeypatch):
     """Every second one ends while a collective waits for a peer that never enters it. What is
     staged in the memory of the host is at most what both members take in one generation, however
     late a peer is."""
     monkeypatch.setattr(abandoned_groups, "REST_S", 0.0)
     monkeypatch.setattr(device_transport, "_staging_memory", staging := CountedMemory())
-    numbers, pending, generations = {0: 0, 1: 0}, [], 50
+    numbers, pending, generations = {0: 0, 1: 0}, [], 24
 
     def act(group):
         numbers[group.rank] += 1

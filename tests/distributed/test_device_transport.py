@@ -6,78 +6,29 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import abort_limit, device_connection, device_transport, process_group
-from elastic_dp.distributed.device_transport import DeviceTransport
+from elastic_dp.distributed import abort_limit, device_connection, device_transport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
     ProcessGroup,
-    connect_devices,
 )
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import fold
 from elastic_dp.errors import CollectiveFailed, GroupAborted
 from elastic_dp.testing.simulated_device import (
     ReadBeforeEvent,
-    SimulatedAccelerator,
     SimulatedDevice,
 )
 from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Keys, OfHanging, connection
-from tests.distributed.meeting import InMemory, form
+from tests.distributed.meeting import CPU
+from tests.distributed.members import _dropped_here, run_and_send, transport_of  # noqa: F401
+from tests.distributed.members import of_each_on_devices as of_each
 from tests.patience import PATIENCE_S, eventually
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Groups go with their test, and not on a thread that may outlive the interpreter."""
-    left: list[object] = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
-    yield
-    install(None)
-    left.clear()
-
-
-def of_each(
-    world_size: int,
-    act: Callable[[ProcessGroup], Any],
-    device: SimulatedDevice | None = None,
-    generations: int = 1,
-    place: torch.device | None = None,
-) -> list[Any]:
-    """What `act` returns in the last generation, for each rank. `place`: the device; None: the
-    simulated one."""
-    if place is None:
-        install(SimulatedAccelerator(device))
-    meet = InMemory()
-
-    def member(rank: int) -> Any:
-        for number in range(generations):
-            group = form(meet, rank, world_size, generation=number, device=place or CPU)
-            connect_devices(group, meet, number, PATIENCE_S)
-            try:
-                told = act(group)
-            finally:
-                transport_of(group).come_to_rest()
-                group.close()
-        return told
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(member, range(world_size)))
-
-
-def transport_of(group: ProcessGroup) -> DeviceTransport:
-    assert group.on_device is not None
-    return group.on_device
 
 
 def switch(group: ProcessGroup) -> None:
@@ -121,14 +72,11 @@ def steps_of(
     for step in range(steps):
         if step == switches_at and group.world_size > 1:
             switch(group)
-        gradients.begin()
-        leaves = fold(*shares[group.rank], count)
-        for leaf in leaves:
-            gradients.before_leaf(leaf, leaf is leaves[-1])
-            gradients.before_backward()
-            (parameter * values_of(leaf.virtual_worker, step)).sum().backward()
-            gradients.after_leaf(leaf, leaf is leaves[-1])
-        gradients.send()
+
+        def loss(v: int, step: int = step) -> torch.Tensor:
+            return (parameter * values_of(v, step)).sum()
+
+        run_and_send(gradients, [shares[group.rank]], count, loss)
         assert finish_on_device(gradients, group, 0.5)
         assert parameter.grad is not None
         bits.append(parameter.grad.view(torch.int32).tolist())
@@ -136,26 +84,24 @@ def steps_of(
     return bits
 
 
-@pytest.mark.parametrize("shares", [[(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]])
-def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
-    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))
-    of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2))
+@pytest.mark.parametrize(
+    ("shares", "how"),
+    [
+        ([(0, 2), (2, 4)], {}),
+        ([(0, 3), (3, 4)], {}),
+        ([(0, 2), (2, 3), (3, 4)], {}),
+        ([(0, 2), (2, 3), (3, 4)], {"wire": "bf16"}),
+        ([(0, 2), (2, 3), (3, 4)], {"wire": "int8"}),
+        ([(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)], {"topology": ((2, 1, 2), (3, 2))}),
+    ],
+    ids=str,
+)
+def test_sums_have_the_same_bits_over_either_transport_and_alone(shares, how):
+    everything = [(0, shares[-1][1])]
+    alone_how = {key: value for key, value in how.items() if key == "wire"}
+    (alone,) = of_each(1, lambda group: steps_of(group, everything, 4, switches_at=9, **alone_how))
+    of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2, **how))
     assert of_all == [alone] * len(shares)
-
-
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_rounded_sums_have_the_same_bits_over_either_transport_and_alone(wire):
-    shares, how = [(0, 2), (2, 3), (3, 4)], {"wire": wire}
-    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9, **how))
-    assert of_each(3, lambda group: steps_of(group, shares, 4, switches_at=2, **how)) == [alone] * 3
-    assert alone != of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))[0]
-
-
-def test_sums_by_node_have_the_same_bits_over_either_transport_and_alone():
-    shares, topology = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)], ((2, 1, 2), (3, 2))
-    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 7)], 4, switches_at=9))
-    how = {"switches_at": 2, "topology": topology}
-    assert of_each(5, lambda group: steps_of(group, shares, 4, **how)) == [alone] * 5
 
 
 def test_gradients_that_are_not_finite_are_seen_by_all_members():
@@ -165,13 +111,8 @@ def test_gradients_that_are_not_finite_are_seen_by_all_members():
             parameter = torch.nn.Parameter(torch.zeros(5))
             gradients = GradientReducer({"weight": parameter})
             gradients.open(group, [[(0, 1)], [(1, 2)]], 2, exact=True)
-            gradients.begin()
-            (leaf,) = fold(group.rank, group.rank + 1, 2)
-            gradients.before_leaf(leaf, True)
-            gradients.before_backward()
-            (parameter[3] * value * 0.5).backward()
-            gradients.after_leaf(leaf, True)
-            gradients.send()
+            share, given = [(group.rank, group.rank + 1)], value * 0.5
+            run_and_send(gradients, share, 2, lambda v, p=parameter, x=given: p[3] * x)
             found.append(finish_on_device(gradients, group, factor))
         return found
 
@@ -276,13 +217,8 @@ def test_gradients_of_a_generation_that_was_left_keep_no_error_of_its_communicat
         communicator.all_to_all = lambda *_: (_ for _ in ()).throw(RuntimeError("NCCL error"))
         gradients = GradientReducer({"weight": (parameter := torch.nn.Parameter(torch.zeros(5)))})
         gradients.open(group, [[(0, 1)], [(1, 2)]], 2, exact=True)
-        gradients.begin()
-        (leaf,) = fold(group.rank, group.rank + 1, 2)
-        gradients.before_leaf(leaf, True)
-        gradients.before_backward()
-        parameter.sum().backward()
         with pytest.raises(CollectiveFailed) as failed:
-            gradients.send()
+            run_and_send(gradients, [(group.rank, group.rank + 1)], 2, lambda v: parameter.sum())
         error = weakref.ref(failed.value)
         del failed
         gradients.close()
@@ -402,64 +338,3 @@ def test_device_that_no_abort_frees_ends_the_process(monkeypatch):
         return True
 
     assert of_each(2, act, SimulatedDevice(abort_frees=False)) == [True, True]
-
-
-# --------------------------------------------------------------------------------------- memory
-
-
-def test_operations_do_not_pile_up_over_a_thousand_steps():
-    def act(group):
-        switch(group)
-        transport, most = transport_of(group), 0
-        output, given = torch.zeros(2), torch.ones(1)
-        for _ in range(1000):
-            transport.wait(transport.all_gather(output, given))
-            transport.read([output])
-            most = max(most, len(transport._unconfirmed), len(transport._staged))
-        return most
-
-    assert of_each(2, act) == [0, 0]
-
-
-def test_gradient_memory_is_the_same_after_fifty_generations(monkeypatch):
-    """Also of generations that end while a collective waits for a peer that is gone."""
-    parameter = {rank: torch.nn.Parameter(torch.zeros(100)) for rank in range(2)}
-    reducers = {rank: GradientReducer({"weight": p}) for rank, p in parameter.items()}
-    addresses = {rank: set() for rank in range(2)}
-
-    def act(group):
-        gradients = reducers[group.rank]
-        gradients.open(group, [[(0, 1)], [(1, 2)]], 2, exact=True)
-        switch(group)
-        gradients.begin()
-        (leaf,) = fold(group.rank, group.rank + 1, 2)
-        gradients.before_leaf(leaf, True)
-        gradients.before_backward()
-        if group.rank == 0:  # the peer does not take part
-            parameter[0].sum().backward()
-            gradients.after_leaf(leaf, True)
-            gradients.send()
-        addresses[group.rank] |= {
-            m.data_ptr() for e in gradients.exchange._buckets for m in e._memory
-        }
-        group.abort()
-        gradients.drop()
-        gradients.close()
-
-    of_each(2, act, generations=50)
-    assert [len(of_rank) for of_rank in addresses.values()] == [2, 2]
-
-
-def test_staging_memory_is_used_again():
-    def act(group):
-        transport = transport_of(group)
-        addresses = set()
-        for _ in range(50):
-            output, given = torch.zeros(600), torch.ones(300)
-            operation = transport.all_gather(output, given)
-            addresses |= {memory.data_ptr() for memory in operation.sources}
-            transport.wait(operation)
-            transport.read([output])
-        return len(addresses)
-
-    assert sum(of_each(2, act)) <= 20  # of 100; a few, where a peer is late

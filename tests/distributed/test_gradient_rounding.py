@@ -19,17 +19,13 @@ from elastic_dp.distributed.gradient_rounding import check_wire, rounding_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Share
 from elastic_dp.errors import ModelError
+from tests.distributed.members import _dropped_here, finish, named, of_each, run_and_send  # noqa: F401
 from tests.distributed.rounding_models import Numbers, nearest_bf16, rounded_sum
-from tests.distributed.test_gradient_reducer import (  # noqa: F401
+from tests.distributed.test_gradient_reducer import (
     BEFORE,
     COUNT,
     OTHER,
     Aborted,
-    _dropped_here,
-    finish,
-    leaves_of,
-    named,
-    of_each,
     of_leaf,
     one_each,
     run_leaves,
@@ -73,16 +69,13 @@ def summed(
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     gradients = GradientReducer(named(parameters), wire)
     gradients.open(group, shares, count, True, topology)
+
+    def loss(v: int) -> Any:
+        pairs = zip(parameters, gradients_of(v, shapes), strict=True)
+        return sum((p * g).sum() for p, g in pairs if g is not None)
+
     for step in (1, 2):
-        gradients.begin(SEED + step)
-        leaves = leaves_of(shares[group.rank], count)
-        for leaf in leaves:
-            gradients.before_leaf(leaf, leaf is leaves[-1])
-            gradients.before_backward()
-            pairs = zip(parameters, gradients_of(leaf.virtual_worker, shapes), strict=True)
-            sum((p * g).sum() for p, g in pairs if g is not None).backward()  # type: ignore[union-attr]
-            gradients.after_leaf(leaf, leaf is leaves[-1])
-        gradients.send()
+        run_and_send(gradients, shares[group.rank], count, loss, SEED + step)
         assert finish(gradients, FACTOR)
     return [bits_of(p.grad) for p in parameters]
 
@@ -137,11 +130,6 @@ def test_cut_into_buckets_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit:
     of_all = of_each(3, cut)
     monkeypatch.undo()
     assert of_all == of_each(3, cut)
-
-
-def test_sum_without_rounding_has_other_bits() -> None:
-    (exact,) = of_each(1, lambda group: summed(group, [[(0, 7)]], wire=None))
-    assert exact not in (expected(7, "bf16"), expected(7, "int8"))
 
 
 @pytest.mark.parametrize("shares", [BEFORE, OTHER], ids=["same", "other"])
@@ -224,7 +212,7 @@ def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
     assert narrow == as_without and wide != other
 
 
-@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize(
     ("value", "factor", "finite"),
     [

@@ -21,7 +21,7 @@ from elastic_dp.distributed.process_group import (
 )
 from elastic_dp.errors import ClusterError, GroupAborted
 from tests.distributed.meeting import InMemory, form
-from tests.distributed.test_gradient_reducer import leaves_of, named
+from tests.distributed.members import named, run_and_send
 from tests.distributed.test_reduction_to_holders import in_pieces
 from tests.patience import PATIENCE_S
 
@@ -71,14 +71,7 @@ def in_two_generations(
 
 def sum_of(gradients: GradientReducer, p: torch.nn.Parameter, rank: int, *, ends: bool):
     """The held parts of the sum of a step, whose exchange `ends`, or is only begun."""
-    gradients.begin()
-    leaves = leaves_of(SHARES[rank], V)
-    for leaf in leaves:
-        gradients.before_leaf(leaf, leaf is leaves[-1])
-        gradients.before_backward()
-        (p * float(leaf.virtual_worker)).sum().backward()
-        gradients.after_leaf(leaf, leaf is leaves[-1])
-    gradients.send()
+    run_and_send(gradients, SHARES[rank], V, lambda v: (p * float(v)).sum())
     if not ends:
         return {}
     gradients.exchange.reduce()

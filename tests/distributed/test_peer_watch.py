@@ -14,7 +14,9 @@ from elastic_dp.distributed.process_group import ProcessGroup, connect_devices
 from elastic_dp.errors import CollectiveFailed
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from tests.distributed.meeting import OverTcp, form
-from tests.distributed.test_device_transport import of_each, switch, transport_of
+from tests.distributed.members import of_each_on_devices as of_each
+from tests.distributed.members import transport_of
+from tests.distributed.test_device_transport import switch
 from tests.patience import PATIENCE_S, eventually
 
 

@@ -71,38 +71,6 @@ def test_each_piece_has_two_holders_and_loads_are_equal(world_size):
     assert (holders[0].backup is None) == (world_size == 1)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_changes_of_the_group_move_little_more_than_they_must(seed):
-    rng = random.Random(seed)
-    world_size, sizes = rng.randint(1, 9), sizes_of(rng, rng.choice([100, 400]))
-    holders = assign_pieces(sizes, world_size)
-    all_moved = all_least = 0
-    for _ in range(8):
-        held = [set(one.ranks) for one in holders]
-        if world_size > 2 and rng.random() < 0.5:
-            lost = rng.randrange(world_size)
-            held = [{r - (r > lost) for r in ranks if r != lost} for ranks in held]
-            world_size -= 1
-        else:
-            world_size += rng.randint(1, 2)
-        holders = assign_pieces(sizes, world_size, (), held)
-        check(holders, sizes, world_size)
-        all_moved += moved(holders, held, sizes)
-        all_least += least_bytes_to_move(sizes, world_size, held)
-    # A rank may get a piece more than its part, and no more than one must be left behind.
-    assert all_moved <= 1.1 * all_least + 8 * world_size * max(sizes)
-
-
-def test_loss_moves_only_the_copies_that_were_lost():
-    sizes = [MIB] * 600
-    holders = assign_pieces(sizes, 8)
-    held = [{rank for rank in one.ranks if rank < 7} for one in holders]
-    after = assign_pieces(sizes, 7, (), held)
-    lost = sum(len(ranks) == 1 for ranks in held) * MIB
-    assert lost == pytest.approx(2 * 600 * MIB / 8, rel=0.02)
-    assert moved(after, held, sizes) <= 1.05 * lost
-
-
 @pytest.mark.parametrize("victim", range(4))
 def test_lone_holders_are_primaries_where_parts_grow_little(victim):
     """Nothing moves before the next step where the largest part of a primary grows by 1/64 for it,
@@ -155,29 +123,6 @@ def test_backup_is_on_another_node_and_in_another_zone(topology, place_of):
     assert all(place_of[one.primary] != place_of[one.backup] for one in holders)
 
 
-def test_backups_stay_on_other_nodes_when_a_worker_is_lost_or_joins():
-    sizes, world_size = [MIB] * 400, 6
-    holders = assign_pieces(sizes, world_size, [(2, 2, 2)])
-    held = [{r - (r > 1) for r in one.ranks if r != 1} for one in holders]  # nodes: 0 | 1 2 | 3 4
-    after = assign_pieces(sizes, 5, [(1, 2, 2)], held)
-    node = [0, 1, 1, 2, 2]
-    assert all(node[one.primary] != node[one.backup] for one in after)
-    again = assign_pieces(
-        sizes, 6, [(2, 2, 2)], [{r + (r > 0) for r in one.ranks} for one in after]
-    )
-    node = [0, 0, 1, 1, 2, 2]
-    assert all(node[one.primary] != node[one.backup] for one in again)
-
-
-def test_loads_stay_equal_where_one_node_has_most_workers():
-    """Three workers on one node and one on another: that one backs up as much as it has room for,
-    and the rest has both copies on one node."""
-    sizes = [MIB] * 400
-    holders = assign_pieces(sizes, 4, [(3, 1)])
-    check(holders, sizes, 4)
-    assert sum(3 in one.ranks for one in holders) == pytest.approx(200, abs=2)
-
-
 def test_piece_without_holder_gets_two():
     holders = assign_pieces([MIB] * 4, 3, (), [{0, 1}, set(), {2}, {0, 1, 2}])
     assert all(len(set(one.ranks)) == 2 for one in holders)
@@ -226,7 +171,7 @@ def must_be_on_one_node(node: list[int], sizes: list[int]) -> dict[int, int]:
     return {n: max(0, held - sum(sizes)) for n, held in copies.items()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 999),
     count=st.sampled_from([60, 200]),

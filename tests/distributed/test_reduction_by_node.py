@@ -3,17 +3,15 @@ The members are threads of this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_dp.distributed import process_group
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import fold
-from tests.distributed.test_gradient_reducer import finish, named, of_each
+from tests.distributed.members import _dropped_here, finish, named, of_each, run_and_send  # noqa: F401
 from tests.distributed.test_reduction_rounds import (
     EVERY,
     Shares,
@@ -23,15 +21,6 @@ from tests.distributed.test_reduction_rounds import (
 )
 
 NUMEL = 43
-
-
-@pytest.fixture(autouse=True)
-def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Groups go with their test, and not on a thread that may outlive the interpreter."""
-    left: list[object] = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
-    yield
-    left.clear()
 
 
 def gradient(virtual_worker: int) -> torch.Tensor:
@@ -48,14 +37,9 @@ def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2
     gradients = GradientReducer(named([parameter]))
     gradients.open(group, shares, count, True, topology)
     for _ in range(steps):
-        gradients.begin()
-        leaves = [leaf for one in shares[group.rank] for leaf in fold(*one, count)]
-        for leaf in leaves:
-            gradients.before_leaf(leaf, leaf is leaves[-1])
-            gradients.before_backward()
-            (parameter * gradient(leaf.virtual_worker)).sum().backward()
-            gradients.after_leaf(leaf, leaf is leaves[-1])
-        gradients.send()
+        run_and_send(
+            gradients, shares[group.rank], count, lambda v: (parameter * gradient(v)).sum()
+        )
         assert finish(gradients, 0.5)
     assert parameter.grad is not None
     return parameter.grad.view(torch.int32).tolist()
@@ -65,7 +49,7 @@ def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2
     ("world_size", "topology"),
     [
         # The rounds of each are followed in test_reduction_rounds.py.
-        pytest.param(*one, marks=pytest.mark.slow if number % 2 else ())
+        pytest.param(*one, marks=pytest.mark.slow if number % 3 else ())
         for number, one in enumerate(EVERY)
     ],
     ids=str,

@@ -14,13 +14,7 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.piece_routes import HeldRange
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
-from tests.distributed.test_gradient_reducer import (
-    _dropped_here,  # noqa: F401  a fixture
-    finish,
-    leaves_of,
-    named,
-    of_each,
-)
+from tests.distributed.members import _dropped_here, finish, named, of_each, run_and_send  # noqa: F401
 
 V = 8
 
@@ -41,15 +35,11 @@ def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
     assert len(gradients._layout.buckets) == 2
     values = torch.randn(2, V, 832, generator=draw)
     for step in range(2):
-        gradients.begin(step)
-        leaves = leaves_of(shares[group.rank], V)
-        for leaf in leaves:
-            gradients.before_leaf(leaf, leaf is leaves[-1])
-            gradients.before_backward()
-            flat = torch.cat([p.view(-1) for p in parameters])
-            (flat * values[step, leaf.virtual_worker]).sum().backward()
-            gradients.after_leaf(leaf, leaf is leaves[-1])
-        gradients.send()
+
+        def loss(v, step=step):
+            return (torch.cat([p.view(-1) for p in parameters]) * values[step, v]).sum()
+
+        run_and_send(gradients, shares[group.rank], V, loss, seed=step)
         if needed is not None:
             gradients.exchange.reduce()
             held, _ = gradients.exchange.sums_of_pieces(0.3)

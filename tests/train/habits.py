@@ -54,11 +54,15 @@ def said(what: str, words: str) -> Callable[[Train], Train]:
     return _listed(what, "said", words=words)
 
 
-def _listed(what: str, outcome: str, **more: Any) -> Callable[[Train], Train]:
-    def add(train: Train) -> Train:
-        assert train.__name__ not in HABITS
-        HABITS[train.__name__] = Habit(what, outcome, train, **more)
-        return train
+def _listed(what: str, outcome: str, **more: Any) -> Callable[[Any], Any]:
+    """For a train function, or for the loss function of one."""
+
+    def add(function: Any) -> Any:
+        is_loss = function.__code__.co_argcount == 2
+        train = (lambda ctx: run(ctx, function)) if is_loss else function
+        assert function.__name__ not in HABITS
+        HABITS[function.__name__] = Habit(what, outcome, train, **more)
+        return function
 
     return add
 
@@ -94,14 +98,11 @@ def zero_grad(ctx: Any) -> None:
 
 
 @exact("`zero_grad(set_to_none=False)` after the forward pass, in some micro-batches")
-def zero_grad_of_some(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        loss = cross_entropy(m, b)
-        if int(b["i"].sum()) % 3 == 0:
-            m.zero_grad(set_to_none=False)
-        return loss
-
-    run(ctx, loss_fn)
+def zero_grad_of_some(m: Any, b: Any) -> Any:
+    loss = cross_entropy(m, b)
+    if int(b["i"].sum()) % 3 == 0:
+        m.zero_grad(set_to_none=False)
+    return loss
 
 
 @exact("`optimizer.zero_grad()` in the loop's body")
@@ -112,23 +113,17 @@ def zero_grad_in_the_body(ctx: Any) -> None:
 
 
 @exact("`p.grad` read in the loss", "it is None there")
-def reads_gradients(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        norms = [p.grad.norm() for p in m.parameters() if p.grad is not None]
-        return cross_entropy(m, b) + sum(norms)
-
-    run(ctx, loss_fn)
+def reads_gradients(m: Any, b: Any) -> Any:
+    norms = [p.grad.norm() for p in m.parameters() if p.grad is not None]
+    return cross_entropy(m, b) + sum(norms)
 
 
 @refused(
     "`clip_grad_norm_` in the loss", LossError, "calls clip_grad_norm_, which finds no gradients"
 )
-def clips_in_the_loss(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-        return cross_entropy(m, b)
-
-    run(ctx, loss_fn)
+def clips_in_the_loss(m: Any, b: Any) -> Any:
+    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    return cross_entropy(m, b)
 
 
 @refused(
@@ -183,45 +178,33 @@ def gradients_before_the_loop(ctx: Any) -> None:
 
 
 @refused("`loss.backward()` in the loss", LossError, "called backward(), or assigned it")
-def backward_in_the_loss(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        loss = cross_entropy(m, b)
-        loss.backward(retain_graph=True)
-        return loss
-
-    run(ctx, loss_fn)
+def backward_in_the_loss(m: Any, b: Any) -> Any:
+    loss = cross_entropy(m, b)
+    loss.backward(retain_graph=True)
+    return loss
 
 
 @exact("`backward()` of something else in the loss, then `zero_grad()`")
-def backward_and_zero_grad(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        x = b["x"].clone().requires_grad_()
-        m(x).square().mean().backward()
-        m.zero_grad()
-        return F.cross_entropy(m(b["x"] + 0.1 * x.grad.sign()), b["y"])
-
-    run(ctx, loss_fn)
+def backward_and_zero_grad(m: Any, b: Any) -> Any:
+    x = b["x"].clone().requires_grad_()
+    m(x).square().mean().backward()
+    m.zero_grad()
+    return F.cross_entropy(m(b["x"] + 0.1 * x.grad.sign()), b["y"])
 
 
 @refused("`p.grad` assigned in the loss", LossError, "left a gradient in model.0.weight.grad")
-def assigns_gradients(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        m[0].weight.grad = torch.ones_like(m[0].weight)
-        return cross_entropy(m, b)
-
-    run(ctx, loss_fn)
+def assigns_gradients(m: Any, b: Any) -> Any:
+    m[0].weight.grad = torch.ones_like(m[0].weight)
+    return cross_entropy(m, b)
 
 
 @exact("a gradient penalty by `torch.autograd.grad`, with `retain_grad()`")
-def gradient_penalty(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        x = b["x"].clone().requires_grad_()
-        out = m(x)
-        out.retain_grad()
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return F.cross_entropy(out, b["y"]) + 0.1 * slope.square().mean()
-
-    run(ctx, loss_fn)
+def gradient_penalty(m: Any, b: Any) -> Any:
+    x = b["x"].clone().requires_grad_()
+    out = m(x)
+    out.retain_grad()
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.cross_entropy(out, b["y"]) + 0.1 * slope.square().mean()
 
 
 @refused("`optimizer.step()` in the loss", LossError, "the loss function called optimizer.step()")
@@ -326,14 +309,11 @@ def step_pre_hook(ctx: Any) -> None:
 
 
 @exact("`requires_grad_` turned off and on again in the loss")
-def toggles_requires_grad(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        m[0].requires_grad_(False)
-        aside = m(b["x"]).square().mean()
-        m[0].requires_grad_(True)
-        return cross_entropy(m, b) + 0.1 * aside
-
-    run(ctx, loss_fn)
+def toggles_requires_grad(m: Any, b: Any) -> Any:
+    m[0].requires_grad_(False)
+    aside = m(b["x"]).square().mean()
+    m[0].requires_grad_(True)
+    return cross_entropy(m, b) + 0.1 * aside
 
 
 @refused(
@@ -365,21 +345,15 @@ def global_generators(ctx: Any) -> None:
 
 
 @exact("`torch.manual_seed(0)` in the loss")
-def manual_seed(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        torch.manual_seed(0)
-        return cross_entropy(m, b)
-
-    run(ctx, loss_fn)
+def manual_seed(m: Any, b: Any) -> Any:
+    torch.manual_seed(0)
+    return cross_entropy(m, b)
 
 
 @exact("a generator made in each call of the loss, with a seed from the rows")
-def generator_of_the_rows(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        rng = np.random.default_rng(int(b["i"].sum()))
-        return cross_entropy(m, b) * (0.5 + rng.random())
-
-    run(ctx, loss_fn)
+def generator_of_the_rows(m: Any, b: Any) -> Any:
+    rng = np.random.default_rng(int(b["i"].sum()))
+    return cross_entropy(m, b) * (0.5 + rng.random())
 
 
 @refused("an own NumPy generator in the loss", LossError, "What changed meanwhile: rng.")
@@ -641,41 +615,32 @@ TABLES = {"first": 0.25, "second": 0.75}
 
 
 @exact("global constants; a dict's order; a file that is the same everywhere")
-def constants(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        with open(__file__, encoding="utf-8") as file:
-            first = len(file.readline())
-        loss = cross_entropy(m, b)
-        for weight in TABLES.values():
-            loss = loss + weight * loss.detach().sin()
-        return loss * first
-
-    run(ctx, loss_fn)
+def constants(m: Any, b: Any) -> Any:
+    with open(__file__, encoding="utf-8") as file:
+        first = len(file.readline())
+    loss = cross_entropy(m, b)
+    for weight in TABLES.values():
+        loss = loss + weight * loss.detach().sin()
+    return loss * first
 
 
 # -------------------------------------------------------------------------- model and parameters
 
 
 @exact("`model.eval()` in the loss and `model.train()` again")
-def toggles_mode(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        m.eval()
-        with torch.no_grad():
-            teacher = m(b["x"])
-        m.train()
-        return cross_entropy(m, b) + 0.1 * F.mse_loss(m(b["x"]), teacher)
-
-    run(ctx, loss_fn)
+def toggles_mode(m: Any, b: Any) -> Any:
+    m.eval()
+    with torch.no_grad():
+        teacher = m(b["x"])
+    m.train()
+    return cross_entropy(m, b) + 0.1 * F.mse_loss(m(b["x"]), teacher)
 
 
 @refused("`model.eval()` left on by the loss", LossError, "model.training (True, then False)")
-def leaves_mode(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        loss = cross_entropy(m, b)
-        m.eval()
-        return loss
-
-    run(ctx, loss_fn)
+def leaves_mode(m: Any, b: Any) -> Any:
+    loss = cross_entropy(m, b)
+    m.eval()
+    return loss
 
 
 @refused(
@@ -683,13 +648,10 @@ def leaves_mode(ctx: Any) -> None:
     LossError,
     "the loss function changed model.0.weight",
 )
-def writes_in_the_loss(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        for p in m.parameters():
-            p.data.clamp_(-0.1, 0.1)
-        return cross_entropy(m, b)
-
-    run(ctx, loss_fn)
+def writes_in_the_loss(m: Any, b: Any) -> Any:
+    for p in m.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    return cross_entropy(m, b)
 
 
 @refused(
@@ -732,16 +694,13 @@ def trains_a_discriminator(ctx: Any) -> None:
 
 
 @exact("an optimizer of tensors that the loss itself makes (an attack on its rows)")
-def optimizes_its_rows(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        delta = torch.zeros_like(b["x"], requires_grad=True)
-        attack = torch.optim.SGD([delta], lr=0.1)
-        (grad,) = torch.autograd.grad(-cross_entropy(m, {**b, "x": b["x"] + delta}), [delta])
-        delta.grad = grad
-        attack.step()
-        return cross_entropy(m, {**b, "x": b["x"] + delta.detach()})
-
-    run(ctx, loss_fn)
+def optimizes_its_rows(m: Any, b: Any) -> Any:
+    delta = torch.zeros_like(b["x"], requires_grad=True)
+    attack = torch.optim.SGD([delta], lr=0.1)
+    (grad,) = torch.autograd.grad(-cross_entropy(m, {**b, "x": b["x"] + delta}), [delta])
+    delta.grad = grad
+    attack.step()
+    return cross_entropy(m, {**b, "x": b["x"] + delta.detach()})
 
 
 @refused("a layer that the body replaces", LoopError, "model.4 was replaced by another module")
@@ -783,25 +742,19 @@ def tied_and_frozen(ctx: Any) -> None:
 
 
 @exact("`torch.autocast` and `torch.no_grad` in the loss")
-def autocast(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        with torch.no_grad():
-            scale = m(b["x"]).std()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = m(b["x"])
-        return F.cross_entropy(out.float(), b["y"]) * (1 + scale)
-
-    run(ctx, loss_fn)
+def autocast(m: Any, b: Any) -> Any:
+    with torch.no_grad():
+        scale = m(b["x"]).std()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = m(b["x"])
+    return F.cross_entropy(out.float(), b["y"]) * (1 + scale)
 
 
 @said("a metric that shows a clock", "metrics['seconds'] (")
-def clock_in_a_metric(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        began = time.perf_counter()
-        loss = cross_entropy(m, b)
-        return loss, len(b["x"]), {"seconds": time.perf_counter() - began}
-
-    run(ctx, loss_fn)
+def clock_in_a_metric(m: Any, b: Any) -> Any:
+    began = time.perf_counter()
+    loss = cross_entropy(m, b)
+    return loss, len(b["x"]), {"seconds": time.perf_counter() - began}
 
 
 @said("`ctx.world_size` or `ctx.rank` read in the loss", "the loss function reads ctx.world_size")

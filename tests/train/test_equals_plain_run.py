@@ -20,7 +20,15 @@ from tests.runs import group, lines_of, local, never_put_off, resize, spec_of
 from tests.train import test_growing_batch, test_kills, test_large_batch_optimizers, test_precision
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
 from tests.train.jobs import ZOO, batch_norm, in_small_buckets
-from tests.train.test_finished_work import STEP, VIRTUAL, counted, dies_last, passes
+from tests.train.test_finished_work import (
+    LARGE_LOSS,
+    SMALL_LOSS,
+    STEP,
+    VIRTUAL,
+    counted,
+    dies_last,
+    passes,
+)
 from tests.train.test_finished_work import job as job_of_three
 from tests.train.test_inner_moments import trains as moments
 from tests.train.test_inner_moments import trains_delayed as delayed_moments
@@ -271,31 +279,58 @@ def test_option_of_a_strategy_changes_the_bits(strategy):
         assert not without(strategy, option, 0 if option == "staleness" else None)
 
 
-@pytest.mark.parametrize(
-    ("options", "inner"),
-    [
-        ({"wire": "bf16"}, 1),
-        ({"wire": "int8"}, 1),
-        ({"staleness": 1}, 1),
-        ({}, INNER),
-        ({"wire": "int8", "staleness": 1}, INNER),
-        pytest.param({"wire": "bf16"}, INNER, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_of_a_lost_worker_only_its_virtual_workers_run_again(options, inner, tmp_path):
-    """It dies in the fourth of them, the last one. With staleness=1 those of the step before run
-    again, too."""
-    nth = 4 * inner
-    dead = WorkerFault("backward", step=STEP, rank=1, nth=nth, once=str(tmp_path / "dead"))
-    spec = dataclasses.replace(job_of_three(min_workers=2), **options)
-    train = counted(tmp_path)
-    if inner > 1:
-        spec = dataclasses.replace(spec, inner_steps=inner)
-        train = counted(tmp_path, optimizer=outer, **HOW)
-    outcome, _ = group(spec, dies_last(train, tmp_path), faults=(dead,))
+def dies(rank: int, nth: int, point: str = "backward", step: int = STEP) -> dict[str, Any]:
+    return {"rank": rank, "nth": nth, "point": point, "step": step}
+
+
+SLOW = pytest.mark.slow
+LOST = [  # options of the job, where one of three workers with 4 of 12 virtual workers each dies
+    ({"min_workers": 3, "standby": 1}, {}, dies(2, 3, "before_forward"), 2),
+    ({"min_workers": 3, "standby": 1}, {}, dies(2, 3), 3),
+    ({}, {}, dies(0, 4), 4),
+    ({}, {}, dies(2, 4), 4),
+    ({}, {"wire": "bf16"}, dies(1, 4), 4),
+    ({}, {"wire": "int8"}, dies(1, 4), 4),
+    # Those of the step before run again, too.
+    ({}, {"staleness": 1}, dies(1, 4), 8),
+    # In the last inner step of its last one.
+    ({}, {"inner_steps": INNER}, dies(1, 4 * INNER), 4),
+    ({}, {"inner_steps": INNER, "wire": "int8", "staleness": 1}, dies(1, 4 * INNER), 8),
+    pytest.param({}, {"inner_steps": INNER, "wire": "bf16"}, dies(1, 4 * INNER), 4, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("scaling", "options", "dead", "again"), LOST, ids=str)
+def test_of_a_lost_worker_only_its_virtual_workers_run_again(
+    scaling, options, dead, again, tmp_path
+):
+    spec = dataclasses.replace(job_of_three(**{"min_workers": 2} | scaling), **options)
+    inner = options.get("inner_steps", 1)
+    train = counted(tmp_path, **({"optimizer": outer, **HOW} if inner > 1 else {}))
+    fault = WorkerFault(**dead, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, dies_last(train, tmp_path), faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
-    lost = 4 * (1 + options.get("staleness", 0))
-    assert sum(passes(tmp_path).values()) == inner * (VIRTUAL + lost)
+    times = passes(tmp_path)
+    assert sum(times.values()) == inner * (VIRTUAL + again)
+    assert "staleness" in options or len(times) == inner * VIRTUAL
+    (tmp_path / "passes").unlink()
     assert outcome.digest == local(spec, train).digest
+    assert sum(passes(tmp_path).values()) == inner * VIRTUAL
+
+
+@pytest.mark.parametrize("step", [LARGE_LOSS, SMALL_LOSS], ids=["overflows", "smaller scale"])
+@pytest.mark.parametrize("wire", [None, *(pytest.param(w, marks=SLOW) for w in ("bf16", "int8"))])
+def test_lost_worker_beside_a_change_of_the_loss_scale_only_its_leaves_run_again(
+    step, wire, tmp_path
+):
+    """The gradient of step 5 overflows, so step 6 has half its loss scale."""
+    dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
+    spec = dataclasses.replace(job_of_three(min_workers=2), wire=wire)
+    train = counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
+    outcome, _ = group(spec, dies_last(train, tmp_path), faults=(dead,))
+    assert outcome.error is None, outcome.traceback
+    assert sum(passes(tmp_path, step).values()) == VIRTUAL + 4
+    assert outcome.digest == local(spec, train).digest
+    scales = dict(line.split() for line in (tmp_path / "scales").read_text().splitlines())
+    assert float(scales[str(SMALL_LOSS)]) == float(scales[str(LARGE_LOSS)]) / 2

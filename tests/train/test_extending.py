@@ -12,12 +12,12 @@ import torch
 import elastic_dp as edp
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import LossError, SpecError
-from tests.distributed.test_gradient_reducer import (  # noqa: F401
-    _dropped_here,
+from tests.distributed.members import (
+    _dropped_here,  # noqa: F401
     finish,
-    leaves_of,
     named,
     of_each,
+    run_and_send,
 )
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, loop
@@ -65,14 +65,9 @@ def summed(group: Any, shares: Any) -> list[list[float]]:
     values = torch.randn(V, 73, generator=draw) * 1e-3
     gradients = GradientReducer(named(parameters), CODE["ScaledHalf"])
     gradients.open(group, shares, V, exact=True)
-    gradients.begin()
-    leaves = leaves_of(shares[group.rank], V)
-    for leaf in leaves:
-        gradients.before_leaf(leaf, leaf is leaves[-1])
-        gradients.before_backward()
-        (torch.cat(parameters) * values[leaf.virtual_worker]).sum().backward()
-        gradients.after_leaf(leaf, leaf is leaves[-1])
-    gradients.send()
+    run_and_send(
+        gradients, shares[group.rank], V, lambda v: (torch.cat(parameters) * values[v]).sum()
+    )
     assert finish(gradients, 1.0)
     assert torch.allclose(torch.cat([p.grad for p in parameters]), values.sum(0), atol=1e-5)
     return [p.grad.tolist() for p in parameters]

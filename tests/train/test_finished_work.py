@@ -98,34 +98,6 @@ def dies_last(train: Any, folder: Path) -> Any:
     return waits
 
 
-@pytest.mark.parametrize(("point", "torn"), [("before_forward", 2), ("backward", 3)])
-def test_lost_worker_with_a_replacement_only_its_leaves_run_again(point, torn, tmp_path):
-    dead = WorkerFault(point, step=STEP, rank=2, nth=3, once=str(tmp_path / "dead"))
-    spec = job(min_workers=3, standby=1)
-    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    times = passes(tmp_path)
-    assert len(times) == VIRTUAL and sum(times.values()) == VIRTUAL + torn
-    assert max(times.values()) == 2
-    (tmp_path / "passes").unlink()
-    assert outcome.digest == local(spec, counted(tmp_path)).digest
-    assert sum(passes(tmp_path).values()) == VIRTUAL
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_lost_worker_without_a_replacement_only_its_leaves_run_again(rank, tmp_path):
-    """The two survivors keep their 4 virtual workers each, and take 2 of the lost ones."""
-    dead = WorkerFault("backward", step=STEP, rank=rank, nth=4, once=str(tmp_path / "dead"))
-    spec = job(min_workers=2)
-    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    times = passes(tmp_path)
-    assert len(times) == VIRTUAL and sum(times.values()) == VIRTUAL + 4
-    (tmp_path / "passes").unlink()
-    assert outcome.digest == local(spec, counted(tmp_path)).digest
-
-
 def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_path):
     """The second one is lost in the same step, when it runs what it took from the first one."""
     first = WorkerFault("backward", step=STEP, rank=0, nth=4, once=str(tmp_path / "first"))
@@ -211,21 +183,6 @@ def test_worker_that_receives_a_step_forgets_what_it_has_finished(tmp_path):
     assert outcome.digest == local(spec, plain).digest
     behind = [path.read_text() for path in tmp_path.glob("w*") if path.name[1:].isdigit()]
     assert behind and set(behind) == {"None"}
-
-
-@pytest.mark.parametrize("step", [LARGE_LOSS, SMALL_LOSS], ids=["overflows", "smaller scale"])
-def test_lost_worker_around_a_change_of_the_loss_scale_only_its_leaves_run_again(step, tmp_path):
-    """The gradient of step 5 overflows, so step 6 has half its loss scale."""
-    dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
-    spec, train = job(min_workers=2), counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
-    outcome, _ = group(spec, dies_last(train, tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert sum(passes(tmp_path, step).values()) == VIRTUAL + 4
-    (tmp_path / "passes").unlink()
-    undisturbed = local(spec, train)
-    assert outcome.digest == undisturbed.digest
-    scales = dict(line.split() for line in (tmp_path / "scales").read_text().splitlines())
-    assert float(scales[str(SMALL_LOSS)]) == float(scales[str(LARGE_LOSS)]) / 2
 
 
 CHANGES: dict[str, Callable[[LeafRunner], None]] = {

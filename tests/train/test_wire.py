@@ -12,8 +12,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import ModelError
 from elastic_dp.sampling.seeds import rounding_seed
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, local, spec_of
+from tests.runs import local, spec_of
 from tests.train.jobs import (
     adamw,
     bf16_parameters,
@@ -21,12 +20,6 @@ from tests.train.jobs import (
     loop,
     plain,
 )
-from tests.train.test_finished_work import (
-    LARGE_LOSS,
-    SMALL_LOSS,
-    counted,
-)
-from tests.train.test_finished_work import job as job_of_three
 
 WIRES = ("bf16", "int8")
 of_each_wire = pytest.mark.parametrize("wire", WIRES)
@@ -34,20 +27,6 @@ of_each_wire = pytest.mark.parametrize("wire", WIRES)
 
 def with_wire(spec: JobSpec, wire: str) -> JobSpec:
     return dataclasses.replace(spec, wire=wire)
-
-
-@pytest.mark.slow
-@of_each_wire
-@pytest.mark.parametrize("step", [LARGE_LOSS, SMALL_LOSS], ids=["overflows", "smaller scale"])
-def test_overflow_is_seen_through_the_rounding_and_halves_the_loss_scale(step, wire, tmp_path):
-    dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
-    spec = with_wire(job_of_three(min_workers=2), wire)
-    train = counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
-    outcome, _ = group(spec, train, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-    scales = dict(line.split() for line in (tmp_path / "scales").read_text().splitlines())
-    assert float(scales[str(SMALL_LOSS)]) == float(scales[str(LARGE_LOSS)]) / 2
 
 
 def test_each_step_and_seed_rounds_its_own_way(monkeypatch):

@@ -17,7 +17,8 @@ from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.checkpoint.states import memory_store
 from tests.device import fake_gpu
-from tests.distributed.test_device_transport import of_each, switch
+from tests.distributed.members import of_each_on_devices as of_each
+from tests.distributed.test_device_transport import switch
 from tests.runs import group, losses_of, spec_of
 from tests.train import test_sharded_optimizer as of_runs
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
