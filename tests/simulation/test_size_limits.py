@@ -9,7 +9,7 @@ import pytest
 from elastic_dp.coordinator import messages as m
 from tests.simulation.world import World
 
-SEEDS, CHUNKS = 300, 3
+SEEDS, CHUNKS = 120, 3
 
 
 class LimitedWorld(World):
