@@ -9,11 +9,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
+import functools
 import itertools
 import math
 import os
 import tempfile
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +26,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from elastic_dp.errors import LoopError, LossError
@@ -259,6 +264,26 @@ def distillation(ctx):
         pass
 
 
+@exact
+def scaler_that_is_disabled(ctx):
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def loss_fn(m, batch):
+        return scaler.scale(cross_entropy(m, batch))
+
+    for _ in ctx.steps(model, optimizer, loss_fn):
+        scaler.update()
+
+
+@exact
+def loop_by_next(ctx):
+    model, optimizer = made()
+    steps = ctx.steps(model, optimizer, cross_entropy)
+    while (step := next(steps, None)) is not None:
+        set_lr(optimizer, 0.01 / step.number)
+
+
 # ------------------------------------------------------------------------------------------- said
 
 
@@ -460,6 +485,162 @@ def attribute_of_the_model(ctx):
         model.seen += 1
 
 
+@said("lrs")
+def lr_of_a_cycle(ctx):
+    model, optimizer = made()
+    lrs = itertools.cycle([0.01, 0.003])
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        set_lr(optimizer, next(lrs))
+
+
+@said("lr (0.01, then")
+def lr_of_a_zip(ctx):
+    model, optimizer = made()
+    lrs = [0.01 * 0.9**n for n in range(100)]
+    for _, lr in zip(ctx.steps(model, optimizer, cross_entropy), lrs, strict=False):
+        set_lr(optimizer, lr)
+
+
+@said("rows")
+def rows_of_a_loader(ctx):
+    model, optimizer = made()
+    rows = iter(DataLoader(list(range(100)), batch_size=4))
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        set_lr(optimizer, 0.01 / (1 + next(rows).sum().item()))
+
+
+@said("losses")
+def losses_in_an_array(ctx):
+    model, optimizer = made()
+    losses = np.zeros(1000)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        losses[step.number] = step.loss
+        set_lr(optimizer, 0.01 / (1 + losses.sum()))
+
+
+@said("total")
+def tensor_written_as_data(ctx):
+    model, optimizer = made()
+    total = torch.zeros(())
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        total.data += step.loss
+        set_lr(optimizer, 0.01 / (1 + float(total)))
+
+
+class Meter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def add(self, value):
+        self.total += value
+
+
+@said("meter")
+def meter_of_a_module(ctx):
+    model, optimizer = made()
+    meter = Meter()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        meter.add(step.loss)
+        set_lr(optimizer, 0.01 / (1 + meter.total))
+
+
+@said("meter.total (1.0, then 2.0) changes with each micro-batch")
+def meter_in_the_loss(ctx):
+    model, optimizer = made()
+    meter = Meter()
+
+    def loss_fn(m, batch):
+        meter.add(1.0)
+        return cross_entropy(m, batch)
+
+    for _ in ctx.steps(model, optimizer, loss_fn):
+        ctx.log({"rows": meter.total})
+
+
+def counter():
+    count = 0
+
+    def counted():
+        nonlocal count
+        count += 1
+        return count
+
+    return counted
+
+
+@said("counted")
+def closure_that_counts(ctx):
+    model, optimizer = made()
+    counted = counter()
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        set_lr(optimizer, 0.01 / counted())
+
+
+@said("calls")
+def default_that_counts(ctx):
+    model, optimizer = made()
+    calls = functools.partial(lambda seen: seen.append(0) or len(seen), [])
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        set_lr(optimizer, 0.01 / calls())
+
+
+@dataclasses.dataclass(slots=True)
+class Count:
+    n: int = 0
+
+
+@said("nested.inner, state.n (0, then 1)")
+def state_in_slots_and_in_objects_of_objects(ctx):
+    model, optimizer = made()
+    nested, state = types.SimpleNamespace(inner=types.SimpleNamespace(n=0)), Count()
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        state.n += 1
+        nested.inner.n += 1
+        set_lr(optimizer, 0.01 / (state.n + nested.inner.n))
+
+
+Phase = enum.Enum("Phase", "WARMUP MAIN")
+
+
+@said("changes phase.")
+def phase(ctx):
+    model, optimizer = made()
+    phase = Phase.WARMUP
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        set_lr(optimizer, 0.001 if phase is Phase.WARMUP else 0.01)
+        phase = Phase.MAIN if step.number == 3 else phase
+
+
+@said("model.3.p (0.2, then 0.5)")
+def dropout_that_grows_later(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            model[3].p = 0.5
+
+
+@said("model.0._forward_hooks (0, then 1)")
+def hook_that_is_added_later(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            model[0].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+@said("criterion")
+def class_weights_that_change(ctx):
+    model, optimizer = made()
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(4))
+
+    def loss_fn(m, batch):
+        return criterion(m(batch["x"]), batch["y"])
+
+    for step in ctx.steps(model, optimizer, loss_fn):
+        if step.number == 4:
+            criterion.weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
 # ---------------------------------------------------------------------------------------- refused
 
 
@@ -514,6 +695,60 @@ def clips_in_the_body(ctx):
     model, optimizer = made()
     for _ in ctx.steps(model, optimizer, cross_entropy):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@refused(LossError, "clip_norm=1.0")
+def clips_in_the_loss(ctx):
+    model, optimizer = made()
+    clip = nn.utils.clip_grad_norm_
+
+    def loss_fn(m, batch):
+        loss = cross_entropy(m, batch)
+        clip(m.parameters(), 1.0)
+        return loss
+
+    for _ in ctx.steps(model, optimizer, loss_fn):
+        pass
+
+
+@refused(LoopError, "clip_norm=1.0")
+def clips_later(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@refused(LoopError, "wrote to the optimizer's state")
+def optimizer_that_goes_back(ctx):
+    model, optimizer = made()
+    first = copy.deepcopy(optimizer.state_dict())
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            optimizer.load_state_dict(first)
+
+
+@refused(LoopError, "wrote to the optimizer's state")
+def optimizer_that_forgets(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            optimizer.state.clear()
+
+
+@refused(LoopError, "scheduler= changes calls (")
+def schedule_that_counts(ctx):
+    model, optimizer = made()
+    calls = 0
+
+    def rate(_):
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    scheduler = LambdaLR(optimizer, rate)
+    for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+        pass
 
 
 @refused(LoopError, "called twice")

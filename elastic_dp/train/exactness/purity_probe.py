@@ -23,6 +23,7 @@ import functools
 import inspect
 import itertools
 import random
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -198,8 +199,14 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
                 facts |= facts_of(dot + key, value)
     for name, p in model.named_parameters():
         facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
+    ours = {id(module) for module in model.modules()}
     for name, value in variables_of(loss_fn).items():
         facts |= facts_of(name, value)
+        if not isinstance(value, type | types.ModuleType | types.FunctionType):
+            held = vars(value) if id(value) not in ours and hasattr(value, "__dict__") else {}
+            for key, one in itertools.islice(held.items(), _MOST):
+                if key not in _OF_TORCH:
+                    facts |= facts_of(f"{name}.{key}", one)
     return facts
 
 

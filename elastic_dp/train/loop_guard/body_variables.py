@@ -1,22 +1,23 @@
 """Names what the loop's body changes and a worker that joins would lack.
 
 Compared around each body are the variables of the frames between `ctx.steps` and the train function
-that exist when the first body begins, those that the loss function refers to, and globals that
-either code names. A change is one warning per run, by the names of the variables. A body that uses
-a scheduler of the run's optimizers, or one of torch's averaged models, without passing it to
-`ctx.steps` raises LoopError.
+that exist when the first body begins, those that the loss function refers to, globals that either
+code names, and plain attributes and hooks of the model's modules. A change is one warning per run,
+by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
+torch's averaged models, without passing it to `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
 may refer to nothing that the body or the step changes.
 
-Not named are readings of a clock, and what objects of installed packages keep for themselves
-(timers, loggers, progress bars).
+Not named are readings of a clock, what objects of installed packages keep for themselves (timers,
+loggers, progress bars), environment variables, and variables that only the body makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dis
 import functools
 import inspect
@@ -26,9 +27,11 @@ import random
 import sys
 import time
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -40,15 +43,16 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_dp.errors import LoopError, LossError
 from elastic_dp.module_pickling import is_installed
 from elastic_dp.train.exactness.purity_probe import variables_of
+from elastic_dp.train.state.weight_comparison import digest_of
 
-_BODIES = 2  # around which the attributes of modules are compared
-_ITEMS = 64  # of a container; of a larger one its length and its last item are compared
+_BODIES = 2  # around which the bytes of small tensors are compared
+_ITEMS = 64  # of a container; of a larger one its length, its first and its last item are compared
 _DEEPEST = 2  # containers within containers
 _TENSORS = 8  # of a module
 _NAMED = 8  # variables in one warning
-_NBYTES = 1024  # of an array
+_NBYTES = 65_536  # of an array or a tensor
+_BYTES_OF = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_CLIPS = {"clip_grad_norm_", "clip_grad_value_"}
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 
@@ -84,10 +88,15 @@ class BodyVariables:
         self._root: str | None = None  # the package of the train function
         # Locals and globals that are compared.
         self._present: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
+        self._qualnames: set[str] = set()  # of the code whose locals are compared
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
         self._clocks: list[float] = []
         self._bodies, self._epoch = 0, None
+        self._modules = _ModuleAttributes(model)
+        functions = getattr(scheduler, "lr_lambdas", ())  # those that its state_dict lacks
+        self._schedules = [one for one in functions if isinstance(one, types.FunctionType)]
+        self._after: Facts = {}  # of the schedules, at the end of the last body
 
     def other_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Returns the optimizers that the loss function refers to, but for those of the run."""
@@ -101,15 +110,9 @@ class BodyVariables:
         """Checks what the loss function has used, once it was tried. Raises LossError."""
         for name, value in variables_of(self._loss).items():
             for one in (value, *_attributes(value).values()):
-                if isinstance(one, torch.amp.GradScaler) and one._scale is not None:
+                scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
+                if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
-        names = set(_names_in(_code_of(self._loss)))
-        clips = names & _CLIPS
-        if clips and "backward" not in names:
-            raise LossError(
-                f"the loss function calls {min(clips)}, which finds no gradients there: the "
-                "backward pass comes after it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
-            )
 
     def check_delayed(self, function: Any, held: Mapping[str, Any]) -> None:
         """Raises LossError if `function`, of leaves of delayed gradients, refers to what is in
@@ -121,7 +124,11 @@ class BodyVariables:
 
     def begin(self) -> None:
         """Records the variables at the start of a body."""
+        for name, value in self._of_schedules().items():
+            if name in self._after and not _same(self._after[name], value):
+                raise _schedule_counts(name, self._after[name], value)
         self._before, self._clocks = self._facts(), _clocks()
+        self._modules.begin()
         self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def check(self) -> list[str]:
@@ -130,6 +137,7 @@ class BodyVariables:
             return []
         before, now, self._before = self._before, self._facts(), None
         self._bodies += 1
+        self._after = self._of_schedules()
         if getattr(self._scheduler, "last_epoch", None) != self._epoch:
             raise LoopError(
                 "the body of the loop over ctx.steps called scheduler.step(), and so does the "
@@ -140,7 +148,7 @@ class BodyVariables:
             name: (before[name], value)
             for name, value in now.items()
             if name in before and not _same(before[name], value)
-        }
+        } | self._modules.changed()
         for name, pair in changed.items():
             for one, other in zip(*map(_uses, pair), strict=False):
                 if one != other:
@@ -162,25 +170,23 @@ class BodyVariables:
     # ----------------------------------------------------------------------------------- private
 
     def _facts(self) -> Facts:
-        facts: Facts = self._of_modules() if self._bodies < _BODIES else {}
+        facts: Facts = {}
+        variables = list(self._variables())
         for name, value in variables_of(self._loss).items():
             if name not in self._named:
                 facts.update(self._facts_of(name, value))
-        for name, value in self._variables():
+        for name, value in variables:
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 raise LoopError(_scales("body of the loop over ctx.steps", name))
             if name not in self._named:
                 facts.update(self._facts_of(name, value))
         return facts
 
-    def _of_modules(self) -> Facts:
-        # Modules with extra state are left out: a worker that joins receives it.
+    def _of_schedules(self) -> Facts:
         return {
-            f"model.{prefix}.{key}".replace("..", "."): value
-            for prefix, module in self._model.named_modules()
-            if type(module).get_extra_state is nn.Module.get_extra_state
-            for key, value in vars(module).items()
-            if type(value) in _PLAIN and key not in _OF_TORCH
+            name: self._fact(value, 0)
+            for one in self._schedules
+            for name, value in variables_of(one).items()
         }
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
@@ -203,8 +209,9 @@ class BodyVariables:
                 continue
             held = user.f_locals
             if code not in self._present:
-                compared = [*held, *_counted(code, user.f_lasti)]
+                compared = [*held, *_loop_targets(code, user.f_lasti)]
                 self._present[code] = compared, _globals_of(code, globals_)
+                self._qualnames.add(code.co_qualname)
             locals_, named = self._present[code]
             yield from ((name, held[name]) for name in locals_ if name in held)
             yield from ((name, globals_[name]) for name in named if name in globals_)
@@ -242,49 +249,152 @@ class BodyVariables:
         match value:
             case list() | tuple() | deque():
                 if len(value) > _ITEMS:
-                    return len(value), self._fact(value[-1], depth + 1)
+                    ends = value[0], value[-1]
+                    return _Items([len(value), *(self._fact(one, depth + 1) for one in ends)])
                 if depth <= _DEEPEST:
                     return _Items([self._fact(item, depth + 1) for item in value])
             case dict():
                 if len(value) > _ITEMS:
-                    return len(value)
+                    keys = next(iter(value)), next(reversed(value))
+                    return _Items([len(value), *(self._fact(value[k], depth + 1) for k in keys)])
                 if depth <= _DEEPEST:
                     return {key: self._fact(item, depth + 1) for key, item in value.items()}
             case set():
                 return len(value) if len(value) > _ITEMS else frozenset(value)
+            case Enum():
+                return _Items([value.name])
             case torch.Tensor():
-                return _NONE if value.is_inference() else _Version(id(value), value._version)
+                return self._of_tensor(value)
             case AveragedModel():
                 return _Used(type(value).__name__, value.n_averaged._version, averages=True)
             case nn.Module():
-                return self._versions(value)
+                return self._of_module(value, depth)
             case LRScheduler():
                 if any(value.optimizer is one for one in self._optimizers):
                     return _Used(type(value).__name__, value.last_epoch, averages=False)
-            case itertools.count():
-                return _Items([repr(value)])
-            case types.GeneratorType() if value.gi_frame and not value.gi_running:
-                held = value.gi_frame.f_locals.values()
-                return _Items([value.gi_frame.f_lasti, *(self._fact(x, depth + 1) for x in held)])
-            case Iterator() if (left := operator.length_hint(value, -1)) >= 0:
-                return _Items([left])
+            case types.GeneratorType():
+                if value.gi_frame and not value.gi_running:
+                    held = value.gi_frame.f_locals.values()
+                    items = [self._fact(x, depth + 1) for x in held]
+                    return _Items([value.gi_frame.f_lasti, *items])
+            case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+                if (left := operator.length_hint(value, -1)) >= 0:
+                    return _Items([left])
+                # itertools warns that Python 3.14 will not have it.
+                with contextlib.suppress(TypeError), warnings.catch_warnings(action="ignore"):
+                    return _Items([self._fact(part, depth) for part in value.__reduce__()[1:]])
+            case Iterator() if not self._has_users_type(value):  # of a DataLoader
+                return _Items([x for x in _attributes(value).values() if type(x) in _PLAIN])
             case np.generic():
                 return value.item()
             case np.ndarray() if value.nbytes <= _NBYTES and value.dtype.kind in "biufc":
-                return _Items([value.tobytes()])
+                return _Items([hash(value.tobytes())])
+            case bytearray():
+                return _Items([hash(bytes(value))])
             case np.random.Generator():
                 return _Items([repr(value.bit_generator.state)])
+            case np.random.RandomState():
+                return _Items([repr(value.get_state())])
             case random.Random():
                 return _Items([hash(value.getstate())])
             case torch.Generator():
                 return _Items([hash(value.get_state().numpy().tobytes())])
+            case functools.partial():
+                return self._fact([value.func, value.args, value.keywords], depth)
+            case types.FunctionType():
+                return self._of_function(value, depth)
+            case _ if 0 < depth <= _DEEPEST and self._has_users_type(value):
+                return self._of_attributes(_attributes(value), depth)
         return _NONE
 
-    def _versions(self, module: nn.Module) -> Any:
+    def _of_attributes(self, held: Mapping[str, Any], depth: int) -> Any:
+        some = itertools.islice(held.items(), _ITEMS // 4)
+        return {key: self._fact(item, depth + 1) for key, item in some}
+
+    def _of_function(self, function: types.FunctionType, depth: int) -> Any:
+        """Returns what a function keeps: defaults, and variables of functions that have ended."""
+        held = [function.__defaults__, function.__kwdefaults__]
+        if function.__qualname__.rpartition(".<locals>.")[0] not in self._qualnames:
+            cells = function.__closure__ or ()
+            held += [cell.cell_contents for cell in cells if cell != types.CellType()]
+        kept = [one for one in held if one is not None]
+        if depth > _DEEPEST or not kept or not self._has_users_type(function):
+            return _NONE
+        return _Items([self._fact(one, depth + 1) for one in kept])
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        version = None if tensor.is_inference() else tensor._version
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype in _BYTES_OF
+        small = tensor.layout is torch.strided and tensor.nbytes <= _NBYTES
+        if self._bodies < _BODIES and plain and small and tensor.device.type == "cpu":
+            return _Version(id(tensor), (version, digest_of([tensor])))
+        return _NONE if version is None else _Version(id(tensor), version)
+
+    def _of_module(self, module: nn.Module, depth: int) -> Any:
         if any(id(one) in self._passed for one in module.modules()):
             return _NONE
         tensors = itertools.islice(itertools.chain(module.parameters(), module.buffers()), _TENSORS)
-        return _Version(id(module), sum(t._version for t in tensors if not t.is_inference()))
+        versions = [(id(t), t._version) for t in tensors if not t.is_inference()]
+        own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+        return _Version(id(module), (versions, self._of_attributes(own, depth)))
+
+
+class _ModuleAttributes:
+    """Compares numbers, text and functions that a model's modules hold, and the number of hooks.
+
+    Modules with extra state are left out: a worker that joins receives it. A look takes some
+    hundred nanoseconds for each module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (f"model.{name}.".replace("..", "."), vars(module))
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is nn.Module.get_extra_state
+        ]
+        self._sized = [x for _, held in self._modules for x in (held, *(held[k] for k in _HOOKS))]
+        self._sizes: list[int] = []
+
+    def begin(self) -> None:
+        sizes = list(map(len, self._sized))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._keys = [[*_HOOKS, *_watched(held)] for _, held in self._modules]
+            self._readers = [operator.itemgetter(*keys) for keys in self._keys]
+        self._before = self._read()
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Returns what differs from the last `begin`: before and now."""
+        sizes = list(map(len, self._sized))
+        with contextlib.suppress(RuntimeError, ValueError):  # an attribute is a tensor now
+            if sizes == self._sizes and self._read() == self._before:
+                return {}
+        found = {}
+        for n, (name, held) in enumerate(self._modules):
+            before = dict(zip(self._keys[n], self._before[n], strict=True))
+            for key in [*before, *_watched(held)]:
+                if not _same(before.get(key), now := held.get(key)):
+                    found[name + key] = before.get(key), now
+            for key, was in zip(_HOOKS, self._sizes[3 * n + 1 :], strict=False):
+                if was != len(held[key]):
+                    found[name + key] = was, len(held[key])
+        return found
+
+    def _read(self) -> list[tuple[Any, ...]]:
+        try:
+            return [
+                read(held) for read, (_, held) in zip(self._readers, self._modules, strict=True)
+            ]
+        except KeyError:  # an attribute is gone
+            return []
+
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+
+
+def _watched(held: Mapping[str, Any]) -> Iterator[str]:
+    kinds = (*_PLAIN, types.FunctionType, types.MethodType)
+    return (key for key, value in held.items() if type(value) in kinds and key not in _OF_TORCH)
 
 
 _NONE = object()  # of a value that is not compared
@@ -302,7 +412,7 @@ class _Version:
     """A tensor, or the tensors of a module."""
 
     identity: int
-    version: int
+    version: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +438,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     held = getattr(value, "__dict__", None)
-    return held if isinstance(held, Mapping) else {}
+    if isinstance(held, Mapping):
+        return held
+    slots = itertools.chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
 
 
 def _clocks() -> list[float]:
@@ -383,6 +496,14 @@ def _not_passed(kind: str, name: str, *, averages: bool) -> LoopError:
     )
 
 
+def _schedule_counts(name: str, before: Any, now: Any) -> LoopError:
+    return LoopError(
+        f"scheduler= changes {name}{_values(before, now)}, a variable of its function, whenever it "
+        "is called: a worker that joins or starts again begins with a value of its own. Compute "
+        "the rate from the argument of the function, the number of the step, alone"
+    )
+
+
 def _changes_while_delayed(name: str, what: str) -> LossError:
     return LossError(
         f"the loss function, the inner optimizer or the model refers to {name}, which {what}. With "
@@ -429,13 +550,6 @@ def _reached(function: Any, model: nn.Module, is_users: Callable[[Any], bool]) -
     return found
 
 
-def _code_of(function: Any) -> types.CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    return getattr(function, "__code__", None)
-
-
 def _names_in(code: types.CodeType | None) -> Iterator[str]:
     for constant in () if code is None else (code, *code.co_consts):
         if constant is code:
@@ -458,11 +572,11 @@ def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> list[str]:
     return list(names)
 
 
-def _counted(code: types.CodeType, at: int) -> tuple[str, ...]:
-    """Returns the variable that counts in `for i, step in enumerate(ctx.steps(…))`."""
-    loop = [one for one in dis.get_instructions(code) if one.offset >= at][:3]
-    kinds = [one.opname for one in loop]
-    if kinds[:2] != ["FOR_ITER", "UNPACK_SEQUENCE"] or not kinds[2].startswith("STORE_"):
-        return ()
-    stored = loop[2].argval
-    return (stored[0] if isinstance(stored, tuple) else stored,)
+def _loop_targets(code: types.CodeType, at: int) -> Iterator[str]:
+    """Yields the variables that `for i, step in enumerate(ctx.steps(…))` assigns."""
+    for one in dis.get_instructions(code):
+        if one.offset > at and one.opname.startswith("STORE_FAST"):
+            yield from [one.argval] if isinstance(one.argval, str) else one.argval
+        stores = one.opname.startswith(("UNPACK_", "STORE_")) and "LOAD" not in one.opname
+        if one.offset > at and not stores:
+            return

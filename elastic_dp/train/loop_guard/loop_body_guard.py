@@ -10,13 +10,14 @@ another member. If a body wrote to that state, some members would apply the chan
 - Writes to parameters show in their versions and addresses. Around the first body of a process all
   values are compared, too, since `p.data.mul_(…)` raises no version, and so are the optimizer's
   state and the modules.
-- In the body of step 1 the gradients of parameters are not None, but raise when they are used:
-  `clip_grad_norm_` would clip nothing, and return 0.
+- In a body, and in a loss function of step 1, gradients of parameters are not None, but raise when
+  they are used: `clip_grad_norm_` would clip nothing, and return 0. After the body of step 1 these
+  are the first and the last parameter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,13 +41,17 @@ class LoopBodyGuard:
         self._sharded = any(map(is_sharded, self._parameters))
         self._optimizer = optimizer
         self._groups = _groups(optimizer)
+        self._ends = max(1, len(self._parameters) - 1)
         self._watching = self.is_in_loss = False
         self._bodies = 0
         self._versions: list[int] = []
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
-        self._hooks = [optimizer.register_step_pre_hook(self._steps)]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._steps),
+            optimizer.register_load_state_dict_pre_hook(self._loads),
+        ]
         self._hooks += [
             torch_modules.register_module_parameter_registration_hook(self._registers("parameter")),
             torch_modules.register_module_module_registration_hook(self._registers("module")),
@@ -64,20 +69,16 @@ class LoopBodyGuard:
         self._versions = self._present_versions()
         self._bodies += 1
         self._first = self._all_values() if self._bodies == 1 else None
-        if step == 1 and not self._sharded:
-            for p in self._parameters:
-                if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
-                    p.grad = _GoneGradient.of(p)
+        self._size = len(self._optimizer.state)
         self._watching = True
+        self.remove_gradients(self._parameters if step == 1 else self._parameters[:: self._ends])
 
     def check(self) -> None:
         """Checks the state at the end of the body. Raises LoopError."""
         if not self._watching:
             return
         self._watching = False
-        for p in self._parameters:
-            if type(p.grad) is _GoneGradient:
-                p.grad = None
+        self.restore_gradients()
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
@@ -85,6 +86,8 @@ class LoopBodyGuard:
                 "groups before the loop, and in the body set their lr, or requires_grad of their "
                 "parameters"
             )
+        if len(self._optimizer.state) < self._size:
+            raise _body_wrote("the optimizer's state")
         versions = self._present_versions()
         if versions != self._versions:
             changed = next(
@@ -94,6 +97,20 @@ class LoopBodyGuard:
         before, self._first = self._first, None
         if before is not None and (changes := before.items() - self._all_values().items()):
             raise _body_wrote(min(changes)[0])
+
+    def remove_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Makes gradients (default: all) raise when they are used."""
+        kind = _NoGradientYet if self.is_in_loss else _GoneGradient
+        for p in self._parameters if parameters is None else parameters:
+            plain = type(p) is nn.Parameter and p.layout is torch.strided
+            if plain and p.grad is None and not self._sharded:
+                p.grad = kind.of(p)
+
+    def restore_gradients(self) -> None:
+        """Undoes `remove_gradients`."""
+        for p in self._parameters:
+            if isinstance(p.grad, _GoneGradient):
+                p.grad = None
 
     def versions(self) -> list[int]:
         """Returns the versions of the parameters."""
@@ -150,6 +167,10 @@ class LoopBodyGuard:
                 "step() and zero_grad()"
             )
 
+    def _loads(self, *_: Any) -> None:
+        if self._watching:
+            raise _body_wrote("the optimizer's state")
+
     def _registers(self, kind: str) -> Callable[..., None]:
         def check(module: nn.Module, name: str, value: Any) -> None:
             if module not in self._modules:
@@ -183,10 +204,10 @@ class LoopBodyGuard:
 class _GoneGradient(torch.Tensor):
     """Takes the place of a gradient that is gone. Raises LoopError when it is used."""
 
-    @staticmethod
-    def of(p: torch.Tensor) -> _GoneGradient:
+    @classmethod
+    def of(cls, p: torch.Tensor) -> _GoneGradient:
         one = p.detach().new_empty(())  # of which all elements are views: it takes no memory
-        return one.expand(p.shape).as_subclass(_GoneGradient)
+        return one.expand(p.shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -200,25 +221,39 @@ class _GoneGradient(torch.Tensor):
                     return func(*args, **(kwargs or {}))
             if name in _OF_ZERO_GRAD:
                 return args[0]
-        raise _gradients_are_gone()
+        raise cls.error()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        raise _gradients_are_gone()
+        raise cls.error()
+
+    @staticmethod
+    def error() -> Exception:
+        return LoopError(
+            "the body of the loop over ctx.steps uses p.grad, as clip_grad_norm_, "
+            "clip_grad_value_ and backward() do: when a body begins, the step has been made, and "
+            "its gradients are gone. To clip them, write ctx.steps(…, clip_norm=1.0) or "
+            "clip_value=; to log their norm, step.grad_norm; to run a backward pass of your own, "
+            "torch.autograd.grad"
+        )
+
+
+class _NoGradientYet(_GoneGradient):
+    """The same in a loss function. Raises LossError."""
+
+    @staticmethod
+    def error() -> Exception:
+        return LossError(
+            "the loss function uses p.grad, as clip_grad_norm_, backward() and optimizer.step() "
+            "do: the backward pass comes after it. Return the loss. To clip gradients, write "
+            "ctx.steps(…, clip_norm=1.0) or clip_value=; for a gradient within the loss, "
+            "torch.autograd.grad"
+        )
 
 
 _OF_ZERO_GRAD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
-
-
-def _gradients_are_gone() -> LoopError:
-    return LoopError(
-        "the body of the loop over ctx.steps uses p.grad, as clip_grad_norm_, clip_grad_value_ and "
-        "backward() do: when a body begins, the step has been made, and its gradients are gone. "
-        "To clip them, write ctx.steps(…, clip_norm=1.0) or clip_value=; to log their norm, "
-        "step.grad_norm; to run a backward pass of your own, torch.autograd.grad"
-    )
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
