@@ -2,8 +2,8 @@
 
 It is a state machine without clock, I/O, threads or random numbers. Events and the time go in,
 commands come out; a journal of the events replays a run. The driver calls `start`, then `handle`
-for every event, and also with `DeadlineReached` when the coordinator's `deadline` comes. `phases`
-lists the phases of a run.
+for every event, and also with `DeadlineReached` when the coordinator's `deadline` comes.
+`run_state` lists the phases of a run.
 
 Three things always hold:
 
@@ -35,7 +35,6 @@ Each part owns its state and knows only the parts before it. No part assigns ano
     worker_registry        every worker, from its request to its confirmed end
     hang_detector          workers that are alive and make no progress
     run_termination        how a run ends
-    replica_mismatch       what follows when the weights of members differ
     worker_eligibility     which workers may become members, and whose initial weights count
     drain_checkpointer     checkpoints on request, and the last one before draining workers leave
     generation_end_policy  when the present generation should end for a better one
@@ -53,10 +52,10 @@ from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import Command, Event, Membership, WorkerId
-from elastic_dp.coordinator.phases import Phase as Phase
 from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndPolicy
 from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
+from elastic_dp.coordinator.run_state import Phase as Phase
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.takeover import Takeover

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Membership, WorkerId
-from elastic_dp.coordinator.phases import Phase, Transition
-from elastic_dp.coordinator.run_state import RunState
+from elastic_dp.coordinator.run_state import Phase, RunState, Transition
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import counted, first_few

@@ -1,14 +1,106 @@
 """State that every part of the coordinator shares: configuration, sizes, phase, timers, commands.
 
 Commands are collected here and returned after each event. `reason` is explained once, when it
-changes.
+changes. The phases of a run:
+
+    gathering    no generation; waits for enough workers, and until it is safe to continue
+    claiming     waits until the number of the next generation is claimed, so that no other
+                 controller has it; usually it is by now, since it is claimed while ending
+    forming      a membership was announced; its members connect, and members without state
+                 receive it
+    running      all members are past forming
+    ending       the generation was told to end, at a step (planned) or now (abort); waits for
+                 every member
+    taking over  a coordinator that replaces another asks every worker for its state
+    over         finished, failed, or another controller leads
+
+    gathering -> claiming -> gathering -> forming -> running -> ending -> gathering -> ...
+
+The phase changes only here, by `TABLE`. A transition that it does not list is a bug.
 """
+
+import heapq
+import math
+from collections.abc import Iterable
+from enum import StrEnum
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
-from elastic_dp.coordinator.messages import Command
-from elastic_dp.coordinator.phases import IN_FLIGHT, Phase, PhaseMachine, Transition
-from elastic_dp.coordinator.timers import Timers
+from elastic_dp.coordinator.messages import Command, WorkerId
+
+
+class Phase(StrEnum):
+    """The phases, described above."""
+
+    GATHERING = "gathering"
+    CLAIMING = "claiming"
+    FORMING = "forming"
+    RUNNING = "running"
+    ENDING = "ending"
+    TAKING_OVER = "taking over"
+    OVER = "over"
+
+
+class Transition(StrEnum):
+    """What may change the phase."""
+
+    CLAIM_SENT = "claim sent"
+    CLAIM_GRANTED = "claim granted"
+    ANNOUNCED = "generation announced"
+    ALL_FORMED = "all members formed"
+    END_REQUESTED = "end of the generation requested"
+    ALL_OUT = "all members out"
+    TAKEOVER_BEGAN = "takeover began"
+    TAKEOVER_ENDED = "takeover ended"
+    RUN_ENDED = "run ended"
+
+
+IN_FLIGHT = frozenset({Phase.FORMING, Phase.RUNNING, Phase.ENDING})
+
+TABLE: dict[tuple[Phase, Transition], Phase] = {
+    (Phase.GATHERING, Transition.TAKEOVER_BEGAN): Phase.TAKING_OVER,
+    (Phase.TAKING_OVER, Transition.TAKEOVER_ENDED): Phase.ENDING,
+    (Phase.GATHERING, Transition.CLAIM_SENT): Phase.CLAIMING,
+    (Phase.CLAIMING, Transition.CLAIM_GRANTED): Phase.GATHERING,
+    (Phase.GATHERING, Transition.ANNOUNCED): Phase.FORMING,
+    (Phase.FORMING, Transition.ALL_FORMED): Phase.RUNNING,
+    **{(phase, Transition.END_REQUESTED): Phase.ENDING for phase in IN_FLIGHT},
+    **{(phase, Transition.ALL_OUT): Phase.GATHERING for phase in IN_FLIGHT},
+    **{(phase, Transition.RUN_ENDED): Phase.OVER for phase in Phase if phase is not Phase.OVER},
+}
+
+
+class Timers:
+    """A queue of timers, each with a kind and perhaps a worker. A timer fires once, even if it no
+    longer has a meaning.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []  # a heap
+        # by time, in the order in which they were set
+        self._at: dict[float, dict[tuple[str, WorkerId], None]] = {}
+        self.due = math.inf  # when the next timers fire
+
+    def wake(self, at: float, kind: str = "", worker: WorkerId = "") -> None:
+        """Set a timer for time `at`; inf sets none."""
+        if at == math.inf:
+            return
+        if at not in self._at:
+            self._at[at] = {}
+            heapq.heappush(self._times, at)
+            self.due = self._times[0]
+        self._at[at][kind, worker] = None
+
+    def take_due(self) -> Iterable[tuple[str, WorkerId]]:
+        """Remove the next timers and return their kinds and workers."""
+        at = heapq.heappop(self._times)
+        self.due = self._times[0] if self._times else math.inf
+        return self._at.pop(at)
+
+    def cancel_all(self) -> None:
+        self._times.clear()
+        self._at.clear()
+        self.due = math.inf
 
 
 class RunState:
@@ -21,17 +113,13 @@ class RunState:
         self.reason = ""
         self.stop: m.StopRequested | None = None  # the request to end the run, if there was one
         self.timers = Timers()
-        self._machine = PhaseMachine()
+        self.phase = Phase.GATHERING
         self._out: list[Command] = []
-
-    @property
-    def phase(self) -> Phase:
-        return self._machine.phase
 
     @property
     def in_flight(self) -> bool:
         """Whether a generation was announced and has not ended."""
-        return self._machine.phase in IN_FLIGHT
+        return self.phase in IN_FLIGHT
 
     @property
     def size(self) -> int:
@@ -46,8 +134,8 @@ class RunState:
         return 1 if self.stop is not None else min(self.min_workers, self.size)
 
     def apply(self, transition: Transition) -> None:
-        """Change the phase; see `PhaseMachine`."""
-        self._machine.apply(transition)
+        """Change the phase. Raises KeyError if the table does not list the transition."""
+        self.phase = TABLE[self.phase, transition]
 
     def resize(self, size: int, min_workers: int) -> None:
         self.requested_size, self.min_workers = size, min_workers

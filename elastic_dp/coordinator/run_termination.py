@@ -5,7 +5,7 @@ The first decision counts. A worker that is still there `release_timeout_s` late
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
-from elastic_dp.coordinator.phases import Phase
+from elastic_dp.coordinator.run_state import Phase
 from elastic_dp.coordinator.workers.worker_registry import DEPARTED_STAGES, WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 

@@ -13,9 +13,8 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.phases import Transition
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
-from elastic_dp.coordinator.run_state import RunState
+from elastic_dp.coordinator.run_state import RunState, Transition
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage

@@ -3,7 +3,7 @@ they agreed."""
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import ReplicaMismatch, TrainingPosition
-from elastic_dp.coordinator.workers.replica_mismatch import MAX_IN_A_ROW
+from elastic_dp.coordinator.planning.membership_planner import MAX_IN_A_ROW
 from tests.coordinator.scenarios import Scenario
 
 

@@ -182,7 +182,7 @@ class Controller:
 
     def withdrawn(self, worker: WorkerId) -> None:
         """Note that a worker that never had a node is replaced: its end is no loss."""
-        self.exits.release(worker)
+        self.exits.released.add(worker)
 
     def skip(self, row_groups: Sequence[str]) -> None:
         """Record skipped row groups. Each worker that finishes sends all of them."""
@@ -232,8 +232,8 @@ class Controller:
 
     def _hear(self, event: Event) -> None:
         """From a heartbeat sidecar."""
-        if isinstance(event, WorkerLost):
-            self.exits.heard_death(event.worker)
+        if isinstance(event, WorkerLost) and event.worker not in self.exits.released:
+            self.exits.died.add(event.worker)
         self.post(event)
 
     def _write_crash_log(self, worker: WorkerId, words: str) -> None:
@@ -403,7 +403,7 @@ class Controller:
         """
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
-            self.exits.release(worker)
+            self.exits.released.add(worker)
             told = ReleaseWorker(worker, "was told to leave before this controller took over")
             self._tasks.put([partial(self._release_now, told)])
         found = [worker for worker in found if worker in state.here]
@@ -414,7 +414,7 @@ class Controller:
                 self.state_store.record(ReleaseWorker(worker, "was never started"))
         for event in pending_requests(state, now):
             self.post(event)
-        self.exits.begin(*found)
+        self.exits.begun.update(found)
         highest = self.state_store.highest_claimed()
         self.coordinator, commands = Coordinator.recover(
             self._coordinator_config(), found, highest, now, state.stepped
@@ -469,8 +469,8 @@ class Controller:
                 if self.committer is not None:
                     self.committer.lost(worker)
                 self.times.lost(worker)
-                expected = self.report.has_ended or self.exits.is_released(worker)
-                if self.exits.is_evicted(worker) or not expected:
+                expected = self.report.has_ended or worker in self.exits.released
+                if worker in self.exits.evicted or not expected:
                     self.state_store.count_loss()
                     self.journal.event(LossCounted(self.state_store.state.lost))
         interrupted = isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON
@@ -511,7 +511,7 @@ class Controller:
             case StartWorker(worker=worker):
                 return partial(self._worker_group.start, worker)
             case EvictWorker(worker=worker, stuck=stuck):
-                self.exits.evict(worker)
+                self.exits.evicted.add(worker)
                 self.heartbeats.evict(worker, stuck)
                 if not stuck:
                     return partial(self._worker_group.kill, worker)
@@ -527,12 +527,12 @@ class Controller:
                 store = partial(self.state_store.record_outcome, outcome)
                 return partial(self._stores.insist, store)
             case ReleaseWorker(worker=worker):
-                self.exits.release(worker)
-                if self.exits.holds_nothing(worker):
+                self.exits.released.add(worker)
+                if worker not in self.exits.begun:
                     return partial(self._release_now, command)
                 return partial(send, [worker], command)
             case BeginTraining(worker=worker):
-                self.exits.begin(worker)
+                self.exits.begun.add(worker)
                 return partial(send, [worker], command)
             case Explain():
                 pass

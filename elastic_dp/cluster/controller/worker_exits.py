@@ -24,46 +24,18 @@ class WorkerExits:
     """The ends of workers, expected and unexpected."""
 
     def __init__(self) -> None:
-        self._begun: set[WorkerId] = set()
-        self._released: set[WorkerId] = set()
-        self._evicted: set[WorkerId] = set()
-        self._died: set[WorkerId] = set()  # reported by their sidecars before they were released
+        # A worker that has not begun has no user code to unwind, so nobody waits for its end.
+        self.begun: set[WorkerId] = set()
+        self.released: set[WorkerId] = set()  # told to leave: their end is no loss
+        self.evicted: set[WorkerId] = set()  # a loss, even if the run ends before the worker
+        # Reported by their sidecars before they were released. The event may wait in the inbox
+        # until then; the last output comes by then.
+        self.died: set[WorkerId] = set()
         self._causes: dict[WorkerId, Cause] = {}
-
-    def begin(self, *workers: WorkerId) -> None:
-        self._begun.update(workers)
-
-    def holds_nothing(self, worker: WorkerId) -> bool:
-        """Whether a worker has not begun: there is no user code to unwind, so nothing to wait
-        for.
-        """
-        return worker not in self._begun
-
-    def release(self, worker: WorkerId) -> None:
-        """Record that a worker was told to leave; its end is no loss from now on."""
-        self._released.add(worker)
-
-    def is_released(self, worker: WorkerId) -> bool:
-        return worker in self._released
-
-    def evict(self, worker: WorkerId) -> None:
-        """Record that a worker was evicted: a loss, even if the run ends before the worker."""
-        self._evicted.add(worker)
-
-    def is_evicted(self, worker: WorkerId) -> bool:
-        return worker in self._evicted
-
-    def heard_death(self, worker: WorkerId) -> None:
-        """Record a death that a sidecar reported.
-
-        The event may wait in the inbox until the worker is released; its last output comes by then.
-        """
-        if worker not in self._released:
-            self._died.add(worker)
 
     def was_unasked(self, worker: WorkerId) -> bool:
         """Return whether it ended, or would end now, without having been told to."""
-        return worker in self._died or worker not in self._released
+        return worker in self.died or worker not in self.released
 
     def relabel(self, event: Event) -> Event:
         """Return the event; the end of a worker that was told to leave gets the cause RELEASED."""

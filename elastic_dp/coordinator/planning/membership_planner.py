@@ -25,7 +25,6 @@ from elastic_dp.coordinator.drain_checkpointer import (
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.phases import Phase, Transition
 from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndPolicy
 from elastic_dp.coordinator.planning.member_selection import (
     MemberSelection,
@@ -35,12 +34,13 @@ from elastic_dp.coordinator.planning.member_selection import (
     select_members,
 )
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
-from elastic_dp.coordinator.run_state import RunState
+from elastic_dp.coordinator.run_state import Phase, RunState, Transition
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.workers.replica_mismatch import reject
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 from elastic_dp.wording import counted
+
+MAX_IN_A_ROW = 3  # mismatches without a step in between after which all weights were equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class MembershipPlanner:
             self._exclude_unreachable(now)
         self._generation.all_left()
         if self._generation.mismatch is not None:
-            reject(self._registry, self._generation, self._lineage, now)
+            replace_differing(self._registry, self._generation, self._lineage, now)
         elif self._generation.pieces_lost:
             self._give_up_state(now)
         else:
@@ -426,3 +426,32 @@ class MembershipPlanner:
         else:  # no member could give it the state yet
             registry.move(worker, Stage.READY, now)
             registry.queue(worker, now)
+
+
+def replace_differing(
+    registry: WorkerRegistry, generation: Generation, lineage: StateLineage, now: float
+) -> None:
+    """Replace every worker with state, once every member has stopped with different weights.
+
+    The gradients of the members that differ have moved the others since all weights were last
+    equal, and a process never goes back. The run continues from the newest checkpoint of that time
+    or earlier. Without one it fails, and it fails if the job seems to be the cause.
+    """
+    mismatch = generation.mismatch
+    assert mismatch is not None
+    times = lineage.reject(mismatch.agreed)
+    names = ", ".join(mismatch.odd)
+    what = f"the weights of {names} differ; all workers agreed after step {mismatch.agreed}"
+    registry.run.explain(what)
+    if times > MAX_IN_A_ROW:
+        error = (
+            f"{what}; this is time {times} in a row: does something in the job differ between "
+            "workers?"
+        )
+        run_termination.fail(registry, error, "", now)
+        return
+    for worker in [*generation.members.values(), *registry.retained.values()]:
+        if worker.has_state and worker.id in mismatch.odd:
+            registry.evict(worker, "its weights differ from the others'", now)
+        elif worker.has_state:
+            registry.release(worker, f"trained with {names}, whose weights differed", now)

@@ -1,21 +1,166 @@
-"""Counts each failure against one of the budgets of failure_budgets.py, and sets how long to wait
-before the next attempt.
+"""Limits how much may go wrong without a committed step in between, by kind of failure.
+
+Budgets count incidents, not workers: the loss of a rack takes fifty workers in one incident, while
+a sample that kills its worker causes a new incident each time. A loss belongs to a new incident if
+the generation that it broke was formed after the last incident, or if the worker was requested
+after it.
+
+Lost workers, workers that run out of memory, and errors of user code have a budget each.
+Preemptions are not counted. A worker that dies while it runs a micro-batch is also counted against
+that micro-batch; otherwise one that crashes every worker that runs it would use up the cluster.
 
 The cause of a loss may become known after the loss was counted. Then the loss is counted again for
 its real cause, and taken back from the budget that it was first counted against.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.workers.failure_budgets import FailureBudget, FailureBudgets
 from elastic_dp.coordinator.workers.worker_state import Identities, WorkerState
+from elastic_dp.wording import counted
 
 NOBODY: tuple[WorkerId, int] = ("", -1)
+FREE_LOSSES = 3  # losses that are retried without a pause
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(slots=True)
+class FailureBudget:
+    """The incidents of one kind since the last committed step, and their limit."""
+
+    limit: int
+    free: int = 0  # incidents that cost no pause
+    incidents: int = 0
+    _generation: int = -1
+    _identities: int = 0
+    _before: tuple[int, int] = (-1, 0)  # the values of these two before the last incident
+
+    def count(self, generation: int, number: int, identities: int) -> bool:
+        """Count a loss, unless it is part of the last incident. Return whether it was counted.
+
+        `generation` is the one in which the worker with `number` was lost; `identities` is how many
+        workers have been requested so far.
+        """
+        if self._is_known(generation, number):
+            return False
+        self._before = self._generation, self._identities
+        self._generation, self._identities = generation, identities
+        self.incidents += 1
+        return True
+
+    def uncount(self) -> None:
+        """Uncount the last incident."""
+        if self.incidents:
+            self.incidents -= 1
+            self._generation, self._identities = self._before
+
+    def reset(self) -> None:
+        """Reset the count after progress."""
+        self.incidents = 0
+
+    def allows(self, generation: int, number: int) -> bool:
+        """Return whether such a loss would stay within the budget."""
+        return self._is_known(generation, number) or self.incidents < self.limit
+
+    def _is_known(self, generation: int, number: int) -> bool:
+        """Return whether the loss is part of the last incident."""
+        known = generation <= self._generation and number <= self._identities
+        return self.incidents > 0 and known
+
+    @property
+    def exhausted(self) -> bool:
+        return self.incidents > self.limit
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next attempt, with exponential backoff."""
+        if self.incidents <= self.free:
+            return 0.0
+        return float(
+            min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.incidents - self.free - 1, 16))
+        )
+
+
+@dataclass(slots=True)
+class FailureBudgets:
+    """All budgets of a run."""
+
+    limits: FailureLimits
+    losses: FailureBudget = field(init=False)
+    memory: FailureBudget = field(init=False)
+    errors: FailureBudget = field(init=False)
+    # number of deaths by (step, virtual worker)
+    _micro_batches: dict[tuple[int, int], int] = field(default_factory=dict)
+    _poison_micro_batch: tuple[int, int] | None = (
+        None  # the first micro-batch that is over its limit
+    )
+    _furthest: int = 0
+
+    def __post_init__(self) -> None:
+        self.losses = FailureBudget(self.limits.max_losses_without_progress, FREE_LOSSES)
+        self.memory = FailureBudget(self.limits.max_out_of_memory)
+        self.errors = FailureBudget(self.limits.max_user_errors)
+
+    def progressed(self, step: int) -> bool:
+        """Reset all budgets if `step` is beyond every earlier step. Return whether it is.
+
+        A run that went back to a checkpoint must get further than before.
+        """
+        if step <= self._furthest:
+            return False
+        self._furthest = step
+        for budget in (self.losses, self.memory, self.errors):
+            budget.reset()
+        for at in [at for at in self._micro_batches if at[0] <= step]:
+            del self._micro_batches[at]
+        return True
+
+    def count_death_in(self, step: int, virtual_worker: int) -> None:
+        """Count a death against its micro-batch, unless that was completed before."""
+        if step > self._furthest:
+            at = step, virtual_worker
+            self._micro_batches[at] = deaths = self._micro_batches.get(at, 0) + 1
+            if deaths > self.limits.max_losses_of_micro_batch:
+                self._poison_micro_batch = self._poison_micro_batch or at
+
+    def uncount_death_in(self, step: int, virtual_worker: int) -> None:
+        """Uncount a death: the worker turned out to be preempted while it ran the micro-batch."""
+        at = step, virtual_worker
+        if at in self._micro_batches:
+            self._micro_batches[at] -= 1
+
+    def exhausted(self, last: str) -> str:
+        """Return why the run must fail, or an empty string. `last` is the last failure, for the
+        message.
+        """
+        if self._poison_micro_batch is not None:
+            step, virtual_worker = self._poison_micro_batch
+            died = counted(self._micro_batches[self._poison_micro_batch], "worker")
+            return (
+                f"{died} died one after another while running virtual worker {virtual_worker} of "
+                f"step {step}: its rows, or the code that runs on them, kill the process (a "
+                "segmentation fault, out of memory, or an assert on the device)"
+            )
+        if self.memory.exhausted:
+            return (
+                f"workers ran out of memory {counted(self.memory.incidents, 'time')} without "
+                f"a step in between; last: {last}. Lower micro_batch_size or "
+                "DataConfig.memory_bytes (a checkpoint needs memory for another copy of the "
+                'state), request more with resources_per_worker={"memory": …}, or raise '
+                "FailureConfig.max_out_of_memory"
+            )
+        if self.losses.exhausted:
+            return (
+                f"{counted(self.losses.incidents, 'loss', 'losses')} without a step in between; "
+                f"last: {last}"
+            )
+        return ""
 
 
 class FailureCounter:

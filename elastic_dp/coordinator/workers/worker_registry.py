@@ -13,8 +13,7 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.workers.failure_budgets import FailureBudget
-from elastic_dp.coordinator.workers.failure_counter import FailureCounter
+from elastic_dp.coordinator.workers.failure_counter import FailureBudget, FailureCounter
 from elastic_dp.coordinator.workers.failure_detector import FailureDetector
 from elastic_dp.coordinator.workers.worker_state import (
     PROVISIONED_STAGES,
