@@ -55,8 +55,9 @@ class FooterProcess:
 
     def start(self) -> None:
         """Returns at once, before the child has imported anything."""
-        with self._lock:
-            self._start()
+        if self._popen is None:  # without waiting for a footer that it reads
+            with self._lock:
+                self._start()
 
     def read(self, name: str, tail: bytes, columns: Sequence[str] | None) -> Facts:
         """`tail`: the footer. `columns`: those that are read; None: all. Raises DataError if the
