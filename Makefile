@@ -3,13 +3,17 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test slow mutation chaos check docs wheel install
+.PHONY: train test slow mutation chaos kubernetes check docs wheel install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
 
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
+
+# On the cluster of KUBECONFIG, which must have KubeRay.
+kubernetes: .venv/installed
+	.venv/bin/python -m pytest -q tests/kubernetes
 
 # Four processes, since much of the tests' time is waiting. tests/conftest.py says what begins first.
 test: .venv/installed
