@@ -148,9 +148,10 @@ def test_a_micro_batch_that_somebody_waits_for_needs_no_room():
 # ------------------------------------------------------------------------------------- the threads
 
 
-def opened(groups: FakeRowGroups, **options) -> StreamingDataset:
-    """Each micro-batch is a row group."""
-    config = DataConfig("fake://", micro_batch_size=ROWS, shuffle="none", epochs=1)
+def opened(groups: FakeRowGroups, transform=None, **options) -> StreamingDataset:
+    config = DataConfig(
+        "fake://", micro_batch_size=ROWS, shuffle="none", epochs=1, transform=transform
+    )
     order = Order(group_rows=groups.rows, virtual_workers=1, micro_batch_size=ROWS, shuffle="none")
     return StreamingDataset(config, groups, order, **options)
 
@@ -242,6 +243,29 @@ def test_a_store_error_is_raised_and_the_read_is_tried_again_next_time():
     with pytest.raises(StorageError, match="403"):
         data.batch(2, 0)
     take_all(data)
+
+
+def test_row_groups_that_came_before_a_store_error_are_there_next_time():
+    """All of a micro-batch are in memory when it is begun, and the read of the last one failed."""
+    go, refused = threading.Event(), [StorageError("403 AccessDenied")]
+
+    def before(number: int) -> None:
+        if number in (0, 2):  # the two micro-batches that are made first
+            assert go.wait(PATIENCE_S)
+        if number == 5 and refused:
+            raise refused.pop()
+
+    groups = FakeRowGroups([ROWS // 2] * 6, before=before)
+    data = opened(groups, transform=lambda batch, rng: batch, threads=6)  # one by one
+    data.read_ahead(1, [0])
+    eventually(lambda: data.counts["row_groups_read"] == 4)
+    go.set()
+    for step in (1, 2):
+        data.batch(step, 0)
+    with pytest.raises(StorageError, match="403"):
+        data.batch(3, 0)
+    assert data.batch(3, 0)["id"].tolist() == [*range(2 * ROWS, 3 * ROWS)]
+    data.close()
 
 
 def test_closing_wakes_who_waits_and_ends_all_threads():

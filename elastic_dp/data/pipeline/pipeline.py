@@ -368,7 +368,7 @@ class Pipeline:
                 self._leave_out(chunk, number, content)
             elif isinstance(content, Exception):
                 self.memory.unread(number)  # the next read may succeed
-                self._end(chunk, ([content] * len(chunk.micro_batches), 0, ()))
+                self._end(chunk, contents, ([content] * len(chunk.micro_batches), 0, ()))
                 return
             else:
                 alone = self._source.changes(works, content)
@@ -428,18 +428,21 @@ class Pipeline:
             if number in chunk.todo:
                 chunk.here.add(number)
 
-    def _copied(self, chunk: Chunk, contents: dict[int, Any], is_last: bool) -> None:
+    def _copied(self, chunk: Chunk, contents: dict[int, Any]) -> None:
+        self._give_back(chunk, contents)
+        chunk.working = False
+        if not chunk.left:
+            self._begun.pop(chunk.key, None)
+
+    def _give_back(self, chunk: Chunk, contents: dict[int, Any]) -> None:
         for number, content in contents.items():
             self.memory.give_back(chunk.key, number, content)
             if content is not None:
                 self._is_here(number)
         contents.clear()
-        if not is_last:
-            chunk.working = False
-            if not chunk.left:
-                self._begun.pop(chunk.key, None)
 
-    def _end(self, chunk: Chunk, made: Made) -> None:
+    def _end(self, chunk: Chunk, contents: dict[int, Any], made: Made) -> None:
+        self._give_back(chunk, contents)
         items, nbytes, bad = made
         if bad:
             self._bad_are(bad)
@@ -467,28 +470,20 @@ class Pipeline:
     def _assemble(self, producer: int) -> None:
         while (task := self._tasks.get()) is not None:
             chunk, contents, may_keep, is_last = task
-            del task
             made: Made | None = None
             try:
                 if chunk.assembly is None:
                     chunk.assembly = self._source.assembly(chunk.micro_batches)
                 chunk.assembly.copy(contents, may_keep)
-            except Exception as error:  # of a store or a decoder: raised by `take`
+                if is_last:
+                    made = chunk.assembly.finish(chunk.left_out, chunk.failed, producer)
+            except Exception as error:  # of user code, a store, a decoder: raised by `take`
                 made = [error] * len(chunk.micro_batches), 0, ()
-            is_last = is_last or made is not None
-            if contents:
-                self._calls.put(partial(self._copied, chunk, contents, is_last))
-            del contents
-            if is_last:
-                self._calls.put(partial(self._end, chunk, made or self._finished(chunk, producer)))
-            del chunk, made
-
-    def _finished(self, chunk: Chunk, producer: int) -> Made:
-        try:
-            made: Made = chunk.assembly.finish(chunk.left_out, chunk.failed, producer)
-        except Exception as error:  # of user code
-            made = [error] * len(chunk.micro_batches), 0, ()
-        return made
+            if made is None:
+                self._calls.put(partial(self._copied, chunk, contents))
+            else:
+                self._calls.put(partial(self._end, chunk, contents, made))
+            del task, chunk, contents, made  # no reference must remain when memory is reused
 
 
 def _nothing() -> None:
