@@ -1,17 +1,14 @@
 """`benchmarks.against_commit`: each side has its own tree, they take turns, and ratios are paired.
 Its workloads use only what other commits have."""
 
-import ast
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from benchmarks import against_commit, paired, report
+from benchmarks import against_commit, report
 from benchmarks.paired import memory
 
-WORKLOADS = sorted(set(Path(paired.__file__).parent.glob("*.py")) - {Path(paired.__file__)})
 # Measures nothing: its values are the tree's own, and each turn leaves a line.
 WORKLOAD = """
 import sys, elastic_dp
@@ -110,16 +107,3 @@ def test_result_is_kept_beside_those_of_other_commits_and_cases(tmp_path, monkey
     assert sorted(results) == ["a", "b"]
     assert results["a"]["step"]["x"]["measured"] == {"new": 1}
     assert {"date", "now", "hardware"} < results["a"]["data"]["y"].keys()
-
-
-@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
-def test_workload_imports_only_what_other_commits_have(path):
-    imported = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {f"{node.module}.{name.name}" for name in node.names}
-    ours = {name for name in imported if name.startswith("elastic_dp")}
-    assert "elastic_dp" in ours
-    assert ours <= {"elastic_dp", "elastic_dp.data.open_data"}

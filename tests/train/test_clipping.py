@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from tests.runs import local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, loop
-
-
-def clipped(ctx):
-    model = classifier()
-    loop(ctx, model, adamw(model), clip_norm=0.5)
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 
 def test_clipped_gradients_have_the_norm_asked_for_and_report_the_one_before():

@@ -16,7 +16,6 @@ import pytest
 
 import elastic_dp as edp
 from elastic_dp.config import CheckpointConfig, DataConfig
-from elastic_dp.coordinator.messages import WorkerLocation
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.fault_injection import WorkerFault
@@ -74,16 +73,6 @@ def test_growing_batch_has_the_local_digest_and_ends_no_generation(workers, trai
     assert outcome.digest == local(spec, train).digest
     assert len(formed_of(run)) == 1
     assert outcome.digest != local(job(1, 4, tail="short", steps=14), train).digest
-
-
-@pytest.mark.slow
-def test_growing_batch_with_members_on_two_nodes_and_fast_mode():
-    spec = job(4, min_workers=4)
-    location = lambda worker: WorkerLocation("a" if worker in ("w1", "w2") else "b")  # noqa: E731
-    outcome, _ = group(spec, plain, location=location)
-    assert (outcome.error, outcome.digest) == (None, local(spec, plain).digest)
-    fast, _ = group(dataclasses.replace(spec, exact=False), plain)
-    assert fast.error is None and fast.step == STEPS
 
 
 POINTS = (

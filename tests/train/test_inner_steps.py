@@ -4,7 +4,6 @@ run again."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections import Counter
@@ -250,47 +249,6 @@ def goes_on(model: nn.Module, step: int) -> torch.optim.Adam:
 def trains_with_moments(ctx: Any) -> None:
     model = with_moments()
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=1.0), inner_optimizer=goes_on)
-
-
-def test_moments_in_buffers_go_on_with_their_mean_over_virtual_workers() -> None:
-    """Beside a loop in plain PyTorch that averages moments."""
-    kept: list[tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
-
-    def noted(ctx: Any) -> None:
-        model = with_moments()
-        outer = torch.optim.SGD(model.parameters(), lr=1.0)
-        kept.append((weights_of(model), []))
-        for _ in ctx.steps(model, outer, cross_entropy, inner_optimizer=goes_on):
-            kept.append((weights_of(model), copy.deepcopy(moments_of(model))))
-
-    spec = with_inner(spec_of(steps=3, virtual=2, workers=1))
-    local(spec, noted)
-    data = open_data(spec.data, virtual_workers=2 * INNER)
-    (weights, _), *after = kept
-    model, states = classifier(), None
-    parameters = list(model.parameters())
-    for step, (expected, moments) in enumerate(after, 1):
-        changes, left = [], []
-        for v in range(2):
-            put(parameters, weights)
-            optimizer = torch.optim.Adam(parameters, lr=1e-2)
-            if states is not None:
-                optimizer.state.update(zip(parameters, copy.deepcopy(states), strict=True))
-            for key in range(v * INNER, (v + 1) * INNER):
-                seed_everything(seed_for(spec.data.seed, step, key))
-                optimizer.zero_grad()
-                cross_entropy(model, data.batch(step, key)).backward()
-                optimizer.step()
-            changes.append([w - p.detach() for w, p in zip(weights, parameters, strict=True)])
-            left.append([optimizer.state[p] for p in parameters])
-        states = [
-            {"step": one["step"]} | {name: (one[name] + other[name]) / 2 for name in MOMENTS}
-            for one, other in zip(*left, strict=True)
-        ]
-        weights = [w - (a / 2 + b / 2) for w, a, b in zip(weights, *changes, strict=True)]
-        assert all(map(torch.equal, weights, expected)), step
-        for state, found in zip(states, moments, strict=True):
-            assert all(torch.equal(state[name], found[name]) for name in MOMENTS), step
 
 
 def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:

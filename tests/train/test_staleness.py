@@ -209,14 +209,6 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
     assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
 
 
-def test_run_of_more_steps_passes_through_the_same_weights() -> None:
-    short: list[Any] = []
-    long: list[Any] = []
-    local(delayed(spec_of(steps=4)), weights_of_each_step(short))
-    local(delayed(spec_of(steps=6)), weights_of_each_step(long))
-    assert all(map(torch.equal, short[4][:4], long[4][:4]))
-
-
 # --------------------------------------------------------------------------------- for any fleet
 
 

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import elastic_dp as edp
-from elastic_dp.checkpoint.codec import encode
-from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
-from elastic_dp.train.state.train_state import TrainState
 from tests.train.jobs import classifier, loop
 from tests.train.test_master_weights import gradients
 
@@ -139,21 +136,6 @@ def test_copy_with_its_model_updates_as_the_original(how):
         step(model, optimizer, number)
         step(other, again, number)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-def test_memory_of_a_worker_that_will_join_fits_the_weights_and_their_state() -> None:
-    model = torch.nn.Linear(400, 400)
-    optimizer = edp.WeightPrediction(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    state = TrainState(model, optimizer, None, None, {})
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    encoded, tensors = encode(state.tree([], None))
-    specs = [TensorSpec.of(*one) for one in tensors]
-    state.preallocate()
-    large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
-    assert len(large) == 4, "the parameter, its weights and two moments"
-    assert set(large) <= set(state.own_tensors(encoded, specs))
 
 
 # ------------------------------------------------------------------------------------- whole runs
