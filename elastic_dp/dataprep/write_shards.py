@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import cast, plain
-from elastic_dp.data.discovery.incomplete import INCOMPLETE
+from elastic_dp.data.discovery.listing import INCOMPLETE
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectMissing, Store
 from elastic_dp.storage.json_files import path_in

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_dp.config import DataConfig, IterableData
-from elastic_dp.data.discovery.incomplete import INCOMPLETE
+from elastic_dp.data.discovery.listing import INCOMPLETE
 from elastic_dp.dataprep.write_shards import NoRows, write_shards
 from elastic_dp.errors import DataError, RunMismatch
 from elastic_dp.materialization.item_columns import ItemColumns

@@ -1,7 +1,6 @@
 """Which rows and which random numbers: pure arithmetic on (seed, step, virtual worker)."""
 
-from elastic_dp.sampling.any_order import AnyOrder
-from elastic_dp.sampling.growing_order import GrowingOrder
+from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder
 from elastic_dp.sampling.mixture import Mixture, MixtureSource
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.packing import PackedOrder, Segments

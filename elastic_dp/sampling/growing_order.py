@@ -171,3 +171,23 @@ class GrowingOrder:
 
     def _steps_for(self, micro_batches: int, size: int) -> int:
         return micro_batches // size if self._drops else -(-micro_batches // size)
+
+
+AnyOrder = Order | Mixture | PackedOrder | GrowingOrder
+
+
+def row_groups_at_once(order: AnyOrder) -> int:
+    """Return how many row groups a worker that runs the whole job has in memory.
+
+    While one replaces another, all others stay.
+    """
+    return order.open_row_groups(order.virtual_workers) + 1
+
+
+def row_groups_at_least(order: AnyOrder) -> int:
+    """Return the least number of row groups that need memory; with less they would be read
+    repeatedly.
+
+    If only one is open, the next can wait until it is released.
+    """
+    return count if (count := row_groups_at_once(order)) > 2 else 1

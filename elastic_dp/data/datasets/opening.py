@@ -20,7 +20,7 @@ from elastic_dp.data.datasets.sharded import (
     rows_in_file_order,
 )
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.pipeline.image_decoding import check_decoded
+from elastic_dp.data.pipeline.collation import check_decoded
 from elastic_dp.data.pipeline.pipeline import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
@@ -33,7 +33,7 @@ from elastic_dp.sampling import (
     PackedOrder,
     StepSchedule,
 )
-from elastic_dp.sampling.any_order import row_groups_at_least
+from elastic_dp.sampling.growing_order import row_groups_at_least
 from elastic_dp.storage import DiskCache, Store, redact_url
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from elastic_dp.data.discovery.incomplete import INCOMPLETE
-from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
 from elastic_dp.errors import DataError, StorageError
 from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
@@ -362,3 +361,54 @@ def _first_below(
                 return entry
         waiting.extend(f for f in look.folders if f.rpartition("/")[2][:1] not in (".", "_"))
     return None
+
+
+INCOMPLETE = "_incomplete"  # an object that is there while `write_shards` writes to a store
+
+
+_EXAMPLES = 3
+_ENDINGS = 6  # endings that a message names
+HIDDEN = "hidden"
+NO_ROWS = "without a row"
+_LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Files that are not read. `ending`: such as ".py"; "" for names without one; "hidden" for
+    names that begin with "." or "_"; or another reason. `files`: their number. `examples`: the
+    first names, at most three."""
+
+    ending: str
+    files: int
+    examples: tuple[str, ...]
+
+
+def count_skipped(
+    names: Iterable[str],
+    hidden: Sequence[str] = (),
+    reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> tuple[Skipped, ...]:
+    """Counts `names` and `hidden` by ending, the most frequent ending first. `reasons`: names that
+    are skipped for another reason, by that reason."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        file = name.rpartition("/")[2]
+        ending = f".{file.rpartition('.')[2].lower()}" if "." in file else ""
+        found.setdefault(ending, []).append(name)
+    if hidden:
+        found[HIDDEN] = list(hidden)
+    found |= {reason: list(those) for reason, those in reasons.items() if those}
+    counted = [Skipped(key, len(of), tuple(sorted(of)[:_EXAMPLES])) for key, of in found.items()]
+    return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
+
+
+def skipped_message(skipped: Sequence[Skipped]) -> str:
+    """A message of one line."""
+    total = sum(one.files for one in skipped)
+    words = [
+        f"{one.files:,} {_LABELS.get(one.ending, one.ending)} (such as {one.examples[0]})"
+        for one in skipped[:_ENDINGS]
+    ]
+    more = [f"{len(skipped) - _ENDINGS} more endings"] if len(skipped) > _ENDINGS else []
+    return f"{total:,} file{'s' * (total != 1)}: {', '.join([*words, *more])}"

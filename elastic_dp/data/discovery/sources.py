@@ -15,14 +15,15 @@ from elastic_dp.config.removed_names import REMOVED_FORMATS
 from elastic_dp.data.block_source import Blocks
 from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.listing import (
+    HIDDEN,
     Listing,
     list_files,
     path_of,
     prefix_of,
+    skipped_message,
     why_nothing,
 )
 from elastic_dp.data.discovery.shard_index import Index, shard_at
-from elastic_dp.data.discovery.skipped_files import HIDDEN, skipped_message
 from elastic_dp.data.formats import (
     FORMATS,
     MAGIC_BYTES,
