@@ -146,9 +146,9 @@ class StepsInTurn:
 
     @property
     def state_bytes(self) -> int:
-        sharding = self._session.state.sharding
+        sharding: Any = self._session.state.holders
         assert self._optimizer is not None
-        return bytes_of(self._optimizer) if sharding is None else sharding.held_bytes
+        return sharding.held_bytes if sharding.is_divided else bytes_of(self._optimizer)
 
 
 def worker(rank: int, port: int, path: str, world: int, size: str, rounds: int, out: Any) -> None:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.followers import FollowerProcess, connects_devices, lead
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
 from elastic_dp.config import JobSpec
@@ -36,6 +38,7 @@ from elastic_dp.coordinator.messages import (
     WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
+from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
@@ -48,8 +51,7 @@ from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointe
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
-from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_control import LeaderControl
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
 from elastic_dp.train.step.process_batches import ProcessBatches
 from elastic_dp.train.train_function import fail_worker, train_until_released
@@ -87,6 +89,21 @@ class WriteBlobs:
 Request = Command | WriteBlobs | GroupRecords  # that a controller sends to workers
 
 
+GANGS = "elastic_dp.extensions.gangs.followers"  # for workers of several processes
+
+
+class FollowerProcess(NamedTuple):
+    """A process of a worker, as its first one knows it."""
+
+    pid: int
+    connection: Connection
+
+
+def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:
+    """Return whether each process of this job's workers connects its device with the others'."""
+    return has_own_communicator(spec.scaling.resources_per_worker.get("GPU", 0)) and not shares_gpu
+
+
 class Worker:
     """A worker process. `deliver` may be called from any thread; `run` trains until the worker is
     released.
@@ -110,12 +127,17 @@ class Worker:
         on_cached_read(self._page.count_cached)
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
-        self._control = (LeaderControl if followers else WorkerControl)(
+        self._gangs: Any = None
+        control: Callable[..., Any] = WorkerControl
+        if followers:
+            self._gangs = importlib.import_module(GANGS)
+            control = self._gangs.LeaderControl
+        self._control = control(
             lease_s=spec.failure.lease,
             orphan_timeout_s=spec.failure.orphan_timeout,
             renewed_at=self._page.renewed_at,
         )
-        if isinstance(self._control, LeaderControl):
+        if self._gangs is not None:
             connections = [follower.connection for follower in followers]
             self._control.lead(connections, link.post, link.register, self._page.write_fault)
         self._rendezvous = Rendezvous(identity, job.secret, link.register)
@@ -148,7 +170,6 @@ class Worker:
                 if group.process == 0:
                     self._rendezvous.deliver(command)
                 else:
-                    assert isinstance(control, LeaderControl)
                     control.deliver(command)
             case EndGeneration(generation=generation, after_step=after_step):
                 control.end(generation, after_step)
@@ -227,10 +248,10 @@ class Worker:
         return train_until_released(self._train, self._session)
 
     def _gang(self, device: torch.device) -> Gang | None:
-        if not isinstance(self._control, LeaderControl):
+        if self._gangs is None:
             return None
         try:
-            return lead(
+            gang: Gang = self._gangs.lead(
                 self._control,
                 self.identity,
                 self._job.secret,
@@ -240,6 +261,7 @@ class Worker:
                 stores=self._job.url is not None,
                 shares_gpu=self._job.shares_gpu,
             )
+            return gang
         except ClusterError as error:  # this worker ends, and is replaced
             self._link.say(f"{self.identity}: {error}")
             raise

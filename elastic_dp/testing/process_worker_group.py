@@ -10,6 +10,7 @@ worker; a closed pipe shows that a worker has died.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -25,9 +26,15 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.followers import FollowerProcess, follow
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
-from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
+from elastic_dp.cluster.worker import (
+    GANGS,
+    FollowerProcess,
+    Request,
+    Worker,
+    WorkerJob,
+    prepare_environment,
+)
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
@@ -303,7 +310,7 @@ def _follow(
         install(SimulatedAccelerator(device))
     given = job.pickled, job.index, job.secret, job.faults, _HOST, job.shares_gpu
     try:
-        follow(identity, number, leader, *given)
+        importlib.import_module(GANGS).follow(identity, number, leader, *given)
     except Exception:
         leader.send(traceback.format_exc())
         raise

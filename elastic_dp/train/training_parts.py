@@ -25,14 +25,14 @@ from elastic_dp.distributed.local_shards import is_sharded
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.train_state import TrainState
@@ -140,7 +140,7 @@ class StepBuild:
         self.parameters = dict(given.model.named_parameters())
         self.loss_scale = new_loss_scale(given.precision)
         self.rows: RowSource = data
-        self.sharding: ShardedOptimizer | None = None
+        self.holders = OptimizerHolders()
         self.previous: PreviousStep | None = None
         self.order: GradientOrder | None = None  # notes that of gradients
         self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker
@@ -148,6 +148,7 @@ class StepBuild:
         self.new_exchange: Callable[..., GradientExchange] = GradientExchange
         self.new_leaf: Callable[[], Leaf] = lambda: OnePass(self.micro_batches, self.rows)
         self.new_gradient: Callable[..., StepGradient] = StepGradient
+        self.kind_of: Callable[[str], str] = lambda own: own  # by the kind of this machine
         self.new_participants: list[Callable[[], StepParticipant]] = []
         scaling = spec.scaling
         # What changes with the step in how a job is distributed.
@@ -172,7 +173,7 @@ class StepBuild:
             given.scheduler,
             self.loss_scale,
             given.state,
-            sharding=self.sharding,
+            holders=self.holders,
             previous=self.previous,
         )
         compared = spec.failure.compare_weights_every if spec.exact else None

@@ -42,8 +42,7 @@ from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointe
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
-from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_kind import kind_of_gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.state_transfer import (
     StateTransfer,
@@ -227,9 +226,7 @@ class WorkerSession:
         ours = self.state, self.transaction.leaves.buffers, self.weights, self.data, self.progress
         told = self.control, self.reporter, self.device, self.total_steps, self.gang
         self._transfer = StateTransfer(*ours, *told)
-        kind = machine_kind(self.device, self.spec.exact)
-        if self.gang is not None:
-            kind = kind_of_gang(self.gang, kind, self.device)
+        kind = build.kind_of(machine_kind(self.device, self.spec.exact))
         software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
@@ -358,8 +355,7 @@ class WorkerSession:
         if self.loop.in_body:
             self.transaction.complete_record()
         self.transaction.close()
-        if self.state.sharding is not None:
-            self.state.sharding.close()
+        self.state.holders.close()
         generation = self.control.leave()
         self._groups.leave()
         self._post_stopped(
@@ -436,15 +432,16 @@ class WorkerSession:
         return self._transfer.move(main, plan, payload, membership.lineage_id)
 
     def _get_pieces(self, membership: Membership) -> int:
-        """Receives its pieces of a sharded optimizer. Returns the number of bytes received."""
-        sharding, main = self.state.sharding, self._groups.main
-        if sharding is None:
+        """Receives its pieces of a divided optimizer state. Returns the number of bytes
+        received."""
+        holders, main = self.state.holders, self._groups.main
+        if not holders.is_divided:
             return 0
         assert main is not None
         self.report("receive")
         self.pass_point("receiving_pieces")
         given = membership.generation, membership.topology
-        nbytes = sharding.open(main, *given, at_once=membership.copies_first)
+        nbytes = holders.open(main, *given, at_once=membership.copies_first)
         if self.checkpoints is not None:
             self.checkpoints.has_pieces_among(self.weights.members)
         return nbytes
@@ -473,8 +470,8 @@ class WorkerSession:
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
                 finished=self.transaction.gradient.finished_nodes(self.position.step + 1),
-                partial=self.progress.has_state and not self.state.is_whole,
-                lacks_copies=self.state.lacks_copies(generation),
+                partial=self.progress.has_state and not self.state.holders.has_all,
+                lacks_copies=self.state.holders.lacks_copies(generation),
                 pieces_lost=pieces_lost,
                 members_missing=members_missing,
             )

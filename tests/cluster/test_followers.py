@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 CHILD = """
 import os, signal, sys, time
 from multiprocessing.connection import Connection
-from elastic_dp.cluster import followers
+from elastic_dp.extensions.gangs import followers
 followers._end_with(int(sys.argv[2]))
 sys.stdin.buffer.read()
 grandchild = os.fork()
@@ -30,7 +30,7 @@ Connection(int(sys.argv[1])).send((os.getpid(), grandchild))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 PARENT = f"""
-from elastic_dp.cluster import followers
+from elastic_dp.extensions.gangs import followers
 followers._MAIN = {CHILD!r}
 [follower] = followers.start_followers("w1", [{{}}])
 print(*follower.connection.recv(), flush=True)
@@ -74,7 +74,7 @@ def test_first_process_hears_of_an_end_although_another_holds_the_connection(
 
 BROKEN = """
 import pickle
-from elastic_dp.cluster import followers
+from elastic_dp.extensions.gangs import followers
 given = b"not a pickle", None, b"", ()
 [follower] = followers.start_followers("w1", [{}], *given)
 print(follower.connection.recv().splitlines()[-1], flush=True)

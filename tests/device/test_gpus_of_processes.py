@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_dp.cluster import followers
 from elastic_dp.cluster.ray import worker_actor
 from elastic_dp.device.gpu import visible_to_processes
 from elastic_dp.errors import ClusterError
+from elastic_dp.extensions.gangs import followers
 
 NAME = "CUDA_VISIBLE_DEVICES"
 UUIDS = ["GPU-0b7a4f0c-9c8e", "GPU-8932f937-d72c"]

@@ -22,12 +22,11 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause, StopRequested
 from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
-from elastic_dp.extensions.gangs import check_gang
+from elastic_dp.extensions.gangs import check_gang, gang_kind
+from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.gang import gang_kind
-from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_kind import kind_of_gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu

@@ -24,9 +24,9 @@ from elastic_dp.coordinator.messages import (
     WorkerLocation,
 )
 from elastic_dp.distributed import gradient_units
+from elastic_dp.extensions.sharding import sharded_optimizer
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.sharding import sharded_optimizer
 from elastic_dp.train.state import state_moves
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
@@ -278,7 +278,7 @@ def copies_slowly(train, dead, told):
 
         def committed(record):
             commits(record)
-            sharding = session.state.sharding
+            sharding = session.state.holders
             survivors = session.world_size == 3  # the step of the loss may be committed by four
             if survivors and dead.exists() and not told.exists() and not sharding.backups_are_made:
                 (dead.parent / f"missing-{session.worker}").touch()
@@ -446,7 +446,7 @@ def with_a_damaged_backup(train, step, once):
         def passes(point, at=None):
             if point == "before_forward" and at == step and session.rank == 1 and not once.exists():
                 once.touch()
-                sharding = session.state.sharding
+                sharding = session.state.holders
                 number = next(n for n, one in enumerate(sharding.holders) if one.backup == 1)
                 sharding.held[number]["exp_avg"].view(-1)[0] += 1.0
             inner(point, at)

@@ -4,6 +4,7 @@ because an identity is used once.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 from collections.abc import Mapping
@@ -11,11 +12,10 @@ from typing import Any
 
 import ray
 
-from elastic_dp.cluster.followers import start_followers
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
-from elastic_dp.cluster.worker import Worker, WorkerJob
+from elastic_dp.cluster.worker import GANGS, Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
 from elastic_dp.device.gpu import visible_to_processes
@@ -37,7 +37,9 @@ class WorkerActor:
         given = job.pickled, job.index, job.secret, job.faults, address
         first, *others = _environments(job.processes)
         os.environ |= first  # before CUDA is asked for GPUs
-        followers = start_followers(identity, others, *given)
+        followers = []
+        if others:
+            followers = importlib.import_module(GANGS).start_followers(identity, others, *given)
         self._worker = Worker(identity, job, self._link, address, followers)
         self._placed = WorkerPlaced(identity, _home())
         self._link.post(self._placed)

@@ -10,8 +10,9 @@ from torch import nn
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
 from elastic_dp.extensions.gangs.gang_step import GangReduction, GradientOrders, refuses_none
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.leaf_runner import OnePass
 from elastic_dp.train.training_parts import StepBuild
 
@@ -25,6 +26,7 @@ def extend(build: StepBuild) -> None:
     assert gang is not None
     check_gang(gang, build.given.model, build.given.precision)
     build.order = order
+    build.kind_of = lambda own: kind_of_gang(gang, own, build.device)
     build.new_exchange = partial(GangReduction, gang)
     build.new_leaf = lambda: OnePass(build.micro_batches, build.rows, refuses_none(gang))
     build.new_participants.append(lambda: GradientOrders(gang, order))

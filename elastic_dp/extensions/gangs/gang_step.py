@@ -11,7 +11,7 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import NO_CLIPPING, GradientClipping
 from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.errors import LossError, ModelError
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.participants import StepParticipant, Verdict
 
 

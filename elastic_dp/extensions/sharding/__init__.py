@@ -6,15 +6,15 @@ from functools import partial
 
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
+from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.extensions.sharding.sharded_update import ShardedUpdate
-from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.training_parts import StepBuild
 
 
 def extend(build: StepBuild) -> None:
     """Raises SpecError and ModelError."""
     check_shardable(build.given.optimizer, build.parameters, build.given.precision)
-    build.sharding = sharding = ShardedOptimizer(build.given.optimizer, build.parameters)
+    build.holders = sharding = ShardedOptimizer(build.given.optimizer, build.parameters)
     build.new_exchange = partial(PieceReduction, sharding)
 
     def update() -> ShardedUpdate:

@@ -15,7 +15,7 @@ from elastic_dp.distributed.gradient_norm import GradientNorm, fold_squares, squ
 from elastic_dp.distributed.gradient_units import UnitLayout, elements_per_unit
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.sharding.pieces import StatePiece
+from elastic_dp.extensions.sharding.pieces import StatePiece
 
 
 class PieceNorm:

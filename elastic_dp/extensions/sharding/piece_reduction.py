@@ -17,8 +17,8 @@ from elastic_dp.distributed.gradient_norm import NO_CLIPPING, GradientClipping
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.piece_routes import HeldRanges
 from elastic_dp.extensions.sharding.piece_norm import GatheredNorm, PieceNorm
+from elastic_dp.extensions.sharding.pieces import StatePiece
 from elastic_dp.extensions.sharding.received_memory import BucketMemory, ReceivedMemory
-from elastic_dp.train.sharding.pieces import StatePiece
 
 
 class Holding(Protocol):

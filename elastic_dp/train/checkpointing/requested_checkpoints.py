@@ -84,7 +84,7 @@ class RequestedCheckpoints:
     def take_without_controller(self) -> None:
         """Takes a last checkpoint without a controller, unless the body is running or a newer one
         exists."""
-        if self._has_right_state() and self._state.is_whole:
+        if self._has_right_state() and self._state.holders.has_all:
             self._checkpointer.commit_without_controller(self._state, self._progress)
         self._state_is_not_needed()
 

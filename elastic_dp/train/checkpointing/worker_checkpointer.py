@@ -24,8 +24,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.checkpoint.codec import encode
-from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
-from elastic_dp.checkpoint.snapshot import HeldState
+from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
@@ -33,7 +32,7 @@ from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
-from elastic_dp.train.checkpointing.collective_read import Ranges, read_collectively
+from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
     changed_options,
@@ -46,7 +45,6 @@ from elastic_dp.train.checkpointing.restored_places import places_here
 from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.sharding.checkpoint_units import CheckpointPieces, without_optimizer
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState
 
@@ -79,7 +77,6 @@ class WorkerCheckpointer:
         self._stall_s = 0.0
         self._began_at = 0.0  # the newest snapshot
         self._members: tuple[WorkerId, ...] = ()
-        self._pieces: CheckpointPieces | None = None
         self._holders: tuple[WorkerId, ...] = ()  # the members among whom pieces are divided
         self._lineage_id = 0
         self._naming: dict[str, Any] = {}
@@ -116,8 +113,6 @@ class WorkerCheckpointer:
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
-        if state.sharding is not None:
-            self._pieces = CheckpointPieces(state.sharding, state.optimizer, state.parameters)
 
     def prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state. One of what is
@@ -213,7 +208,7 @@ class WorkerCheckpointer:
                 tree,
                 writer=self._worker,
                 members=members,
-                held=self._held(),
+                held=state.holders.to_write(self._worker, self._holders),
             )
             self._stall_s = upload.stall_s
         except StateError as error:
@@ -234,10 +229,6 @@ class WorkerCheckpointer:
         """Also writes the blobs with these names, in place of a member that is lost."""
         self._uploader.write(step, names)
 
-    def _held(self) -> HeldState | None:
-        pieces = self._pieces
-        return None if pieces is None else pieces.held(self._worker, self._holders)
-
     def commit_without_controller(self, state: TrainState, progress: WorkerProgress) -> None:
         """Writes and commits a checkpoint, and reports the outcome.
 
@@ -249,7 +240,8 @@ class WorkerCheckpointer:
         self._ask_for_help(state)
         try:
             step = progress.position.step
-            self._uploader.snapshot.take(step, _tree(state, progress), self._held())
+            held = state.holders.to_write(self._worker, self._holders)
+            self._uploader.snapshot.take(step, _tree(state, progress), held)
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
@@ -297,21 +289,21 @@ class WorkerCheckpointer:
         `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
-        pieces, among = self._pieces, (len(membership.members), membership.topology)
+        holders, among = state.holders, (len(membership.members), membership.topology)
 
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
-        def needs_of(manifest: Manifest) -> list[Ranges] | None:
-            return None if pieces is None else pieces.needs(manifest, *among)
-
         read = read_collectively(
-            self._catalog, group, enters=enters, damaged=damaged, needs_of=needs_of
+            self._catalog,
+            group,
+            enters=enters,
+            damaged=damaged,
+            needs_of=lambda manifest: holders.needs(manifest, *among),
         )
         commit = read.commit
         check_job(commit.metadata, self._naming["job"], self._data, commit.step)
-        manifest = commit.manifest
-        tree = read.tree(manifest if pieces is None else without_optimizer(manifest))
+        tree = read.tree(holders.common(commit.manifest))
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         check_fits(tree, commit.metadata.naming, state)
         warnings = self._changes_since(commit, tree["step"], kind)
@@ -324,8 +316,7 @@ class WorkerCheckpointer:
         if share is not None:
             tree = share(tree | {"log_calls": calls}, commit.step, places)
         state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
-        if pieces is not None:  # they go where they are to be, one by one
-            pieces.hold(read, places, membership.rank(self._worker), *among)
+        holders.restore(read, places, membership.rank(self._worker), *among)
         self._due_from = commit.step + 1
         return commit, tree["evaluations"], calls
 

@@ -15,7 +15,7 @@ import torch
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter

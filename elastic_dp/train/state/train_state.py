@@ -24,10 +24,10 @@ from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.state_payload import tensor_slot
@@ -49,7 +49,7 @@ class TrainState:
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     committed_extra: dict[str, bytes] = field(default_factory=dict)
-    sharding: ShardedOptimizer | None = None  # it has the optimizer's state, if it is sharded
+    holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
@@ -102,15 +102,6 @@ class TrainState:
 
     # ----------------------------------------------------------------- transfer
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this worker has the whole state, and not only a part of the optimizer's."""
-        return self.sharding is None or self.sharding.has_all
-
-    def lacks_copies(self, generation: int) -> bool:
-        """Whether some part of it may have one holder since `generation`, which was left."""
-        return self.sharding is not None and self.sharding.lacks_copies(generation)
-
     def tree(
         self, evaluations: Sequence[dict[str, float]], ended: str | None, *, whole: bool = False
     ) -> dict[str, Any]:
@@ -120,15 +111,12 @@ class TrainState:
         worker it has the local parts, or with `whole`, for a checkpoint, all of it, for which the
         other processes call `gather`.
         """
-        optimizers, sharding = self.optimizers, self.sharding
+        optimizers = self.optimizers
         of_parameters = None
         parameters = [whole_of(p) if whole else local_of(p) for p in self.parameters.values()]
         if whole and self.in_parts:
             of_parameters = optimizers.gathered()
-        # The generation in which the step was committed; see `ShardedOptimizer.roll_forward`.
-        apart: dict[str, Any] = {}
-        if sharding is not None and not whole:
-            apart["sharded"] = sharding.committed_in
+        apart = {} if whole else self.holders.tree()
         if self.previous is not None:
             apart["previous"] = self.previous.tree()
         return {
@@ -182,9 +170,9 @@ class TrainState:
 
         It allocates two tensors per parameter, as Adam needs, and a master where there are some,
         and writes to them, since the first write to a page costs more than receiving it. It
-        allocates nothing for a sharded optimizer.
+        allocates nothing for a state that is divided among the members.
         """
-        if self.sharding is not None:
+        if self.holders.is_divided:
             return
 
         def spares(p: torch.Tensor) -> list[torch.Tensor]:
@@ -225,9 +213,7 @@ class TrainState:
         With `body`, on a worker that joins, it also takes over what loop bodies change.
         """
         step = tree["step"]
-        if self.sharding is not None and "sharded" in step and not body:
-            # It updates what is here still.
-            self.sharding.roll_forward(step["record"]["number"], step["sharded"])
+        self.holders.take_over(step, joins=body)
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(local_of(mine), given)
         buffers = dict(self.model.named_buffers())
@@ -235,8 +221,7 @@ class TrainState:
             copy_values(buffers[name], given)
         changeable = tree["body"] if body else step
         self.optimizers.adopt(step, changeable["held"])
-        if self.sharding is not None:
-            self._adopt_sharded(step, body)
+        self.holders.adopted(step, joins=body)
         for extra in self._extra:
             extra.write(changeable["extra_state"][extra.name])
         if self.loss_scale is not None:
@@ -259,13 +244,6 @@ class TrainState:
         if body:
             self.optimizers.committed = step["held"]
             self.committed_extra = step["extra_state"]
-
-    def _adopt_sharded(self, step: Mapping[str, Any], body: bool) -> None:
-        assert self.sharding is not None
-        if "sharded" not in step:  # a checkpoint
-            self.sharding.absorb()
-        elif body:
-            self.sharding.forget(step["sharded"])
 
     def _extra_state(self) -> dict[str, bytes]:
         return {extra.name: extra.read() for extra in self._extra}

@@ -15,7 +15,7 @@ from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed

@@ -18,7 +18,7 @@ from elastic_dp.train.exactness.purity_probe import (
     facts_of,
     probe,
 )
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource

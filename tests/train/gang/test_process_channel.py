@@ -11,7 +11,7 @@ import pytest
 
 from elastic_dp.coordinator.messages import WorkerFailed
 from elastic_dp.errors import ClusterError, GroupAborted, LoopError
-from elastic_dp.train.gang.process_channel import (
+from elastic_dp.extensions.gangs.process_channel import (
     AreYouThere,
     Arrived,
     Faulted,

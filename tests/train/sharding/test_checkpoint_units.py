@@ -11,7 +11,6 @@ from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.train.checkpointing.collective_read import read_collectively
-from elastic_dp.train.sharding.checkpoint_units import CheckpointPieces
 from tests.checkpoint.states import memory_store
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.sharding.test_sharded_state import (
@@ -31,23 +30,19 @@ from tests.train.sharding.test_sharded_state import (
 NAMES = ("a", "b", "c", "d", "e", "f", "g", "h")
 
 
-def pieces_of(member):
-    return CheckpointPieces(member.sharding, member.optimizer, member.parameters)
-
-
 def snapshots_of(members):
     """What each member copies for a checkpoint, besides an empty state."""
     names, made = NAMES[: len(members)], {}
     tree = {"step": {"optimizer": [{} for _ in members[0].parameters]}}
     for name, member in zip(names, members, strict=True):
         made[name] = Snapshot()
-        made[name].take(1, tree, pieces_of(member).held(name, names))
+        made[name].take(1, tree, member.sharding.to_write(name, names))
     return made
 
 
 def restore(group, catalog, member, places=None):
     """A member holds what it is to hold of the checkpoint. Returns the bytes that it has had."""
-    pieces, among = pieces_of(member), (group.world_size, ())
+    pieces, among = member.sharding, (group.world_size, ())
     read = read_collectively(
         catalog,
         group,
@@ -55,7 +50,9 @@ def restore(group, catalog, member, places=None):
         damaged=pytest.fail,
         needs_of=lambda manifest: pieces.needs(manifest, *among),
     )
-    pieces.hold(read, device_types(read.commit) if places is None else places, group.rank, *among)
+    pieces.restore(
+        read, device_types(read.commit) if places is None else places, group.rank, *among
+    )
     member.step = read.commit.step
     return sum(len(memory) for some in read._memory.values() for _, _, memory in some)
 

@@ -17,18 +17,17 @@ from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.extensions.sharding.piece_norm import PieceNorm
-from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
-from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
-from elastic_dp.train.master_weights import MasterWeights
-from elastic_dp.train.sharding import (
-    kept_copies,
+from elastic_dp.extensions.sharding import (
     parameter_gather,
     sharded_optimizer,
 )
-from elastic_dp.train.sharding.piece_updates import PieceUpdates
-from elastic_dp.train.sharding.pieces import part_of
-from elastic_dp.train.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.extensions.sharding.piece_norm import PieceNorm
+from elastic_dp.extensions.sharding.piece_updates import PieceUpdates
+from elastic_dp.extensions.sharding.pieces import part_of
+from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
+from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
+from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
+from elastic_dp.train.master_weights import MasterWeights
 from tests.distributed.test_gradient_reducer import of_each
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
@@ -50,8 +49,8 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(kept_copies, "KEPT_BYTES", 4096)
-    monkeypatch.setattr(kept_copies, "ALL_KEPT_BYTES", 0)
+    monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 4096)
+    monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 0)
 
 
 class Member:
@@ -545,7 +544,7 @@ def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
 def test_small_state_is_updated_once(once, monkeypatch):
     """A large one is updated before the commit and behind it, which takes less memory."""
     if once:
-        monkeypatch.setattr(kept_copies, "ALL_KEPT_BYTES", 1 << 20)
+        monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 1 << 20)
     updated, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):

@@ -14,10 +14,10 @@ from elastic_dp.checkpoint.catalog import Catalog, blob_path
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.extensions.sharding.sharded_optimizer import without_optimizer
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import collective_read
 from elastic_dp.train.checkpointing.collective_read import read_collectively
-from elastic_dp.train.sharding.checkpoint_units import CheckpointPieces, without_optimizer
 from elastic_dp.train.state import state_moves
 from tests.checkpoint.states import memory_store
 from tests.distributed.test_gradient_reducer import of_each
@@ -80,7 +80,7 @@ def write(url, step, make, also=None):
 def restore(group, catalog, make, said=lambda error: None):
     """Returns a member that has restored, and the bytes that it has had of the checkpoint."""
     member = member_of(make, shard=True)
-    pieces = CheckpointPieces(member.sharding, member.optimizer, member.parameters)
+    pieces = member.sharding
     among = group.world_size, ()
     read = read_collectively(
         catalog,
@@ -92,7 +92,7 @@ def restore(group, catalog, make, said=lambda error: None):
     step = read.tree(without_optimizer(read.commit.manifest))["step"]
     for mine, given in zip(member.parameters.values(), step["parameters"], strict=True):
         mine.data.copy_(given)
-    pieces.hold(read, {}, group.rank, *among)
+    pieces.restore(read, {}, group.rank, *among)
     member.step = read.commit.step
     return member, sum(len(memory) for some in read._memory.values() for _, _, memory in some)
 
@@ -175,7 +175,7 @@ def test_damage_found_by_one_sends_all_to_the_checkpoint_before():
 def test_tensor_that_is_also_elsewhere_in_the_tree_is_read_as_a_whole():
     catalog, commit = write(memory_store(), 1, ADAM, also=lambda states: states[0]["exp_avg"])
     member = member_of(ADAM, shard=True)
-    pieces = CheckpointPieces(member.sharding, member.optimizer, member.parameters)
+    pieces = member.sharding
     name = "step.optimizer.0.exp_avg"
     for needs in pieces.needs(commit.manifest, 3, ()):
         assert needs[name] == [(0, commit.manifest.specs[name].nbytes)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.extensions.gangs.gang_step import GradientOrders
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step import participants as p

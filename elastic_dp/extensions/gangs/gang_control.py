@@ -17,12 +17,16 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from elastic_dp.coordinator.messages import Membership, WorkerFailed
 from elastic_dp.distributed.rendezvous import GroupRecords, MemberRecord
 from elastic_dp.errors import GroupAborted, GroupError
-from elastic_dp.train.gang.process_channel import FollowerChannel, LeaderChannel, ProcessFailed
+from elastic_dp.extensions.gangs.process_channel import (
+    FollowerChannel,
+    LeaderChannel,
+    ProcessFailed,
+)
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
     Orphaned,
@@ -31,22 +35,6 @@ from elastic_dp.train.generations.worker_control import (
 )
 
 T = TypeVar("T")
-
-
-class GangExchange(Protocol):
-    """What the processes of a worker tell each other."""
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns the payloads of all processes, in order. All of them call it."""
-        ...
-
-    def hand_out(self, parts: Sequence[bytes]) -> None:
-        """The first process gives each of the others its part, in order."""
-        ...
-
-    def part(self) -> bytes:
-        """Another process waits for its part."""
-        ...
 
 
 class LeaderControl(WorkerControl):

@@ -22,7 +22,7 @@ from elastic_dp.distributed.cross_worker_reduction import GATHERED_BYTES
 from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.sharding.pieces import StatePiece
+from elastic_dp.extensions.sharding.pieces import StatePiece
 from elastic_dp.train.state.weight_comparison import sum_of_bits
 
 

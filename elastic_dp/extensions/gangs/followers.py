@@ -25,28 +25,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
 
+from elastic_dp.cluster.worker import FollowerProcess, connects_devices
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
-from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.local_mesh import open_local_mesh
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
+from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
+from elastic_dp.extensions.gangs.process_channel import FollowerChannel
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
-from elastic_dp.train.gang.gang import Gang
-from elastic_dp.train.gang.gang_control import FollowerControl, LeaderControl
-from elastic_dp.train.gang.process_channel import FollowerChannel
+from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.step.process_batches import ProcessBatches
 from elastic_dp.train.train_function import fail_worker, train_until_released
@@ -56,7 +56,7 @@ from elastic_dp.train.worker_session import WorkerSession
 _MAIN = """
 import sys, traceback
 try:
-    from elastic_dp.cluster.followers import main
+    from elastic_dp.extensions.gangs.followers import main
     main()
 except Exception:
     from multiprocessing.connection import Connection
@@ -64,13 +64,6 @@ except Exception:
     raise
 """
 _PR_SET_PDEATHSIG = 1
-
-
-class FollowerProcess(NamedTuple):
-    """A process of a worker, as its first one knows it."""
-
-    pid: int
-    connection: Connection
 
 
 def lead(
@@ -166,11 +159,6 @@ def follow(
         rendezvous=rendezvous,
     )
     return train_until_released(train, session)
-
-
-def connects_devices(spec: JobSpec, shares_gpu: bool) -> bool:
-    """Return whether each process of this job's workers connects its device with the others'."""
-    return has_own_communicator(spec.scaling.resources_per_worker.get("GPU", 0)) and not shares_gpu
 
 
 class _FollowerLink:

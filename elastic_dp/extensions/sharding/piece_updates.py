@@ -18,9 +18,9 @@ import torch
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.gradient_units import CUT_ELEMENTS
+from elastic_dp.extensions.sharding.pieces import StatePiece
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.master_weights import class_of
-from elastic_dp.train.sharding.pieces import StatePiece
 
 State = dict[str, Any]  # of one piece, as in `optimizer.state[p]`
 

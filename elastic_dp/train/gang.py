@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from elastic_dp.train.gang.gang_control import GangExchange
+
+class GangExchange(Protocol):
+    """What the processes of a worker tell each other."""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Returns the payloads of all processes, in order. All of them call it."""
+        ...
+
+    def hand_out(self, parts: Sequence[bytes]) -> None:
+        """The first process gives each of the others its part, in order."""
+        ...
+
+    def part(self) -> bytes:
+        """Another process waits for its part."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

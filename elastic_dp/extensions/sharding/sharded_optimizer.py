@@ -34,29 +34,36 @@ member whose collectives were aborted would hand on whatever it has, as if it we
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 
+from elastic_dp.checkpoint.codec import decode
+from elastic_dp.checkpoint.commit_record import Manifest, StateTree
+from elastic_dp.checkpoint.layout import TensorSpec
+from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.gradient_norm import GradientNorm
 from elastic_dp.distributed.piece_assignment import Holders, assign_pieces
 from elastic_dp.distributed.piece_routes import HeldRange, HeldRanges
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
+from elastic_dp.extensions.sharding.parameter_gather import ParameterGather, digest_of_piece
+from elastic_dp.extensions.sharding.piece_updates import PieceUpdates, State
+from elastic_dp.extensions.sharding.pieces import StatePiece, part_of, pieces_of
+from elastic_dp.train.checkpointing.collective_read import Ranges, ReadCheckpoint
 from elastic_dp.train.exactness.elementwise_updates import parameters_to_keep_whole
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.sharding.divided_state import DividedState, refuse_state_dict
-from elastic_dp.train.sharding.kept_copies import copies_to_keep
-from elastic_dp.train.sharding.parameter_gather import ParameterGather, digest_of_piece
-from elastic_dp.train.sharding.piece_updates import PieceUpdates, State
-from elastic_dp.train.sharding.pieces import StatePiece, part_of, pieces_of
+from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.state_moves import Move, StateUnit, move, ranks_with
-from elastic_dp.train.state.state_payload import from_vector, to_vectors
+from elastic_dp.train.state.state_payload import from_vector, tensor_slot, to_vectors
 
 ALL_HOLD = 2  # up to so many members, each holds everything
 COPIED_BYTES = 1 << 20  # of parameters of which there are copies at a time, or one piece
@@ -67,6 +74,13 @@ COPIED_BYTES_ON_DEVICE = 64 << 20
 # that it sends, if that is more.
 STEP_BYTES = 1 << 20
 STEP_PART = 64
+
+
+# In bytes of their state: all pieces that a member holds, if they are no more than this, or else
+# the smallest: of one, and of all.
+ALL_KEPT_BYTES = 32 << 20
+SMALL_BYTES = 1 << 19
+KEPT_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -84,13 +98,18 @@ class _PreparedStep:
         return {n: one for n, one in self.gradients.items() if n not in self.states}
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(OptimizerHolders):
     """The state of the user's optimizer, whose own `state` stays empty."""
+
+    is_divided = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._optimizer, self._parameters = optimizer, list(parameters.values())
+        groups = optimizer.param_groups
+        # By parameter: its number in the order of the optimizer's groups.
+        self._numbers = {id(p): n for n, p in enumerate(p for g in groups for p in g["params"])}
         self._device = next((p.device for p in self._parameters), torch.device("cpu"))
         whole = parameters_to_keep_whole(optimizer, self._parameters)
         self.pieces: list[StatePiece] = pieces_of(self._parameters, whole)
@@ -424,6 +443,19 @@ class ShardedOptimizer:
         else:
             self.held = {}
 
+    def tree(self) -> dict[str, Any]:
+        return {"sharded": self.committed_in}
+
+    def take_over(self, step: Mapping[str, Any], *, joins: bool) -> None:
+        if "sharded" in step and not joins:
+            self.roll_forward(step["record"]["number"], step["sharded"])
+
+    def adopted(self, step: Mapping[str, Any], *, joins: bool) -> None:
+        if "sharded" not in step:  # a checkpoint: `restore` follows
+            self.absorb()
+        elif joins:
+            self.forget(step["sharded"])
+
     def forget(self, generation: int) -> None:
         """Holds nothing from now on: this worker joins a run, whose last commit was in
         `generation`, and `open` gives it its pieces."""
@@ -491,3 +523,174 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
+
+    # -------------------------------------------------------------------------- checkpoints
+
+    def to_write(self, worker: str, members: Sequence[str]) -> HeldState:
+        found = []
+        for number, piece, p, of_optimizer in self._optimized():
+            state = self.held.get(number)
+            if state is None:
+                continue
+            ranks = self.holders[number].ranks if self.holders else ()
+            holders = tuple(members[rank] for rank in ranks) or (worker,)
+            form = (None, None) if piece.whole else (tuple(p.shape), tuple(p.stride()))
+            found.append(HeldPiece(of_optimizer, piece.first, piece.last, state, holders, *form))
+        return HeldState(len(self._numbers), found)
+
+    def needs(
+        self, manifest: Manifest, world_size: int, topology: Sequence[Sequence[int]]
+    ) -> list[Ranges]:
+        rest = without_optimizer(manifest)
+        of_all = {name: [(0, spec.nbytes)] for name, spec in rest.specs.items()}
+        found: list[defaultdict[str, list[tuple[int, int]]]] = [
+            defaultdict(list, {name: [*some] for name, some in of_all.items()})
+            for _ in range(world_size)
+        ]
+        holders = self.holders_of_any(world_size, topology)
+        for number, piece, p, of_optimizer in self._optimized():
+            entry, specs = manifest.entry(of_optimizer)
+            for value in entry.values():
+                for slot in slots_in(value):
+                    spec = specs[slot]
+                    if spec.name in of_all:
+                        continue
+                    part = _part(value, spec, piece, p)
+                    for rank in holders[number].ranks:
+                        found[rank][spec.name].append(part)
+        return [*found]
+
+    def common(self, manifest: Manifest) -> Manifest:
+        return without_optimizer(manifest)
+
+    def restore(
+        self,
+        read: ReadCheckpoint,
+        places: Mapping[str, str],
+        rank: int,
+        world_size: int,
+        topology: Sequence[Sequence[int]],
+    ) -> None:
+        manifest = read.commit.manifest
+        mine = self.to_hold(rank, world_size, topology)
+        self.hold(
+            {
+                number: {
+                    key: _value(value, piece, p, manifest.entry(of_optimizer)[1], read, places)
+                    for key, value in manifest.entry(of_optimizer)[0].items()
+                }
+                for number, piece, p, of_optimizer in self._optimized()
+                if number in mine
+            }
+        )
+
+    def _optimized(self) -> Iterator[tuple[int, StatePiece, torch.Tensor, int]]:
+        """Yields the number of each piece that the optimizer updates, the piece, its parameter, and
+        the parameter's number in the order of the optimizer's groups."""
+        for number, piece in enumerate(self.pieces):
+            p = self._parameters[piece.parameter]
+            if id(p) in self._numbers:
+                yield number, piece, p, self._numbers[id(p)]
+
+
+def _value(
+    value: Any,
+    piece: StatePiece,
+    p: torch.Tensor,
+    specs: Sequence[TensorSpec],
+    read: ReadCheckpoint,
+    places: Mapping[str, str],
+) -> Any:
+    """Returns a value of a piece's state, where it belongs."""
+    slot = tensor_slot(value)
+    if slot is None:
+        needed = set(slots_in(value))
+        tensors = [
+            spec.view(read.content(spec.name, 0, spec.nbytes)).clone() if n in needed else p
+            for n, spec in enumerate(specs if needed else ())
+        ]
+        return decode(value, tensors)
+    spec = specs[slot]
+    start, end = _part(value, spec, piece, p)
+    content = read.content(spec.name, start, end)
+    if (start, end) == (0, spec.nbytes):
+        part = part_of(piece, p, spec.view(content))
+    else:
+        if content.untyped_storage().nbytes() > content.nbytes:
+            content = content.clone()
+        part = content.view(spec.torch_dtype)
+    is_here = places.get(spec.name, "cpu") == "cpu"
+    return part if is_here else part.to(p.device)
+
+
+def _part(value: Any, spec: TensorSpec, piece: StatePiece, p: torch.Tensor) -> tuple[int, int]:
+    """Returns the bytes of a tensor in a parameter's state that a piece needs."""
+    whole = 0, spec.nbytes
+    if piece.whole or not spec.shape or tensor_slot(value) is None:
+        return whole
+    like = spec.view(torch.empty(spec.nbytes, dtype=torch.uint8, device="meta"))
+    if like.shape != p.shape or like.stride() != p.stride():
+        return whole  # its elements lie in another order
+    return piece.first * spec.itemsize, piece.last * spec.itemsize
+
+
+def without_optimizer(manifest: Manifest) -> Manifest:
+    """Returns the description of the state without that of the optimizer's parameters."""
+    step = manifest.common.tree["step"]
+    tree = manifest.common.tree | {"step": step | {"optimizer": [{} for _ in step["optimizer"]]}}
+    specs, used = manifest.common.specs, set(slots_in(tree))
+    unused = TensorSpec("", "uint8", (0,))  # keeps the slots of the others
+    kept = tuple(spec if slot in used else unused for slot, spec in enumerate(specs))
+    return Manifest(manifest.step, StateTree(tree, kept), ())
+
+
+def slots_in(encoded: Any) -> Iterator[int]:
+    """Yields the slot of each tensor in an encoded tree, also of what is stored as one."""
+    if isinstance(encoded, dict):
+        slots = encoded.get("v") if "$" in encoded else None, encoded.get("content")
+        yield from (slot for slot in slots if type(slot) is int)
+        encoded = encoded.values()
+    elif not isinstance(encoded, list):
+        return
+    for value in encoded:
+        yield from slots_in(value)
+
+
+class DividedState(defaultdict[Any, Any]):
+    """An empty `optimizer.state`. Code that looks for state there, to change or to keep it, would
+    find none and go on, so that is a LoopError.
+
+    This package itself uses `get`, `pop`, `update` and the methods of `dict`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _not_here("optimizer.state was read")
+
+    __iter__: Callable[..., Any] = _refuse
+    __missing__ = keys = values = items = clear = _refuse
+
+
+def refuse_state_dict(_: torch.optim.Optimizer) -> NoReturn:
+    """Refuses `optimizer.state_dict()`, as its pre-hook."""
+    raise _not_here("optimizer.state_dict() was called")
+
+
+def _not_here(what: str) -> LoopError:
+    return LoopError(
+        f'{what}, which has no state: with sharding="optimizer" each worker holds a part of it. '
+        "Checkpoints have all of it (ctx.checkpoint(), Result.load_state, "
+        "elastic-dp checkpoints export), or leave sharding out"
+    )
+
+
+def copies_to_keep(state_bytes: Mapping[int, int]) -> AbstractSet[int]:
+    """Returns the smallest of the pieces that a member holds, or all of few. `state_bytes`: of the
+    state of each."""
+    if sum(state_bytes.values()) <= ALL_KEPT_BYTES:
+        return set(state_bytes)
+    small = sorted((size, n) for n, size in state_bytes.items() if size <= SMALL_BYTES)
+    ends = accumulate(size for size, _ in small)
+    return {n for (_, n), end in zip(small, ends, strict=True) if end <= KEPT_BYTES}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.errors import ClusterError
-from elastic_dp.train.gang.gang import Gang
+from elastic_dp.train.gang import Gang
 
 # Elements that are added. By the size NCCL chooses how many rings share the work.
 _SIZES = (1 << 12, 1 << 18, 1 << 24)

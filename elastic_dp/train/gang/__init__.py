@@ -1,1 +1,0 @@
-"""Workers of several processes: how these agree, and what each one reads."""
