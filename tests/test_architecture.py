@@ -286,7 +286,7 @@ def test_start_imports_no_library_that_it_does_not_need(imported, without, found
 BUDGETS = {
     "checkpoint": (2_920, 2_800),
     "cli": (1_575, 1_000),
-    "cluster": (6_760, 4_800),
+    "cluster": (6_510, 4_800),
     "config": (1_360, 950),
     "coordinator": (4_900, 4_200),
     "data": (8_780, 5_600),
@@ -301,7 +301,7 @@ BUDGETS = {
     "storage": (1_790, 1_250),
     "telemetry": (1_110, 750),
     "testing": (815, 600),
-    "train": (11_750, 6_000),
+    "train": (11_900, 6_000),
     "ui": (315, 400),
 }
 

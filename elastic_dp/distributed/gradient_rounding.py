@@ -26,7 +26,6 @@ from typing import Protocol
 
 import torch
 
-from elastic_dp.distributed.int8_rounding import Int8Rounding
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
@@ -136,7 +135,11 @@ def rounding_of(wire: Wire, dtype: torch.dtype) -> GradientRounding:
         return wire(dtype)
     if wire is None or dtype in _NARROW:
         return DtypeRounding(dtype)
-    return Int8Rounding() if wire == "int8" else DtypeRounding(torch.bfloat16)
+    if wire == "bf16":
+        return DtypeRounding(torch.bfloat16)
+    from elastic_dp.distributed.int8_rounding import Int8Rounding
+
+    return Int8Rounding()
 
 
 def check_wire(wire: str | None, parameters: Mapping[str, torch.nn.Parameter]) -> None:

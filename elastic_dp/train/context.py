@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.config import DataConfig, MapStyleData
-from elastic_dp.data import open_evaluation
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.training_parts import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step.evaluation import EvaluationBatches
 
 _CARRY = "carry"  # the key of `ctx.carry` in the state
 _CARRIED = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
@@ -312,6 +313,8 @@ class TrainContext:
         module, SpecError or DataError for `data`.
         """
         self._refuse_in_loss("ctx.evaluate")
+        from elastic_dp.train.step.evaluation import evaluate
+
         return evaluate(self._session, fn, self._opened(data), model)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -371,6 +374,8 @@ class TrainContext:
 
     def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
         """Returns the batches of a config, opened once, since reading an index is slow."""
+        from elastic_dp.data import open_evaluation
+
         for config, batches in self._evaluation_data:
             if config is data:
                 return batches

@@ -35,9 +35,11 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpointing.follower_checkpoints import FollowerCheckpoints
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-from elastic_dp.train.checkpointing.requested_checkpoints import RequestedCheckpoints
+from elastic_dp.train.checkpointing.requested_checkpoints import (
+    FollowerCheckpoints,
+    RequestedCheckpoints,
+)
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact

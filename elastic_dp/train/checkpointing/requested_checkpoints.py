@@ -122,3 +122,22 @@ class RequestedCheckpoints:
         elif decision is CheckpointDecision.DEFER:
             self._checkpointer.defer()
             self._control.request_checkpoint()
+
+
+class FollowerCheckpoints:
+    """In the place of `RequestedCheckpoints`: takes part as often as the state is gathered,
+    until the first process says that it has done."""
+
+    def __init__(self, state: TrainState, control: WorkerControl, reporter: PhaseReporter) -> None:
+        self._state, self._control, self._reporter = state, control, reporter
+
+    def take_if_requested(self, writers: Sequence[WorkerId] = ()) -> None:
+        self._help()
+
+    def take_without_controller(self) -> None:
+        self._help()
+
+    def _help(self) -> None:
+        while self._control.agreed(False):
+            self._reporter.pass_point("keeping")
+            self._state.gather()

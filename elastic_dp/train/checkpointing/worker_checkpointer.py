@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
@@ -29,10 +30,9 @@ from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
+from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
-from elastic_dp.train.checkpointing.checkpoint_without_controller import commit_without_controller
-from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.checkpointing.job_match import (
     changed_hyperparameters,
     changed_options,
@@ -41,7 +41,6 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
-from elastic_dp.train.checkpointing.restored_places import places_here
 from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -245,6 +244,10 @@ class WorkerCheckpointer:
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
+        from elastic_dp.train.checkpointing.checkpoint_without_controller import (
+            commit_without_controller,
+        )
+
         said = commit_without_controller(
             self._catalog,
             self._uploader.snapshot,
@@ -286,13 +289,15 @@ class WorkerCheckpointer:
 
         Returns its commit record, and the evaluations and the number of calls of ctx.log of its
         step's body. `enters`: see `read_collectively`. `share` takes the tree, the step and
-        `places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
+        `_places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
         holders, among = state.holders, (len(membership.members), membership.topology)
 
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
+
+        from elastic_dp.train.checkpointing.collective_read import read_collectively
 
         read = read_collectively(
             self._catalog,
@@ -311,7 +316,7 @@ class WorkerCheckpointer:
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        places = places_here(commit, state)
+        places = _places_here(commit, state)
         calls = tree["log_calls"]
         if share is not None:
             tree = share(tree | {"log_calls": calls}, commit.step, places)
@@ -367,3 +372,27 @@ def _tree(state: TrainState, progress: WorkerProgress, *, whole: bool = True) ->
     if state.record is not None:
         tree["step"]["record"] = vars(state.record) | {"grad_norm": None}
     return tree
+
+
+def _places_here(commit: CommitRecord, state: TrainState) -> dict[str, str]:
+    """Returns the type of the device on which each tensor belongs here, by the tensor's name.
+
+    That is the type of the device that it was on, unless its parameter was on another type of
+    device than here: then it goes where the parameter is. As in torch's `load_state_dict`, counts
+    of steps stay on the host, unless the optimizer is fused or capturable.
+    """
+    found, moved = device_types(commit), dict[Any, str]()
+    for n, p in enumerate(state.parameters.values()):
+        kind = local_of(p).device.type
+        if found.get(f"step.parameters.{n}", kind) != kind:
+            moved[p] = found[f"step.previous.parameters.{n}"] = kind
+    groups = [(p, group) for group in state.optimizer.param_groups for p in group["params"]]
+    for name in found:
+        if not name.startswith("step.optimizer."):
+            continue
+        _, _, number, key = name.split(".", 3)
+        p, group = groups[int(number)]
+        if p in moved:
+            counts = key == "step" and not (group.get("fused") or group.get("capturable"))
+            found[name] = "cpu" if counts else moved[p]
+    return found
