@@ -53,6 +53,7 @@ _NAMED = 8  # variables in one warning
 _NBYTES = 65_536  # of an array or a tensor
 _BYTES_OF = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
+_CLIPS = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 
@@ -113,6 +114,12 @@ class BodyVariables:
                 scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
                 if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
+            if any(value is clip for clip in _CLIPS):
+                raise _clips_nothing(name)
+        names = set(_names_in(_code_of(self._loss)))
+        clips = names & {clip.__name__ for clip in _CLIPS}
+        if clips and "backward" not in names:
+            raise _clips_nothing(min(clips))
 
     def check_delayed(self, function: Any, held: Mapping[str, Any]) -> None:
         """Raises LossError if `function`, of leaves of delayed gradients, refers to what is in
@@ -496,6 +503,13 @@ def _not_passed(kind: str, name: str, *, averages: bool) -> LoopError:
     )
 
 
+def _clips_nothing(name: str) -> LossError:
+    return LossError(
+        f"the loss function calls {name}, which finds no gradients there: the backward pass comes "
+        "after it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
+    )
+
+
 def _schedule_counts(name: str, before: Any, now: Any) -> LoopError:
     return LoopError(
         f"scheduler= changes {name}{_values(before, now)}, a variable of its function, whenever it "
@@ -548,6 +562,13 @@ def _reached(function: Any, model: nn.Module, is_users: Callable[[Any], bool]) -
                 named = [pair for pair in own if pair[0] in names - _OF_TORCH]
                 pending += [(f"{path}.{name}", one) for name, one in named]
     return found
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return getattr(function, "__code__", None)
 
 
 def _names_in(code: types.CodeType | None) -> Iterator[str]:

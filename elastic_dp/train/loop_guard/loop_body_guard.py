@@ -10,14 +10,13 @@ another member. If a body wrote to that state, some members would apply the chan
 - Writes to parameters show in their versions and addresses. Around the first body of a process all
   values are compared, too, since `p.data.mul_(…)` raises no version, and so are the optimizer's
   state and the modules.
-- In a body, and in a loss function of step 1, gradients of parameters are not None, but raise when
-  they are used: `clip_grad_norm_` would clip nothing, and return 0. After the body of step 1 these
-  are the first and the last parameter's.
+- In the body of step 1 the gradients of parameters are not None, but raise when they are used:
+  `clip_grad_norm_` would clip nothing, and return 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -41,7 +40,6 @@ class LoopBodyGuard:
         self._sharded = any(map(is_sharded, self._parameters))
         self._optimizer = optimizer
         self._groups = _groups(optimizer)
-        self._ends = max(1, len(self._parameters) - 1)
         self._watching = self.is_in_loss = False
         self._bodies = 0
         self._versions: list[int] = []
@@ -71,14 +69,18 @@ class LoopBodyGuard:
         self._first = self._all_values() if self._bodies == 1 else None
         self._size = len(self._optimizer.state)
         self._watching = True
-        self.remove_gradients(self._parameters if step == 1 else self._parameters[:: self._ends])
+        for p in self._parameters if step == 1 and not self._sharded else ():
+            if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
+                p.grad = _GoneGradient.of(p)
 
     def check(self) -> None:
         """Checks the state at the end of the body. Raises LoopError."""
         if not self._watching:
             return
         self._watching = False
-        self.restore_gradients()
+        for p in self._parameters:
+            if type(p.grad) is _GoneGradient:
+                p.grad = None
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
@@ -97,20 +99,6 @@ class LoopBodyGuard:
         before, self._first = self._first, None
         if before is not None and (changes := before.items() - self._all_values().items()):
             raise _body_wrote(min(changes)[0])
-
-    def remove_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        """Makes gradients (default: all) raise when they are used."""
-        kind = _NoGradientYet if self.is_in_loss else _GoneGradient
-        for p in self._parameters if parameters is None else parameters:
-            plain = type(p) is nn.Parameter and p.layout is torch.strided
-            if plain and p.grad is None and not self._sharded:
-                p.grad = kind.of(p)
-
-    def restore_gradients(self) -> None:
-        """Undoes `remove_gradients`."""
-        for p in self._parameters:
-            if isinstance(p.grad, _GoneGradient):
-                p.grad = None
 
     def versions(self) -> list[int]:
         """Returns the versions of the parameters."""
@@ -236,19 +224,6 @@ class _GoneGradient(torch.Tensor):
             "clip_grad_value_ and backward() do: when a body begins, the step has been made, and "
             "its gradients are gone. To clip them, write ctx.steps(…, clip_norm=1.0) or "
             "clip_value=; to log their norm, step.grad_norm; to run a backward pass of your own, "
-            "torch.autograd.grad"
-        )
-
-
-class _NoGradientYet(_GoneGradient):
-    """The same in a loss function. Raises LossError."""
-
-    @staticmethod
-    def error() -> Exception:
-        return LossError(
-            "the loss function uses p.grad, as clip_grad_norm_, backward() and optimizer.step() "
-            "do: the backward pass comes after it. Return the loss. To clip gradients, write "
-            "ctx.steps(…, clip_norm=1.0) or clip_value=; for a gradient within the loss, "
             "torch.autograd.grad"
         )
 

@@ -147,15 +147,11 @@ class MicroBatchRunner:
         loop_body_guard = self._state.loop_body_guard
         versions = loop_body_guard.versions()
         loop_body_guard.is_in_loss = True
-        if step == 1:
-            loop_body_guard.remove_gradients()
         try:
             with autocast(self.precision, self._device):
                 returned = self._loss_fn(self._state.model, batch)
         finally:
             loop_body_guard.is_in_loss = False
-            if step == 1:
-                loop_body_guard.restore_gradients()
         written = loop_body_guard.written_since(versions)
         if written is not None:
             self._check_written(written)
