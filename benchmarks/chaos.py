@@ -60,7 +60,7 @@ def kill(
     rng = random.Random(options.seed)
     while not ended.wait(rng.expovariate(1 / options.every)):
         try:
-            status, pids = run.status(), run.pids()  # type: ignore[attr-defined]
+            status, pids = run.status(), run.pids()
         except Exception:  # the run ended between two looks
             return
         alive = {worker for worker in pids if worker not in kills}

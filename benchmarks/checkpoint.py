@@ -48,6 +48,7 @@ from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.storage import Store
 
 TENSORS, RANGE_BYTES, IN_FLIGHT = 97, 8 << 20, 32
+ALONE: Any = {"writer": "w0", "members": ["w0"]}
 
 
 def make_state(megabytes: int) -> dict[str, Any]:
@@ -88,13 +89,10 @@ class Save:
         return lambda: None
 
     def ours(self, number: int) -> Callable[[], Any]:
-        upload = self.uploader.take(number, self.state, 0, 1)
+        upload = self.uploader.take(number, self.state, **ALONE)
 
         def commit() -> None:
-            share = upload.share.result()
-            write_commit(
-                self.catalog, self.uploader.snapshot.manifest(), [share], 1, CommitMetadata()
-            )
+            write_commit(self.catalog, [upload.share.result()], 1, CommitMetadata())
 
         return commit
 
@@ -179,7 +177,7 @@ def memory(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     before = _kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for step in range(rounds):
-        uploader.take(step, state, 0, 1).share.result()
+        uploader.take(step, state, **ALONE).share.result()
     uploader.close()
     grown = [1024 * (_kib("VmHWM") - before) / nbytes]
     return {"host memory / state": {**spread(grown), "target": 1.1}}
@@ -244,7 +242,7 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 def write_one(megabytes: int, folder: Path) -> Any:
     uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda blobs: None)
-    share = uploader.take(1, make_state(megabytes), 0, 1).share.result()
+    share = uploader.take(1, make_state(megabytes), **ALONE).share.result()
     commit = write_commit(uploader._catalog, [share], 1, CommitMetadata())
     uploader.close()
     return commit

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import peers, token_rows
 from benchmarks.report import median_interval
@@ -71,7 +71,7 @@ def compare(folder: Path, rounds: int, with_peers: bool) -> dict[str, Any]:
     return {"rows_per_s": report, "ratios": ratios, "peers_rows_per_s": peers_found}
 
 
-def ours(path: Path, shuffle: str) -> Callable[[], float]:
+def ours(path: Path, shuffle: Literal["none", "rows"]) -> Callable[[], float]:
     """One epoch's rows per second. The index is read before: a run does it once, in its driver."""
     config = DataConfig(
         str(path), micro_batch_size=token_rows.BATCH, shuffle=shuffle, epochs=1, seed=1

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -121,7 +121,7 @@ def plan(folder: Path) -> list[Planned]:
     return found
 
 
-def ours(url: str, shuffle: str) -> Callable[[], int]:
+def ours(url: str, shuffle: Literal["none", "rows"]) -> Callable[[], int]:
     """One epoch. The index is read before: a run does it once, in its driver; footers are read
     again in workers."""
     config = DataConfig(

@@ -288,7 +288,7 @@ def group(
 
 def alone(setup: Setup, spec: JobSpec) -> LocalRun:
     """The run in this process, without a group."""
-    prepare_environment(os.environ, 1)  # type: ignore[arg-type]
+    prepare_environment(os.environ, 1)
     data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS, pin=setup.on_gpu)
     run = LocalRun(spec, data, setup.torch_device)
     run.run(train)
@@ -576,7 +576,7 @@ def overhead(setup: Setup) -> dict[str, Any]:
         train(ctx)
         ctx.log = log
 
-    prepare_environment(os.environ, 1)  # type: ignore[arg-type]
+    prepare_environment(os.environ, 1)
     data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS, pin=setup.on_gpu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1002,7 +1002,7 @@ _ATTENTION = {
     f"attention-{precision or 'fp32'}": Check(partial(attention, precision=precision), 70.0)
     for precision in _PRECISIONS
 }
-_WITH_AUTOTUNE = {"plain": "max-autotune-no-cudagraphs", "graphs": "max-autotune"}
+_WITH_AUTOTUNE: Any = {"plain": "max-autotune-no-cudagraphs", "graphs": "max-autotune"}
 
 # In this order: what no simulation can tell comes first.
 CHECKS: dict[str, Check] = {

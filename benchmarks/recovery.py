@@ -225,8 +225,8 @@ class Record:
             for a, b in itertools.pairwise(steps):
                 if b != a + 1:
                     found.append(f"{worker}: step {b} after {a}")
-        steps = {b.step for b in self.bodies}
-        found += [f"nobody ran step {s}" for s in range(1, max(steps) + 1) if s not in steps]
+        ran = {b.step for b in self.bodies}
+        found += [f"nobody ran step {s}" for s in range(1, max(ran) + 1) if s not in ran]
         return found
 
 

@@ -65,7 +65,8 @@ def zero(size: str, group: Any = None) -> tuple[PeerStep, torch.optim.Optimizer]
 def fsdp2(
     size: str, group: Any = None, policy: MixedPrecisionPolicy = _FP32
 ) -> tuple[PeerStep, torch.optim.Optimizer]:
-    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
+    world: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(group or world, "cpu")
     model = GPT(*SIZES[size])
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -108,7 +108,8 @@ def replay(trace: Trace, restart: bool) -> dict[str, Any]:
             lines.append((time.monotonic(), int(line["step"]), int(line["world"])))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        journal = Journal(None, on_line)
+        journal = Journal(None)
+        journal.listen(on_line)
         with ProcessRun(spec(), train, limit=PLACES, journal=journal, url=folder) as run:
             commits = Path(folder, "checkpoints", "seals")  # whoever restarts needs one
             _until(lambda: lines and lines[-1][2] == PLACES and list(commits.glob("step-*")), run)

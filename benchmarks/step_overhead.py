@@ -79,7 +79,7 @@ class StaticLink:
     def register(self, record: MemberRecord) -> None:
         pass
 
-    def log(self, step: int, call: int, metrics: Any) -> None:
+    def log(self, call: Any, previous: Any, metrics: Any) -> None:
         pass
 
     def say(self, text: str) -> None:

@@ -308,7 +308,7 @@ class ElasticTrainer:
         if set_options.active.restarts:
             raise SpecError("--restart is for runs on Ray, and this script calls fit(local=True)")
         self._adopt_fixed_fields()
-        prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
+        prepare_environment(os.environ, self.spec.scaling.num_threads)
         set_default_environment(os.environ)
         device = pick_device(self.spec.scaling.resources_per_worker)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -284,7 +284,7 @@ class Worker:
         )
 
 
-def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
+def prepare_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
     """Set variables that torch reads when it starts threads or CUDA, or first allocates memory."""
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.

@@ -346,7 +346,7 @@ class ProcessRun:
         host_of: Callable[[WorkerId], Host] | None = None,
         state_store: ControllerStateStore | None = None,
     ) -> None:
-        prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
+        prepare_environment(os.environ, spec.scaling.num_threads)
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
         self.controller = Controller(
