@@ -39,7 +39,7 @@ from tqdm import tqdm
 from elastic_dp.errors import LoopError, LossError
 from tests.train.jobs import adamw, classifier, cross_entropy
 
-STEPS = 14
+STEPS = 18
 LOOPS: dict[str, Any] = {}
 Train = Callable[[Any], None]
 
