@@ -40,8 +40,8 @@ def held(train):
     return lambda ctx: train(Context(ctx))
 
 
-def job(workers):
-    config = {"hold": {0: workers}}
+def job(workers, **config):
+    config |= {"hold": {0: workers}}
     spec = spec_of(steps=STEPS, workers=workers, virtual=6, config=config)
     return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=2))
 
@@ -101,8 +101,11 @@ def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, wo
         )
         for i, once in enumerate(died)
     )
-    url = str(tmp_path / "run") if workers == 1 else None  # nobody else has the state
-    outcome, run = group(job(workers), held(LOOPS[name][0]), faults=faults, url=url)
+    # Of one worker nobody else has the state: it dies once that of step 2 is committed.
+    url = str(tmp_path / "run") if workers == 1 else None
+    commit = f"{url}/checkpoints/seals/step-{2:012}.claim-{2:08}.json"
+    spec = job(workers, gates={6: commit} if url else {})
+    outcome, run = group(spec, held(LOOPS[name][0]), faults=faults, url=url)
     if error is not None:
         refusal = error_of(outcome)
         assert type(refusal) is error and words in str(refusal), outcome.traceback
