@@ -280,6 +280,7 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
     monkeypatch.setattr(cluster_connection, "connect", asked.append)
     monkeypatch.setattr(cluster_connection, "clusters_of_this_user", list)
     monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
+    monkeypatch.setattr(attach, "names", list)
     there = ("status", "mine", "--storage-path", ended_run, "--json")
     fields = set(json.loads(run(*there).stdout))
     (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")

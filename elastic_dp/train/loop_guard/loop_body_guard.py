@@ -88,8 +88,6 @@ class LoopBodyGuard:
                 "groups before the loop, and in the body set their lr, or requires_grad of their "
                 "parameters"
             )
-        if len(self._optimizer.state) < self._size:
-            raise _body_wrote("the optimizer's state")
         versions = self._present_versions()
         if versions != self._versions:
             changed = next(
@@ -99,6 +97,8 @@ class LoopBodyGuard:
         before, self._first = self._first, None
         if before is not None and (changes := before.items() - self._all_values().items()):
             raise _body_wrote(min(changes)[0])
+        if len(self._optimizer.state) < self._size:
+            raise _body_wrote("the optimizer's state")
 
     def versions(self) -> list[int]:
         """Returns the versions of the parameters."""
