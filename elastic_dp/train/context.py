@@ -28,6 +28,7 @@ _CARRY = "carry"  # the key of `ctx.carry` in the state
 _CARRIED = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
 _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
 _DEEPEST = 32  # levels of a logged value
+_EVALUATIONS_KEPT = 16  # data sets that are open
 
 
 class Step:
@@ -373,11 +374,14 @@ class TrainContext:
             )
 
     def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
-        """Returns the batches of a config, opened once, since reading an index is slow."""
+        """Returns the batches of a config, opened once, since reading an index is slow.
+
+        A body may make a config each time: an equal one counts as the same, and few are kept.
+        """
         from elastic_dp.data import open_evaluation
 
         for config, batches in self._evaluation_data:
-            if config is data:
+            if config is data or (isinstance(data, DataConfig) and config == data):
                 return batches
         if not isinstance(data, DataConfig | MapStyleData):
             raise SpecError(
@@ -390,8 +394,8 @@ class TrainContext:
             timeout_s=session.spec.failure.storage_timeout_s,
             on_wait=session.link.say,
         )
-        self._evaluation_data.append((data, opened))
-        return self._evaluation_data[-1][1]
+        self._evaluation_data = [*self._evaluation_data[1 - _EVALUATIONS_KEPT :], (data, opened)]
+        return opened
 
     def checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Takes a checkpoint of this step, including this body. Call it on every worker; it returns
