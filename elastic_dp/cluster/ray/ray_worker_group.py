@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -59,6 +60,7 @@ class RayWorkerGroup:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._notes = OutageNotice("looking for the nodes of lost workers", controller.say)
+        self._sends = OutageNotice("sending commands to workers", controller.say)
         self._thread = background("actors", self._run_tasks, controller.fail)
         self._thread.start()
 
@@ -141,12 +143,11 @@ class RayWorkerGroup:
             self._told_to_go.update(workers)
         message: Any = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if len(message) > _INLINE_BYTES:
-            message = ray.put(message)
+            message = self._sends.insist(partial(ray.put, message), self._closing)
         for worker in workers:
             actor = self._actors.get(worker)
             if actor is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    actor.deliver.remote(message)
+                self._sends.attempt(partial(actor.deliver.remote, message))
 
     def _kill(self, worker: WorkerId) -> None:
         actor = self._actors.get(worker)

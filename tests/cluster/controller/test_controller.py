@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import elastic_dp as edp
+from elastic_dp.cluster import outage_notice
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import Request
@@ -172,10 +173,29 @@ def test_controller_sends_the_records_of_all_members_and_names_those_that_are_mi
     controller.heartbeats.close()
 
 
-def test_superseded_controller_touches_no_worker_and_writes_nothing() -> None:
+def test_superseded_controller_touches_no_worker_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Errors of Ray before it learns of its successor end nothing."""
+    monkeypatch.setattr(outage_notice, "_RETRY_S", 0.0)
+    errors: list[Exception] = [
+        AttributeError("another Ray"),
+        ConnectionError("the GCS is away"),
+    ] * 2
+
+    def save() -> None:
+        if len(errors) > 2:
+            raise errors.pop()
+
+    def claim(generation: int) -> bool:
+        if errors:
+            raise errors.pop()
+        return False
+
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
-    controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
+    controller.state_store.claim = claim  # type: ignore[method-assign]
+    monkeypatch.setattr(controller.state_store, "save", save)
     controller._worker_group = workers = Told()
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()

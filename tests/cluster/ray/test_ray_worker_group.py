@@ -196,3 +196,28 @@ def test_gcs_that_does_not_answer_or_raises_holds_up_no_command_to_others(
     assert actors.started == ["run/w2"] and actors.asked == 3
     assert set(worker_group.actors()) == {"w1", "w2"}
     del worker_group._actors["w1"]
+
+
+def test_command_that_ray_refuses_is_repeated_or_said_and_ends_nothing(worker_group, monkeypatch):
+    errors, said, delivered = [ConnectionError("full"), AttributeError("another Ray")], [], []
+
+    def puts(message):
+        if errors:
+            raise errors.pop()
+        return message
+
+    def refuses(message):
+        raise AttributeError("another Ray")
+
+    monkeypatch.setattr(ray_worker_group.ray, "put", puts)
+    monkeypatch.setattr(outage_notice, "_RETRY_S", 0.0)
+    monkeypatch.setattr(outage_notice, "_SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(worker_group._sends, "_say", said.append)
+    for worker, remote in (("w1", refuses), ("w2", delivered.append)):
+        worker_group._actors[worker] = types.SimpleNamespace(
+            deliver=types.SimpleNamespace(remote=remote)
+        )
+    worker_group.send(["w1", "w2"], b"x" * 200_000)
+    assert len(delivered) == 1 and errors == []
+    assert len([text for text in said if text.startswith("sending commands to workers fails")]) == 2
+    worker_group._actors.clear()
