@@ -159,6 +159,13 @@ def test_page_of_an_ended_run_is_dark_and_narrow_where_the_screen_is(browser, tm
         assert watched.faults() == [] and watched.fits()
         assert page.locator("#control, [data-key^=drain]").count() == 0  # nobody steers here
         assert page.locator("#tile-workers").text_content() == "none"
+        page.evaluate("report.band = report.band.map(([at]) => [at, 1, 1]); drawBand()")
+        assert page.locator("#band-chart .ytick text").all_text_contents() == ["0", "1"]
+        for _ in range(2):  # when it asks the second time, it has shown the first answer
+            with page.expect_response(lambda response: "report" in response.url):
+                pass
+        assert page.locator("#phase").text_content() == "finished"
+        assert page.locator("#status").text_content() == ""
         watched.shoot("page-dark")
         assert all(url.startswith((server.url, "data:")) for url in watched.requests)
         assert watched.complaints == []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -411,6 +412,26 @@ def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_pa
     assert [step for step, _ in second.catalog.names()] == [5, 10]
     second.committer.close()
     first.committer.close()
+
+
+def test_holder_is_gone_only_where_its_process_ids_are_ours(monkeypatch):
+    """Pods with `hostNetwork` share the host's name, and process 1 of each is another."""
+    ours = run_claim._this_process()
+    host, machine, pid, began = ours.split("/")
+    later = f"{int(began) + 1}"
+    for holder, gone in (
+        (ours, False),
+        (f"{host}/{machine}/{pid}/{later}", True),  # the id is used again
+        (f"{host}/{machine}0/{pid}/{later}", False),  # of another pod, or before a reboot
+        (f"{host}//{pid}/{later}", False),
+        (f"{host}/{pid}", False),
+        (f"{host}/{machine}/{pid}/", False),
+    ):
+        assert run_claim._is_gone(types.SimpleNamespace(holder=holder)) is gone, holder
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(run_claim.os, "stat", lambda path: types.SimpleNamespace(st_ino=1))
+        in_another_pod = run_claim._machine()
+    assert in_another_pod != machine
 
 
 def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
