@@ -23,7 +23,7 @@ Address = Annotated[
     typer.Option(
         envvar="RAY_ADDRESS",
         help="The Ray cluster, as HOST:6379. Default: the one that the run's folder names, then "
-        "all of this user on this machine.",
+        "the only one of this user on this machine.",
     ),
 ]
 StoragePath = Annotated[
