@@ -2,9 +2,11 @@
 
 Compared around each body are the variables of the frames between `ctx.steps` and the train function
 that exist when the first body begins, those that the loss function refers to, globals that either
-code names, and plain attributes and hooks of the model's modules. A change is one warning per run,
-by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
-torch's averaged models, without passing it to `ctx.steps` raises LoopError.
+code names, and plain attributes and hooks of the model's modules. What lies deeper (modules,
+classes, what functions keep, objects in objects) takes longer. It is compared around the first
+bodies of a process and every 16th. A change is one warning per run, by the names of the variables.
+A body that uses a scheduler of the run's optimizers, or one of torch's averaged models, without
+passing it to `ctx.steps` raises LoopError.
 
 A GradScaler that the body or the loss function uses is refused, and so is a second call of
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
@@ -45,6 +47,7 @@ from elastic_dp.module_pickling import is_installed
 from elastic_dp.train.exactness.purity_probe import variables_of
 from elastic_dp.train.state.weight_comparison import digest_of
 
+_FIRST, _EVERY = 8, 16  # bodies around which all is compared
 _BODIES = 2  # around which the bytes of small tensors are compared
 _ITEMS = 64  # of a container; of a larger one its length, its first and its last item are compared
 _DEEPEST = 2  # containers within containers
@@ -92,6 +95,7 @@ class BodyVariables:
         self._qualnames: set[str] = set()  # of the code whose locals are compared
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
+        self._deep = True
         self._clocks: list[float] = []
         self._bodies, self._epoch = 0, None
         self._modules = _ModuleAttributes(model)
@@ -134,6 +138,7 @@ class BodyVariables:
         for name, value in self._of_schedules().items():
             if name in self._after and not _same(self._after[name], value):
                 raise _schedule_counts(name, self._after[name], value)
+        self._deep = self._bodies < _FIRST or self._bodies % _EVERY == 0
         self._before, self._clocks = self._facts(), _clocks()
         self._modules.begin()
         self._epoch = getattr(self._scheduler, "last_epoch", None)
@@ -229,6 +234,8 @@ class BodyVariables:
     def _facts_of(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if id(value) in self._passed:
             return
+        if not self._deep and isinstance(value, type | types.ModuleType | types.FunctionType):
+            return
         fact = self._fact(value, 0)
         if fact is not _NONE:
             yield name, fact
@@ -308,9 +315,9 @@ class BodyVariables:
                 return _Items([hash(value.get_state().numpy().tobytes())])
             case functools.partial():
                 return self._fact([value.func, value.args, value.keywords], depth)
-            case types.FunctionType():
+            case types.FunctionType() if self._deep:
                 return self._of_function(value, depth)
-            case _ if 0 < depth <= _DEEPEST and self._has_users_type(value):
+            case _ if self._deep and 0 < depth <= _DEEPEST and self._has_users_type(value):
                 return self._of_attributes(_attributes(value), depth)
         return _NONE
 
