@@ -20,7 +20,7 @@ _RETRY_S = 0.5
 
 class OutageNotice:
     """Says that `what` fails once it has failed for 10 s, every 10 minutes from then on, and when
-    it works again. For one thread.
+    it works again. Any thread may call it.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class OutageNotice:
         except Exception as error:  # any error of Ray
             self._failed(error)
             return None
-        if self._since is not None and self._say_at > self._since + _SAY_AFTER_S:  # it was said
+        since = self._since
+        if since is not None and self._say_at > since + _SAY_AFTER_S:  # it was said
             self._say(f"{self._what} works again")
         self._since = None
         return answer
@@ -56,14 +57,15 @@ class OutageNotice:
             time.sleep(_RETRY_S)
 
     def _failed(self, error: Exception) -> None:
-        now = self._clock()
-        if self._since is None:
-            self._since, self._say_at = now, now + _SAY_AFTER_S
+        now, since = self._clock(), self._since
+        if since is None:
+            self._since = since = now
+            self._say_at = now + _SAY_AFTER_S
         if now >= self._say_at:
             self._say_at = now + _SAY_AGAIN_S
             at = traceback.extract_tb(error.__traceback__)[-1]
             self._say(
-                f"{self._what} fails since {now - self._since:.0f} s: {type(error).__name__}: "
+                f"{self._what} fails since {now - since:.0f} s: {type(error).__name__}: "
                 f"{error} ({at.filename}:{at.lineno}). Either the head node of the cluster is "
                 f"unavailable, or this version of Ray is not supported"
             )

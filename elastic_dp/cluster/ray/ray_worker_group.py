@@ -143,7 +143,7 @@ class RayWorkerGroup:
             self._told_to_go.update(workers)
         message: Any = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if len(message) > _INLINE_BYTES:
-            message = self._sends.insist(partial(ray.put, message), self._closing)
+            message = self._sends.attempt(partial(ray.put, message)) or message
         for worker in workers:
             actor = self._actors.get(worker)
             if actor is not None:

@@ -7,12 +7,12 @@ import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_units, process_group
+from elastic_dp.distributed import gradient_units
 from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -28,21 +28,12 @@ from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAM
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
-from tests.distributed.test_gradient_reducer import of_each
+from tests.distributed.members import _dropped_here, of_each  # noqa: F401
 from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
 
 STEPS = 3
 DEVICE = torch.device("cpu")  # of the members' parameters
-
-
-@pytest.fixture(autouse=True)
-def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Groups go with their test, and not on a thread that may outlive the interpreter."""
-    left: list[object] = []
-    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
-    yield
-    left.clear()
 
 
 @pytest.fixture(autouse=True)
