@@ -8,6 +8,5 @@ The modules, in the order in which a checkpoint passes through them:
     checkpoint_writer, commit_record the parts, then one small conditional write
     catalog, lease                   which checkpoints count, who may write, what is deleted
     checkpoint_reader, exporting     loads state into a group of any size, or into other formats
-    checkpoint_interval              how long to train between two checkpoints
     storage_probe                    whether a store can be trusted with checkpoints
 """

@@ -36,11 +36,11 @@ from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-from elastic_dp.train.checkpointing.requested_checkpoints import (
+from elastic_dp.train.checkpointing.worker_checkpointer import (
+    CheckpointedParts,
     FollowerCheckpoints,
-    RequestedCheckpoints,
+    WorkerCheckpointer,
 )
-from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
@@ -111,7 +111,7 @@ class WorkerSession:
             connects=self.connects_devices,
         )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._requested_checkpoints: RequestedCheckpoints | FollowerCheckpoints | None = None
+        self._opened_checkpoints: WorkerCheckpointer | FollowerCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -236,9 +236,7 @@ class WorkerSession:
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints, given)
         elif self.gang is not None and self.gang.helps_to_gather:
-            self._requested_checkpoints = FollowerCheckpoints(
-                self.state, self.control, self.reporter
-            )
+            self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
@@ -330,8 +328,8 @@ class WorkerSession:
             self.report("wait")
             call = self.control.wait()
             if isinstance(call, Orphaned):
-                if self._requested_checkpoints is not None:
-                    self._requested_checkpoints.take_without_controller()
+                if self._opened_checkpoints is not None:
+                    self._opened_checkpoints.take_without_controller()
                 raise Released(ORPHANED)
             if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
@@ -519,21 +517,16 @@ class WorkerSession:
         job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
         names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")
         options = {name: getattr(given, name) for name in (*names, "rounding_name")}
-        checkpoints.open(self.state, self._signature, job, told, self.control, options)
-        self._requested_checkpoints = RequestedCheckpoints(
-            checkpoints,
-            self.state,
-            self.weights,
-            self.progress,
-            self.loop,
-            self.control,
-            self.reporter,
+        parts = CheckpointedParts(
+            self.state, self.weights, self.progress, self.loop, self.control, self.reporter
         )
+        checkpoints.open(parts, self._signature, job, told, options)
+        self._opened_checkpoints = checkpoints
 
     def _plans_checkpoint(self, step: int) -> bool:
         assert self.checkpoints is not None
         return self.checkpoints.planned(step, self.total_steps)
 
     def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        if self._requested_checkpoints is not None:
-            self._requested_checkpoints.take_if_requested(writers)
+        if self._opened_checkpoints is not None:
+            self._opened_checkpoints.take_if_due(writers)

@@ -2,10 +2,8 @@
 
 pending_checkpoints.py decides when a checkpoint is complete.
 
-- Members with different states are found by their digests. If the weights are the same, the
-  checkpoint has the state that most members hold, and the run fails with an error that names what
-  differs. If the weights differ, the next step compares them, so the checkpoint is committed only
-  if no step follows.
+- If members hold different states, the run fails once their checkpoint is committed, with an error
+  that names what differs.
 - The committer waits `_PATIENCE_S` for members that report nothing: a member that joined at this
   step received the state and writes nothing.
 - If no member has a part any more, its checkpoint stays uncommitted. The run continues in any case.
@@ -20,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import differences, write_commit, written_manifest
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
@@ -36,15 +33,12 @@ from elastic_dp.errors import (
     CheckpointError,
     FileDamaged,
     LeaseLost,
-    StateDiffers,
     StateError,
     StorageError,
 )
 from elastic_dp.threads import background
-from elastic_dp.train.checkpointing.checkpoint_metrics import CheckpointMetrics
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
 from elastic_dp.train.checkpointing.pending_checkpoints import (
-    AlreadyCommitted,
     BlobsRequest,
     PendingCheckpoint,
     PendingCheckpoints,
@@ -53,8 +47,7 @@ from elastic_dp.train.checkpointing.run_claim import RunClaim
 from elastic_dp.train.controller_link import WrittenBlobs
 
 _AGAIN_S = 2.0
-_NAMED = 5  # differences that a message names
-_WEIGHTS = ("step.parameters", "step.buffers", "step.optimizer")
+_REMEMBERED = 1_000  # steps whose metrics are kept
 _PATIENCE_S = 5.0  # how long to wait for members that have not reported their parts
 T = TypeVar("T")
 
@@ -105,7 +98,8 @@ class CheckpointCommitter:
         self._claim = RunClaim(catalog, lease_s, token)
         self._pending = PendingCheckpoints()
         self._schedule = CheckpointSchedule(config, time.monotonic())
-        self._metrics = CheckpointMetrics()
+        self._logged: dict[int, dict[str, Any]] = {}  # by step
+        self._logging = threading.Lock()
         self._warned_unranked = False
         self._closing = threading.Event()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -117,8 +111,12 @@ class CheckpointCommitter:
         self._tasks.put(lambda: self._schedule.began(time.monotonic()))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records the metrics that a step logged, for the checkpoint of that step."""
-        self._metrics.add(step, metrics)
+        """Records the metrics that a step logged, for the checkpoint of that step: an older value
+        says nothing about its weights. Any thread may call it."""
+        with self._logging:
+            self._logged.setdefault(step, {}).update(metrics)
+            if len(self._logged) > _REMEMBERED:
+                del self._logged[next(iter(self._logged))]
 
     def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         self._tasks.put(lambda: self._add(worker, written))
@@ -145,7 +143,7 @@ class CheckpointCommitter:
 
         def resume() -> None:
             newest: int | None = self._persist("the checkpoints cannot be listed", self._resume)
-            self._pending.committed(newest or 0)
+            self._pending.committed_step = newest or 0
 
         self._tasks.put(resume)
 
@@ -180,7 +178,7 @@ class CheckpointCommitter:
             while (task := self._next()) is not None:
                 task()
             for one in self._pending.all():
-                self._commit_at_end(one)
+                self._advance(one, waits=False, at_end=True)
             self._persist("the run's lease cannot be released", self._claim.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
@@ -242,28 +240,21 @@ class CheckpointCommitter:
     # -------------------------------------------------------------------------------- parts
 
     def _add(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        match self._pending.add(worker, written, time.monotonic()):
-            case AlreadyCommitted(step):
-                self._actions.committed(step, 0.0)
-            case PendingCheckpoint() as one if one.differs:
-                self._compare(one)
-            case PendingCheckpoint() as one:
-                self._request(self._pending.requests_for_lost(one))
-                self._commit_if_complete(one)
+        one = self._pending.add(worker, written, time.monotonic())
+        if one is not None:
+            self._advance(one)
+        elif written.blobs.step <= self._pending.committed_step:
+            self._actions.committed(self._pending.committed_step, 0.0)  # said once more
 
     def _lose(self, worker: WorkerId) -> None:
         self._pending.lose(worker)
         for one in self._pending.all():
-            self._request(self._pending.requests_after_loss(one, worker))
-            self._commit_if_complete(one)
+            self._advance(one)
 
     def _request_missing(self) -> None:
         for one in self._pending.all():
             if time.monotonic() > one.told_at + _PATIENCE_S:
-                if one.differs:
-                    self._judge(one)
-                self._request(self._pending.requests_for_missing(one))
-                self._commit_if_complete(one, waits=False)
+                self._advance(one, waits=False)
 
     def _request_due(self) -> None:
         now = time.monotonic()
@@ -271,59 +262,31 @@ class CheckpointCommitter:
             self._schedule.requested(now)
             self._actions.request_checkpoint()
 
-    def _request(self, requests: Sequence[BlobsRequest]) -> None:
-        for one in requests:
-            self._actions.request_blobs(one)
+    def _advance(self, one: PendingCheckpoint, *, waits: bool = True, at_end: bool = False) -> None:
+        """Says what differs, requests what is missing, and commits what is complete. `waits`: for
+        members that have not reported. `at_end`: members write nothing more."""
+        if one.error is None and len(one.states()) > 1:
+            if waits and self._pending.silent(one):
+                return
+            one.note_differences()
+            self._actions.tell(f"checkpoint of step {one.step}: {one.error}")
+        if not at_end:
+            missing = not waits or one.error is not None
+            for request in self._pending.requests(one, all_missing=missing):
+                self._actions.request_blobs(request)
+        reports = self._pending.complete(one, waits=waits, at_end=at_end)
+        if reports is not None:
+            self._commit(one, reports)
 
-    def _commit_at_end(self, one: PendingCheckpoint) -> None:
-        """Commits a checkpoint whose members are gone. They can write nothing more."""
-        if one.differs:
-            self._judge(one, at_end=True)
-        if one.odd and not one.is_divided and not one.is_written:
-            # What is equal on all members, as the weights are, is whole in what they have written.
-            joined = written_manifest(one.all_written)
-            if joined is not None:
-                one.replace(joined)
-        self._commit_if_complete(one, waits=False)
-
-    # ------------------------------------------------------------------ states that differ
-
-    def _compare(self, one: PendingCheckpoint) -> None:
-        """Judges members whose states differ, once all have reported."""
-        if not self._pending.silent(one):
-            self._judge(one)
-
-    def _judge(self, one: PendingCheckpoint, *, at_end: bool = False) -> None:
-        """Names what differs, and goes on with the state that most members hold."""
-        pair = one.pair()
-        if pair is None:
-            return
-        paths = differences(pair[0].blobs.manifest, pair[1].blobs.manifest)
-        one.keep_majority()
-        odd = ", ".join(sorted(one.odd))
-        names = ", ".join(map(_key_of, paths[:_NAMED])) + (", …" if len(paths) > _NAMED else "")
-        one.error = StateDiffers(one.step, names, odd)
-        # At the end of the run there is no next step, which would compare the weights.
-        one.held_back = not at_end and any(path.startswith(_WEIGHTS) for path in paths)
-        self._actions.tell(f"checkpoint of step {one.step}: {one.error}")
-        self._request(self._pending.requests_for_missing(one))
-        self._commit_if_complete(one)
-
-    # -------------------------------------------------------------------------- commit record
-
-    def _commit_if_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> None:
-        if self._pending.is_complete(one, waits=waits):
-            self._commit(one)
-
-    def _commit(self, one: PendingCheckpoint) -> None:
+    def _commit(self, one: PendingCheckpoint, reports: Sequence[WorkerBlobs]) -> None:
         step = one.step
         self._pending.begin_commit(step)
         try:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)
-            write_commit(self._catalog, one.written, self._claim.fence, metadata)
+            write_commit(self._catalog, reports, self._claim.fence, metadata)
             duration_s = time.monotonic() - one.began_at
-            self._pending.committed(step)
+            self._pending.committed_step = step
             self._schedule.committed(one.stall_s, time.monotonic())
             self._actions.tell(f"checkpoint of step {step} is committed")
             self._warn_unranked(step, metadata)
@@ -351,23 +314,18 @@ class CheckpointCommitter:
     def _about(self, step: int, written: WrittenBlobs) -> CommitMetadata:
         """Returns the metadata of a step that is being committed."""
         losses, observed_s = self._schedule.observed(time.monotonic())
+        with self._logging:
+            logged = dict(self._logged.get(step, {}))
         return CommitMetadata(
             job=written.job,
             data=written.data,
             versions=written.versions,
-            metrics=self._metrics.of(step),
+            metrics={k: float(v) for k, v in logged.items() if isinstance(v, int | float)},
             naming=written.naming,
             saved_at=time.time(),
             losses=losses,
             observed_s=observed_s,
         )
-
-
-def _key_of(path: str) -> str:
-    """Returns the words of a user for a path in the state."""
-    path = re.sub(r"^body\.user\.([^. ]+)", r"state['\1'].state_dict()", path)
-    groups = r"^(?:body|step)\.held\.optimizers\.0\.groups\.(\d+)\.values\.(\w+)"
-    return re.sub(groups, r"optimizer.param_groups[\1]['\2']", path)
 
 
 def _keep_of(config: CheckpointConfig) -> Keep:

@@ -17,6 +17,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +45,24 @@ from elastic_dp.train.checkpointing.job_match import (
 from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import rehome_state
+from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.user_loop import UserLoop
+
+
+@dataclass(frozen=True)
+class CheckpointedParts:
+    """What a checkpoint is taken of, and what says when."""
+
+    state: TrainState
+    weights: WeightComparison
+    progress: WorkerProgress
+    loop: UserLoop
+    control: WorkerControl
+    reporter: PhaseReporter
 
 
 class WorkerCheckpointer:
@@ -81,7 +98,7 @@ class WorkerCheckpointer:
         self._naming: dict[str, Any] = {}
         self._versions: dict[str, str] = {}
         self._job = self._data = ""
-        self._control: WorkerControl | None = None
+        self._prepared = False  # for the first snapshot
 
     def request(self) -> None:
         """The loop body requests a checkpoint of this step."""
@@ -89,22 +106,20 @@ class WorkerCheckpointer:
 
     def open(
         self,
-        state: TrainState,
+        given: CheckpointedParts,
         signature: Signature,
         job: Mapping[str, Any],
         total_steps: int | None,
-        control: WorkerControl | None = None,
-        options: Mapping[str, Any] = {},
+        options: Mapping[str, Any],
     ) -> None:
         """Prepares for checkpoints before training. Raises StateError if some state cannot be
         stored.
 
         `job` holds what determines the result besides the data, by name. `total_steps` is the total
-        that the train function has read, if it did. `control` tells the other processes of this
-        worker, if there are any, to help to gather the state. `options` are those of `ctx.steps`
-        that change what is computed.
+        that the train function has read, if it did. `options` are those of `ctx.steps` that change
+        what is computed.
         """
-        self._control = control
+        self._parts, state = given, given.state
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
@@ -112,13 +127,6 @@ class WorkerCheckpointer:
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
-
-    def prepare(self, state: TrainState) -> None:
-        """Makes ready for the first snapshot, once the optimizer has its state. One of what is
-        sharded over the processes of this worker is made on the host, and needs nothing."""
-        if self._config.enabled and not state.in_parts:
-            with contextlib.suppress(StateError):  # the snapshot itself raises it
-                self._uploader.prepare(_tree(state, WorkerProgress()))
 
     def has_pieces_among(self, members: tuple[WorkerId, ...]) -> None:
         """Records that a generation of these members begins, who have divided the pieces of a
@@ -132,17 +140,65 @@ class WorkerCheckpointer:
         if self._due_from == taken + 1:
             self._due_from = taken
 
-    @property
-    def late(self) -> bool:
-        """Whether the last upload takes so long that training skips the next checkpoint."""
-        return self._uploader.late
+    def planned(self, step: int, total_steps: int) -> bool:
+        """Returns whether a checkpoint of `step` is due by what the job says. `total_steps`: 0 if
+        it is not known."""
+        return self._is_multiple(step) or (0 < total_steps <= step)
 
-    def ready(self, step: int) -> bool:
-        """Returns whether `take` can run without waiting.
+    def _is_multiple(self, step: int) -> bool:
+        every = self._config.every_steps
+        return every is not None and step % every == 0
 
-        If not, this checkpoint is skipped, and the user gets a message.
-        """
-        was_late = self.late
+    def raise_when_late(self) -> None:
+        """Checkpoints of an interrupted run do not wait for a store that stays unavailable."""
+        self._catalog.store.raise_when_late()
+
+    # ------------------------------------------------ between a step's body and the next step
+
+    def take_if_due(self, writers: Sequence[WorkerId] = ()) -> None:
+        """Takes a checkpoint of the step that has ended, if one is due, or if the controller names
+        the `writers` that share it. Returns when the state is copied."""
+        if self._has_right_state() and self._parts.state.record is not None:
+            self._take_if_due(self._parts.state.record, writers)
+        self._needs_no_help()
+
+    def _take_if_due(self, record: StepRecord, writers: Sequence[WorkerId]) -> None:
+        parts, control = self._parts, self._parts.control
+        step = parts.progress.position.step
+        is_last = bool(control.interrupted or parts.progress.position.ended)  # none follows it
+        wanted = record.kept or self._requested or self._is_multiple(step) or is_last
+        is_due = step >= self._due_from and wanted
+        if is_due or (writers and not (self.busy and self._due_from == step + 1)):
+            parts.reporter.report("keep")
+            parts.reporter.pass_point("keeping")
+            # The members skip it while an upload of one of them is late, as its header said.
+            if is_last or ((writers or not record.late) and self._is_ready(step)):
+                self._take(step, tuple(writers) or parts.weights.members)
+            elif is_due:  # a later step may satisfy it; the controller itself requests it again
+                self._requested = False
+                control.request_checkpoint()
+            parts.weights.compare_after(step)  # other members may have taken it
+        elif not self._prepared:
+            self._prepare(parts.state)
+        self._prepared = True
+        control.upload_is_late(self._uploader.late)
+
+    def _has_right_state(self) -> bool:
+        parts = self._parts
+        has_state = parts.progress.has_state and parts.weights.mismatch is None
+        return has_state and not parts.loop.in_body
+
+    def _prepare(self, state: TrainState) -> None:
+        """Makes ready for the first snapshot, once the optimizer has its state. One of what is
+        sharded over the processes of this worker is made on the host, and needs nothing."""
+        if self._config.enabled and not state.in_parts:
+            with contextlib.suppress(StateError):  # the snapshot itself raises it
+                self._uploader.prepare(_tree(state, WorkerProgress()))
+
+    def _is_ready(self, step: int) -> bool:
+        """Returns whether a snapshot can be taken without waiting for the last one's upload. If
+        not, this checkpoint is skipped, and the user gets a message."""
+        was_late = self._uploader.late
         if self._uploader.ready():
             return True
         if not was_late:
@@ -153,37 +209,7 @@ class WorkerCheckpointer:
             )
         return False
 
-    def defer(self) -> None:
-        """Treats the loop body's request like one of the controller: a later step may satisfy
-        it."""
-        self._requested = False
-
-    def planned(self, step: int, total_steps: int) -> bool:
-        """Returns whether a checkpoint of `step` is due by what the job says. `total_steps`: 0 if
-        it is not known."""
-        every = self._config.every_steps
-        return (every is not None and step % every == 0) or (0 < total_steps <= step)
-
-    def due(self, step: int, agreed: bool, ended: bool) -> bool:
-        """Returns whether a checkpoint is due at the head of the loop after `step`.
-
-        The last step always gets one. `agreed`: the members agreed on one in the step's header.
-        """
-        if step < self._due_from:
-            return False
-        every = self._config.every_steps
-        return agreed or self._requested or (every is not None and step % every == 0) or ended
-
-    def raise_when_late(self) -> None:
-        """Checkpoints of an interrupted run do not wait for a store that stays unavailable."""
-        self._catalog.store.raise_when_late()
-
-    def take(
-        self,
-        state: TrainState,
-        progress: WorkerProgress,
-        members: tuple[WorkerId, ...],
-    ) -> None:
+    def _take(self, step: int, members: tuple[WorkerId, ...]) -> None:
         """Takes a snapshot and starts to write this member's share.
 
         Raises StateError if something in the state cannot be stored and the job takes checkpoints
@@ -191,15 +217,14 @@ class WorkerCheckpointer:
         message.
         """
         by_job = self._requested or self._config.enabled
-        step = progress.position.step
+        state, progress = self._parts.state, self._parts.progress
         self._due_from, self._requested = step + 1, False
         try:
             self._uploader.wait()
         except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         self._began_at = time.monotonic()
-        self._ask_for_help(state)
-        tree = _tree(state, progress)
+        tree = self._gathered_tree()
         self._members, self._lineage_id = members, progress.lineage_id
         try:
             upload = self._uploader.take(
@@ -215,10 +240,6 @@ class WorkerCheckpointer:
                 raise
             self._link.say(f"{self._worker}: no checkpoint of step {step}: {error}")
 
-    def writing(self, step: int) -> bool:
-        """Returns whether this member is still writing its share of `step`."""
-        return self.busy and self._due_from == step + 1
-
     @property
     def busy(self) -> bool:
         """Whether this member is still writing its share of the newest checkpoint."""
@@ -228,19 +249,21 @@ class WorkerCheckpointer:
         """Also writes the blobs with these names, in place of a member that is lost."""
         self._uploader.write(step, names)
 
-    def commit_without_controller(self, state: TrainState, progress: WorkerProgress) -> None:
-        """Writes and commits a checkpoint, and reports the outcome.
+    def take_without_controller(self) -> None:
+        """Writes and commits a last checkpoint, and reports the outcome, when no controller has
+        answered for long; unless the body is running. See checkpoint_without_controller.py."""
+        if self._has_right_state() and self._parts.state.holders.has_all:
+            self._commit_without_controller()
+        self._needs_no_help()
 
-        See checkpoint_without_controller.py. It is called at the head of the loop when no
-        controller has answered for long.
-        """
+    def _commit_without_controller(self) -> None:
+        state, step = self._parts.state, self._parts.progress.position.step
         with contextlib.suppress(StorageError):
             self._uploader.wait()
-        self._ask_for_help(state)
+        tree = self._gathered_tree()
         try:
-            step = progress.position.step
             held = state.holders.to_write(self._worker, self._holders)
-            self._uploader.snapshot.take(step, _tree(state, progress), held)
+            self._uploader.snapshot.take(step, tree, held)
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
@@ -258,10 +281,17 @@ class WorkerCheckpointer:
         )
         self._link.say(f"{self._worker}: {said}")
 
-    def _ask_for_help(self, state: TrainState) -> None:
+    def _gathered_tree(self) -> dict[str, Any]:
+        """Returns the state. If it is sharded over the processes of this worker, the others help to
+        gather it (`FollowerCheckpoints`)."""
+        state = self._parts.state
         if state.in_parts:
-            assert self._control is not None
-            self._control.agreed(True)
+            self._parts.control.agreed(True)
+        return _tree(state, self._parts.progress)
+
+    def _needs_no_help(self) -> None:
+        if self._parts.state.in_parts:
+            self._parts.control.agreed(False)
 
     def _about(self, before: CommitMetadata | None) -> CommitMetadata:
         losses, observed_s = (0, 0.0) if before is None else (before.losses, before.observed_s)
@@ -277,7 +307,6 @@ class WorkerCheckpointer:
 
     def restore(
         self,
-        state: TrainState,
         group: ProcessGroup,
         membership: Membership,
         device: torch.device,
@@ -292,6 +321,7 @@ class WorkerCheckpointer:
         `_places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
         checkpoint is not of this job.
         """
+        state = self._parts.state
         holders, among = state.holders, (len(membership.members), membership.topology)
 
         def damaged(error: CheckpointDamaged) -> None:
@@ -396,3 +426,18 @@ def _places_here(commit: CommitRecord, state: TrainState) -> dict[str, str]:
             counts = key == "step" and not (group.get("fused") or group.get("capturable"))
             found[name] = "cpu" if counts else moved[p]
     return found
+
+
+class FollowerCheckpoints:
+    """In the place of `WorkerCheckpointer` in another process of a worker: takes part as often as
+    the state is gathered, until the first process says that it has done."""
+
+    def __init__(self, state: TrainState, control: WorkerControl, reporter: PhaseReporter) -> None:
+        self._state, self._control, self._reporter = state, control, reporter
+
+    def take_if_due(self, writers: Sequence[WorkerId] = ()) -> None:
+        while self._control.agreed(False):
+            self._reporter.pass_point("keeping")
+            self._state.gather()
+
+    take_without_controller = take_if_due

@@ -170,7 +170,7 @@ class StateTransfer:
 
         share = None if self._gang is None else self._share
         commit, evaluations, log_calls = checkpoints.restore(
-            self._state, group, membership, self._device, enters, share
+            group, membership, self._device, enters, share
         )
         self._restored(commit.step, evaluations, log_calls)
 

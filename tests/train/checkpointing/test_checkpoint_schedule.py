@@ -5,9 +5,12 @@ import random
 
 import pytest
 
-from elastic_dp.checkpoint.checkpoint_interval import daly_s
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
+from elastic_dp.train.checkpointing.checkpoint_schedule import (
+    CheckpointSchedule,
+    auto_interval_s,
+    daly_s,
+)
 
 AUTO = CheckpointConfig(every_s="auto")
 
@@ -126,3 +129,20 @@ def test_auto_loses_little_more_than_the_best_fixed_interval(mean_s, cost_s):
         auto += lost_s(losses, end_s, cost_s, AtWork(cost_s).interval_s)
         best += lost_s(losses, end_s, cost_s, lambda now, lost: daly_s(cost_s, mean_s))
     assert auto < 1.3 * best, auto / best
+
+
+def test_auto_is_at_least_an_upload_and_above_nothing():
+    assert auto_interval_s(0.001, 60.0, 100, 1e6) == 60.0
+    assert auto_interval_s(0.0, 0.0, 100, 1e6) > 0
+
+
+@pytest.mark.parametrize(("cost_s", "mean_s"), [(1.0, 900.0), (1.0, 90000.0), (30.0, 600.0)])
+def test_daly_is_the_best_of_all_intervals(cost_s, mean_s):
+    """Against the exact expectation for exponential losses (Daly's equation 20, without a
+    restart)."""
+
+    def wall_s(interval_s):
+        return mean_s * math.expm1((interval_s + cost_s) / mean_s) / interval_s
+
+    best = min(wall_s(daly_s(cost_s, mean_s) * factor / 100) for factor in range(20, 500))
+    assert wall_s(daly_s(cost_s, mean_s)) < best + 0.001 * (best - 1)
