@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from elastic_dp.dataprep.readers import documents, duckdb_module, open_rows
+from elastic_dp.dataprep.readers import documents, open_rows
 from elastic_dp.dataprep.source_files import find_files
 from elastic_dp.dataprep.token_packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.dataprep.write_shards import (
@@ -67,8 +67,8 @@ def convert(
       and no decoding. The tokenizer is "bytes", a tokenizer.json, a
       name on the Hugging Face hub, or any `Tokenizer`. A glob may name files of any ending.
     - `end_of_text`: the token after each document. None: the tokenizer's usual one.
-    - `csv_options`: DuckDB's `delim`, `quote`, `escape` and `nullstr`, and any `encoding` of
-      Python's.
+    - `csv_options`: `delim`, `quote`, `escape`, `nullstr` (a text or a list of them), and any
+      `encoding` of Python's.
     - `storage_options`: for both URLs, as in `DataConfig`.
     - `on_progress`: called after each row group.
 
@@ -133,7 +133,10 @@ def convert(
 
 def _queried(query: str, schema: pa.Schema, rows: Iterator[pa.RecordBatch]) -> Any:
     """The rows of a query. An error in `rows` is raised as it is, not as DuckDB repeats it."""
-    duckdb = duckdb_module()
+    try:
+        import duckdb
+    except ImportError as error:
+        raise DataError("query needs DuckDB: pip install 'elastic_dp[convert]'") from error
     failed = list[Exception]()
 
     def batches() -> Iterator[pa.RecordBatch]:

@@ -1,9 +1,9 @@
 """Readers of `convert`: the rows of a source as Arrow batches of one schema, each with its value or
 a typed error.
 
-Parquet and Arrow are read by pyarrow, CSV by DuckDB, JSON by Python's own parser, whose integers
-have no limit and whose numbers Arrow refuses to round. The types of text files are those of all
-rows: they are read twice. Dates in text stay text.
+Parquet and Arrow are read by pyarrow, CSV and JSON by Python's own parsers. That of CSV is strict;
+that of JSON has integers without a limit, and Arrow refuses to round them. The types of text files
+are those of all rows: they are read twice. Dates in text stay text.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import io
 import itertools
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
-from elastic_dp.data.discovery.partitions import Partitions
+from elastic_dp.data.discovery.partitions import FolderColumns
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import check_footer
-from elastic_dp.dataprep.source_files import GLOB_MARKS, SourceFiles
+from elastic_dp.dataprep.source_files import SourceFiles
 from elastic_dp.dataprep.token_packing import PIECE_CHARS, Piece, pieces
 from elastic_dp.dataprep.write_shards import as_written
 from elastic_dp.errors import DataError
@@ -37,18 +37,15 @@ from elastic_dp.errors import DataError
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1024
 _THREADS = 16
-_LINE_BYTES = 64 << 20  # the longest row of a CSV file
+_FIELD_BYTES = 64 << 20  # the longest field of a CSV file
 _CSV_OPTIONS = ("delim", "quote", "escape", "encoding", "nullstr")
-# Types of a CSV column, the first that each of its values has. `{c}` is the column. A value must be
-# written as the type writes it: 007 and +1 stay text, and so do integers that no int64 holds. In a
-# column of floats, an integer must be one that a float64 holds.
+# Types of a CSV column, the first that each of its values has. A value must be written as the type
+# writes it: 007 and +1 stay text, and so do integers that no int64 holds. In a column of floats, an
+# integer must be one that a float64 holds.
 _CSV_TYPES = {
-    "BIGINT": "CAST(TRY_CAST({c} AS BIGINT) AS VARCHAR) = {c}",
-    "DOUBLE": r"""regexp_full_match({c}, '-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[nN]a[nN]|-?inf')
-        AND isinf(TRY_CAST({c} AS DOUBLE)) = contains({c}, 'inf')
-        AND (NOT regexp_full_match({c}, '-?\d+')
-             OR abs(TRY_CAST({c} AS HUGEINT)) <= 9007199254740992)""",
-    "BOOLEAN": "{c} IN ('true', 'false', 'True', 'False', 'TRUE', 'FALSE')",
+    pa.int64(): r"^(0|-?[1-9]\d*)$",
+    pa.float64(): r"^(-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[nN]a[nN]|-?inf)$",
+    pa.bool_(): "^(true|false|True|False|TRUE|FALSE)$",
 }
 
 Batches = Iterator[pa.RecordBatch]
@@ -92,8 +89,10 @@ def open_rows(
             f"{files.url!r} has the columns {same[0]!r} and {lower[same[0].lower()]!r}; give "
             "columns names that differ by more than case"
         )
-    folders = Partitions(files.names if files.kind != "images" else ())
-    added = folders.fields(rows.schema, columns)
+    folders = FolderColumns(
+        sorted({("", n.rpartition("/")[0]) for n in files.names if files.kind != "images"}), columns
+    )
+    added = [pa.field(*each) for each in folders.types.items() if each[0] not in rows.schema.names]
     names = [*rows.schema.names, *(field.name for field in added)]
     if missing := [name for name in columns or () if name not in names]:
         raise DataError(
@@ -103,9 +102,11 @@ def open_rows(
     chosen = names if columns is None else list(columns)
 
     def batches(name: str) -> Batches:
+        values = folders.of_shard(name, name.rpartition("/")[0], rows.schema.names)
         for batch in rows.batches(name):
             for field in added:
-                batch = batch.append_column(field, folders.column(field, name, batch.num_rows))
+                value = pa.scalar(values.get(field.name), field.type)
+                batch = batch.append_column(field, pa.repeat(value, batch.num_rows))
             yield batch.select(chosen)
 
     every = pa.schema([*rows.schema, *added], metadata=rows.schema.metadata)
@@ -188,28 +189,19 @@ def _tables(
 # ---------------------------------------------------------------------------------------- CSV
 
 
-def duckdb_module() -> Any:
-    try:
-        import duckdb
-    except ImportError as error:
-        raise DataError("this needs DuckDB: pip install 'elastic_dp[convert]'") from error
-    return duckdb
-
-
 def _csv(files: SourceFiles, options: Mapping[str, Any]) -> Rows:
-    """Columns of text, whose types are then found by SQL. Quotes and numbers of fields are strict,
-    and no dialect is guessed. A field without characters is "" in text and null elsewhere."""
+    """Quotes and numbers of fields are strict, and no dialect is guessed. A field without
+    characters is "" in text and null elsewhere."""
     if unknown := [name for name in options if name not in _CSV_OPTIONS]:
         raise DataError(
             f"csv_options has no {unknown[0]!r}, only {', '.join(_CSV_OPTIONS)}; for others give "
-            "a relation of DuckDB's read_csv to write_shards"
+            "a reader of pyarrow, DuckDB or Polars to write_shards"
         )
-    duckdb = duckdb_module()
-    headers, types = dict[str, list[str]](), dict[str, list[str]]()
+    headers, types = dict[str, list[str]](), dict[str, list[pa.DataType]]()
+    valued = set[str]()
     for name in files.names:
-        with _csv_file(files, name, options) as (rows, header):
-            if not header:
-                continue  # an empty file
+        for texts in _csv_texts(files, name, options):
+            header = texts.schema.names
             first, known = next(iter(headers.items()), (name, header))
             if sorted(header) != sorted(known):
                 raise DataError(
@@ -217,120 +209,112 @@ def _csv(files: SourceFiles, options: Mapping[str, Any]) -> Rows:
                     f"{', '.join(known)}; give all files the same header"
                 )
             headers[name] = header
-            with _sql_errors(duckdb, name):
-                for column, fitting in _csv_types(duckdb, rows, header).items():
-                    types[column] = [t for t in types.get(column, fitting) if t in fitting]
+            for column, every in zip(header, texts.columns, strict=True):
+                values = every.filter(pc.not_equal(every, ""))
+                fitting = types.setdefault(column, [*_CSV_TYPES])
+                if len(values):
+                    types[column] = [kind for kind in fitting if _fits(values, kind)]
+                    valued.add(column)
     if not headers:
         raise DataError(f"{files.url!r} holds no rows")
-    chosen = {column: fitting[0] for column, fitting in types.items()}
-    arrow = {"BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-    schema = pa.schema([(c, arrow.get(t, pa.string())) for c, t in chosen.items()])
+    schema = pa.schema(
+        [(c, next(iter(t), pa.string()) if c in valued else pa.string()) for c, t in types.items()]
+    )
 
     def batches(name: str) -> Batches:
-        if name not in headers:
-            return
-        columns = ", ".join(
-            c if t == "VARCHAR" else f"CAST(nullif({c}, '') AS {t}) AS {c}"
-            for c, t in ((_quoted(column), kind) for column, kind in chosen.items())
-        )
-        with _csv_file(files, name, options) as (rows, _), _sql_errors(duckdb, name):
-            read = duckdb.connect().sql(f"SELECT {columns} FROM {rows}")
-            for batch in pa.RecordBatchReader.from_stream(read):
-                yield as_written(batch, schema)
+        for texts in _csv_texts(files, name, options):
+            columns = list[pa.Array]()
+            for field in schema:
+                column = texts.column(field.name)
+                if not pa.types.is_string(field.type):
+                    column = pc.if_else(pc.equal(column, ""), None, column).cast(field.type)
+                columns.append(column)
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
     return Rows(schema, batches)
 
 
-def _csv_types(duckdb: Any, rows: str, header: list[str]) -> dict[str, list[str]]:
-    """The types that hold all values of each column, text last. Without values, only text."""
-    tests = ", ".join(
-        f"count(nullif({c}, '')) > 0 AND bool_and({c} = '' OR coalesce({test.format(c=c)}, false))"
-        f" FILTER ({c} IS NOT NULL)"
-        for c in map(_quoted, header)
-        for test in _CSV_TYPES.values()
-    )
-    fits = iter(duckdb.connect().sql(f"SELECT {tests} FROM {rows}").fetchall()[0])
-    return {c: [*(t for t in _CSV_TYPES if next(fits)), "VARCHAR"] for c in header}
-
-
-@contextmanager
-def _csv_file(
-    files: SourceFiles, name: str, options: Mapping[str, Any]
-) -> Iterator[tuple[str, list[str]]]:
-    """(DuckDB's expression that reads a file, its header; [] if it is empty)."""
-    encoding = options.get("encoding", "utf-8")
-    dialect = {
-        "delim": "\t" if ".tsv" in name.lower() else ",",
-        "quote": '"',
-        "escape": '"',
-        "nullstr": "\0",  # no field has it: what has no characters is not null in text
-        **{option: value for option, value in options.items() if option != "encoding"},
-    }
-    with ExitStack() as stack:
-        raw = stack.enter_context(files.decompressed(name))
-        path = files.store.local_path(files.entries[name].path)
-        plain = encoding == "utf-8" and isinstance(raw, io.BufferedReader)
-        if path is None or not plain or {*path} & {*GLOB_MARKS}:
-            copy = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".csv"))
-            with io.TextIOWrapper(raw, encoding, newline="") as text:
-                while some := text.read(BATCH_BYTES):
-                    copy.write(some.encode())
-            copy.flush()
-            path = copy.name
-        with open(path, encoding="utf-8-sig", newline="") as lines:
-            if "\0" in lines.read(1 << 16):
-                raise DataError(f"{name} holds NUL bytes; set its encoding, such as utf-16")
-            lines.seek(0)
-            shape: dict[str, Any] = {"delimiter": dialect["delim"], "quotechar": dialect["quote"]}
-            header = next((row for row in csv.reader(lines, strict=True, **shape) if row), [])
-        # A column without a name, such as the index of pandas, gets the one that DuckDB gives it.
-        header = [column or f"column{number}" for number, column in enumerate(header)]
-        lower = [column.lower() for column in header]
-        if len({*lower}) < len(lower):
-            raise DataError(
-                f"{name} has the header {', '.join(map(repr, header))}; give columns names that "
-                "differ by more than case"
-            )
-        if len(header) == 1 and (other := next((d for d in ";\t|" if d in header[0]), None)):
-            raise DataError(
-                f"{name} has one column, {header[0]!r}; set csv_options={{'delim': {other!r}}}"
-            )
-        given = {
-            **dialect,
-            "columns": dict.fromkeys(header, "VARCHAR"),
-            "auto_detect": False,
-            "header": True,
-            "comment": "",
-            "compression": "none",
-            "strict_mode": True,
-            "ignore_errors": False,
-            "null_padding": False,
-            "allow_quoted_nulls": False,
-            "max_line_size": _LINE_BYTES,
-        }
-        options_of_duckdb = ", ".join(f"{option} = {_value(v)}" for option, v in given.items())
-        yield f"read_csv({_value(path)}, {options_of_duckdb})", header
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_value(n)}: {_value(v)}" for n, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
-
-
-def _quoted(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
-
-
-@contextmanager
-def _sql_errors(duckdb: Any, name: str) -> Iterator[None]:
+def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
+    """Whether each text is a value of the type, as the type writes it."""
+    if not pc.all(pc.match_substring_regex(texts, _CSV_TYPES[kind])).as_py():
+        return False
     try:
-        yield
-    except duckdb.Error as error:
-        said = " ".join(line for line in str(error).split("\n")[:3] if line)
-        raise DataError(f"cannot read {name}: {said}") from error
+        values = texts.cast(kind)
+        if not pa.types.is_floating(kind):
+            return True
+        whole = texts.filter(pc.match_substring_regex(texts, r"^-?\d+$")).cast(pa.int64())
+    except pa.ArrowInvalid:  # it holds no such number
+        return False
+    of_range = pc.and_(pc.less_equal(whole, 1 << 53), pc.greater_equal(whole, -1 << 53))
+    is_said = pc.equal(pc.is_inf(values), pc.match_substring(texts, "inf"))
+    return bool(pc.all(of_range).as_py() and pc.all(is_said).as_py())
+
+
+def _csv_texts(files: SourceFiles, name: str, options: Mapping[str, Any]) -> Batches:
+    """The fields as text; null where one is `nullstr`. An empty file has no batch, and one without
+    rows a batch of its header."""
+    given = {"delim": "\t" if ".tsv" in name.lower() else ",", "quote": '"', **options}
+    quote, nulls = given["quote"], given.get("nullstr", ())
+    escape = given.get("escape", quote)
+    nulls = {nulls} if isinstance(nulls, str) else {*nulls}
+    encoding = given.get("encoding", "utf-8")
+
+    def batch(header: list[str], rows: list[list[str]]) -> pa.RecordBatch:
+        columns: Any = zip(*rows, strict=True) if rows else [()] * len(header)
+        if nulls:
+            columns = ([None if text in nulls else text for text in c] for c in columns)
+        return pa.RecordBatch.from_arrays([pa.array(c, pa.string()) for c in columns], header)
+
+    with files.decompressed(name) as raw:
+        text = io.TextIOWrapper(raw, "utf-8-sig" if encoding == "utf-8" else encoding, newline="")
+        csv.field_size_limit(_FIELD_BYTES)
+        lines = csv.reader(
+            text,
+            strict=True,
+            delimiter=given["delim"],
+            quotechar=quote,
+            doublequote=escape == quote,
+            escapechar=None if escape == quote else escape,
+        )
+        header, rows, chars = list[str](), list[list[str]](), 0
+        try:
+            for row in lines:
+                if not row:
+                    continue
+                if not header:
+                    header = _header(name, row)
+                    continue
+                if len(row) != len(header):
+                    raise DataError(
+                        f"line {lines.line_num} of {name} has {len(row)} fields, and its header "
+                        f"{len(header)}"
+                    )
+                rows.append(row)
+                chars += sum(map(len, row))
+                if len(rows) == BATCH_ROWS or chars >= BATCH_BYTES:
+                    yield batch(header, rows)
+                    rows, chars = [], 0
+        except csv.Error as error:
+            raise DataError(f"line {lines.line_num} of {name}: {error}") from error
+        if header:
+            yield batch(header, rows)
+
+
+def _header(name: str, header: list[str]) -> list[str]:
+    # A column without a name, such as the index of pandas, gets one.
+    header = [column or f"column{number}" for number, column in enumerate(header)]
+    if any("\0" in column for column in header):
+        raise DataError(f"{name} holds NUL bytes; set its encoding, such as utf-16")
+    if len({column.lower() for column in header}) < len(header):
+        raise DataError(
+            f"{name} has the header {', '.join(map(repr, header))}; give columns names that "
+            "differ by more than case"
+        )
+    if len(header) == 1 and (other := next((d for d in ";\t|" if d in header[0]), None)):
+        raise DataError(
+            f"{name} has one column, {header[0]!r}; set csv_options={{'delim': {other!r}}}"
+        )
+    return header
 
 
 # --------------------------------------------------------------------------------------- JSON

@@ -58,25 +58,25 @@ def converted(tmp_path, files, **options):
 
 # name, files, options; and the columns, or what the error says.
 CSV = {
-    "a row that is short": ("a,b\n1,2\n3\n4,5\n", {}, r"a\.csv: .*Line: 3.*Number of Columns: 2"),
-    "a row that is long": ("a,b\n1,2\n3,4,5\n", {}, r"a\.csv: .*Line: 3.*Columns: 2 Found: 3"),
-    "a header that is short": ("a,b\n1,2,3\n3,4,5\n", {}, r"a\.csv: .*Line: 2.*Columns: 2 Found: 3"),
-    "late and short": ("a,b\n" + "1,2\n" * 50_000 + "3\n", {}, r"a\.csv: .*Line: 50002"),
+    "a row that is short": ("a,b\n1,2\n3\n4,5\n", {}, r"line 3 of a\.csv has 1 fields, and its header 2"),
+    "a row that is long": ("a,b\n1,2\n3,4,5\n", {}, r"line 3 of a\.csv has 3 fields, and its header 2"),
+    "a header that is short": ("a,b\n1,2,3\n3,4,5\n", {}, r"line 2 of a\.csv has 3 fields, and its header 2"),
+    "late and short": ("a,b\n" + "1,2\n" * 50_000 + "3\n", {}, r"line 50002 of a\.csv has 1 fields"),
     "blank lines": ("a,b\n1,2\n\n3,4\n\n", {}, {"a": [1, 3], "b": [2, 4]}),
     "blank lines of one column": ('a\nx\n\n""\n', {}, {"a": ["x", ""]}),
     "fields without characters": ('a,b\nx,2\n,\n"",4\n', {}, {"a": ["x", "", ""], "b": [2, None, 4]}),
     "nulls by a word": ("a,b\nNA,x\n1,-\n", {"nullstr": ["NA", "-"]}, {"a": [None, 1], "b": ["x", None]}),
     "quotes": ('a,b\n"x\ny",2\n"z""w",3\nv"u,4\n', {}, {"a": ["x\ny", 'z"w', 'v"u'], "b": [2, 3, 4]}),
-    "text behind a quote": ('a,b\n"x"y,2\n', {}, r"a\.csv: .*Line: 2"),
-    "a quote without end": ('a,b\nx,2\n"q,3\n', {}, r"a\.csv: .*Line: 3"),
+    "text behind a quote": ('a,b\n"x"y,2\n', {}, r"line 2 of a\.csv: ',' expected after"),
+    "a quote without end": ('a,b\nx,2\n"q,3\n', {}, r"line 3 of a\.csv: unexpected end of data"),
     "CRLF": ('a,b\r\n1,2\r\n"x\r\ny",4\r\n', {}, {"a": ["1", "x\r\ny"], "b": [2, 4]}),
-    "several line ends": ("a,b\r\n1,2\n3,4\r\n5,6\r7,8\n", {}, r"a\.csv: .*invalid state"),
+    "several line ends": ("a,b\r\n1,2\n3,4\r\n5,6\r7,8\n", {}, {"a": [1, 3, 5, 7], "b": [2, 4, 6, 8]}),
     "no end of the last line": ("a,b\n1,2", {}, {"a": [1], "b": [2]}),
     "a byte order mark": (b"\xef\xbb\xbfa,b\n1,2\n", {}, {"a": [1], "b": [2]}),
     "UTF-16": ("a,b\n1,é\n".encode("utf-16"), {}, r"a\.csv: UnicodeDecodeError"),
     "UTF-16 without its mark": ("a\n1\n".encode("utf-16-le"), {}, "NUL bytes; set its encoding"),
     "UTF-16 by option": ("a,b\n1,é\n".encode("utf-16"), {"encoding": "utf-16"}, {"a": [1], "b": ["é"]}),
-    "Latin-1": (b"a,b\n" + b"1,2\n" * 50_000 + b"1,\xe9\n", {}, r"a\.csv: .*not utf-8"),
+    "Latin-1": (b"a,b\n" + b"1,2\n" * 50_000 + b"1,\xe9\n", {}, r"a\.csv: UnicodeDecodeError"),
     "Latin-1 by option": (b"a,b\n1,\xe9\n", {"encoding": "latin-1"}, {"a": [1], "b": ["é"]}),
     "cp1252 by option": (b"a,b\n1,\x80\n", {"encoding": "cp1252"}, {"a": [1], "b": ["€"]}),
     "two columns of a name": ("a,a\n1,2\n", {}, "a.csv has the header 'a', 'a'"),
@@ -98,6 +98,11 @@ CSV = {
     "beyond float64": ("a\n1e400\n2\n", {}, {"a": ["1e400", "2"]}),
     "infinite": ("a\ninf\n-inf\n1\n", {}, {"a": [math.inf, -math.inf, 1.0]}),
     "a type that changes": ("a,b\n" + "1,2\n" * 30_000 + "1.5,x\n", {}, {"a": [1.0] * 30_000 + [1.5], "b": ["2"] * 30_000 + ["x"]}),
+    "quotes and their escape by option": ("a;b\n'x;\\'y';2\n", {"delim": ";", "quote": "'", "escape": "\\"}, {"a": ["x;'y"], "b": [2]}),
+    "a field without end": ('a\n"' + "x" * (65 << 20), {}, r"line 2 of a\.csv: field larger than field limit"),
+    "an option that is no character": ("a\n1\n", {"delim": "ab"}, r'a\.csv: TypeError: "delimiter" must be a 1-character'),
+    "no such encoding": ("a\n1\n", {"encoding": "utf-9"}, r"a\.csv: LookupError: unknown encoding"),
+    "floats": ("a\n1e3\n-0.5\nNaN\n\n12\n", {}, {"a": [1000.0, -0.5, math.nan, 12.0]}),
     "an option that is none": ("a\n1\n", {"ignore_errors": True}, "csv_options has no 'ignore_errors'"),
     "a pointer": ("version https://git-lfs.github.com/spec/v1\noid x\n", {}, "pointer of Git LFS"),
 }  # fmt: skip
@@ -139,6 +144,7 @@ FOLDERS = {
     "folders with a value": ({"y=1/a.csv": "x\n2\n", "y=2/a.csv": "x\n3\n"}, {"x": [2, 3], "y": [1, 2]}),
     "columns in another order": ({"a.csv": "x,y\n1,2\n", "b.csv": "y,x\n3,4\n"}, {"x": [1, 4], "y": [2, 3]}),
     "another header": ({"a.csv": "x,y\n1,2\n", "b.csv": "y,z\n3,4\n"}, "b.csv has the columns y, z, and a.csv"),
+    "a column of nulls in one file": ({"a.csv": "x,y\n,1\n", "b.csv": "x,y\n1,2\n"}, {"x": [None, 1], "y": [1, 2]}),
     "types of all files": ({"a.csv": "x\n1\n", "b.csv": "x\nq\n", "c.csv": ""}, {"x": ["1", "q"]}),
     "types of Parquet": ({"a.parquet": parquet(x=pa.array([1], pa.int32())), "b.parquet": parquet(x=[2**40])}, {"x": [1, 2**40]}),
     "a column that a file lacks": ({"a.parquet": parquet(x=[1]), "b.parquet": parquet(x=[2], y=["q"])}, {"x": [1, 2], "y": [None, "q"]}),
@@ -293,7 +299,7 @@ def test_a_query_makes_the_rows(query, expected, tmp_path):
 
 
 def test_a_query_says_what_is_wrong_with_the_source(tmp_path):
-    _judge(tmp_path, {"a.csv": "x,y\n1,2\n3\n"}, "cannot read a.csv", query="FROM rows")
+    _judge(tmp_path, {"a.csv": "x,y\n1,2\n3\n"}, "line 3 of a.csv", query="FROM rows")
 
 
 def test_a_query_keeps_the_order_of_many_rows(tmp_path):
@@ -329,7 +335,7 @@ def test_an_unknown_option_is_a_type_error(tmp_path):
 
 def test_a_missing_duckdb_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    _judge(tmp_path, {"a.csv": "x\n1\n"}, r"pip install 'elastic_dp\[convert\]'")
+    _judge(tmp_path, {"a.csv": "x\n1\n"}, r"pip install 'elastic_dp\[convert\]'", query="FROM rows")
 
 
 KINDS = {

@@ -23,35 +23,6 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-class Partitions:
-    """The partition columns of files with these names."""
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._folders = {folder: parts_of(folder) for folder in {_folder(name) for name in names}}
-        keys = dict.fromkeys(
-            key for folder in sorted(self._folders) for key in self._folders[folder]
-        )
-        self._types = {key: self._type(key) for key in keys}
-
-    def fields(self, there: pa.Schema, wanted: Sequence[str] | None = None) -> list[pa.Field]:
-        """The partition columns that are `wanted` (None: all) and are not in `there`, the schema of
-        the files."""
-        return [
-            pa.field(key, kind)
-            for key, kind in self._types.items()
-            if key not in there.names and (wanted is None or key in wanted)
-        ]
-
-    def column(self, field: pa.Field, name: str, rows: int) -> pa.Array:
-        """The values [rows] of one of `fields` in the file `name`."""
-        value = self._folders[_folder(name)].get(field.name)
-        whole = value is not None and pa.types.is_integer(field.type)
-        return pa.repeat(pa.scalar(int(value) if whole and value else value, field.type), rows)
-
-    def _type(self, key: str) -> pa.DataType:
-        return _type_of({parts[key] for parts in self._folders.values() if key in parts})
-
-
 def folder_columns(
     sources: Iterable[tuple[str, Sequence[Entry]]], wanted: Sequence[str] | None
 ) -> FolderColumns:
@@ -66,9 +37,9 @@ def folder_columns(
 
 
 class FolderColumns:
-    """The partition columns that training reads, while the shards of a data set are added.
+    """The partition columns of a data set, while its shards are added.
 
-    `folders`: as in `partition_names`. `wanted`: the columns that the job reads; None: all. A
+    `folders`: as in `partition_names`. `wanted`: the columns that are read; None: all. A
     column that the files have is read from the files.
     """
 
@@ -133,7 +104,3 @@ def partition_names(folders: Iterable[tuple[str, str]]) -> list[str]:
 def _type_of(values: Iterable[str | None]) -> pa.DataType:
     said = [value for value in values if value is not None]
     return pa.int64() if said and all(map(_WHOLE.fullmatch, said)) else pa.string()
-
-
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
