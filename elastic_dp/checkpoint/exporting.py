@@ -5,8 +5,7 @@
                    opens with weights_only
     a folder       the same as a torch.distributed.checkpoint
 
-Types of the user's code become plain values. Importing a torch.distributed.checkpoint unpickles its
-metadata, as torch does: import only from trusted sources.
+Types of the user's code become plain values.
 """
 
 from __future__ import annotations
@@ -119,28 +118,6 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
         contents.append(content)
         at += len(content)
     return b"".join([header(table), *contents])
-
-
-def import_distributed(folder: str) -> LoadedState:
-    """Returns the content of a `torch.distributed.checkpoint`, written by any program on any world
-    size.
-
-    Without an entry "model", all of it is the model's state. Unpickles the checkpoint's metadata.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    reader = dcp.FileSystemReader(folder)
-    planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-    if "model" not in state:
-        return LoadedState(0, state)
-    known = {
-        key: state[key] for key in ("optimizer", "scheduler", "user", "metrics") if key in state
-    }
-    return LoadedState(state.get("step", 0), state["model"], **known)
 
 
 def _export_distributed(state: LoadedState, folder: str) -> None:
