@@ -45,6 +45,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
+    AbortGeneration,
     BeginTraining,
     CheckpointCommitted,
     CheckpointFound,
@@ -88,6 +89,8 @@ from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
 
+_Tasks = list[Callable[[], None]]
+
 
 class Controller:
     """Leads one run."""
@@ -123,9 +126,11 @@ class Controller:
         self._store: Store | None = None  # of the checkpoints
         self._check = check
         self.ended = threading.Event()
-        self._tasks: queue.SimpleQueue[Sequence[Callable[[], None]] | None] = queue.SimpleQueue()
+        # what runs before the state is stored, and what runs afterwards; None: no more will come
+        self._tasks: queue.SimpleQueue[tuple[_Tasks, _Tasks] | None] = queue.SimpleQueue()
         self._commands = background("commands", self._run_tasks, self.fail)
         self._stores = OutageNotice("storing the state of the run in the cluster", self.say)
+        self._claims = OutageNotice("claiming a generation in the cluster", self.say)
         # another controller has the workers, the lease and the run's record
         self.superseded = False
         self._rendezvous = RendezvousTables()
@@ -405,7 +410,7 @@ class Controller:
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.released.add(worker)
             told = ReleaseWorker(worker, "was told to leave before this controller took over")
-            self._tasks.put([partial(self._release_now, told)])
+            self._tasks.put(([], [partial(self._release_now, told)]))
         found = [worker for worker in found if worker in state.here]
         for worker, was_up in [*state.here.items()]:
             if worker not in found and was_up:
@@ -480,12 +485,17 @@ class Controller:
         self.journal.event(event)
 
     def _execute_all(self, commands: list[Command]) -> None:
-        """Execute commands. The state that follows from them is stored before."""
+        """Execute commands. The state that follows from them is stored before. Only the end of a
+        generation does not wait for that, because a successor of this controller ends it, too."""
+        urgent: _Tasks = []
+        tasks: _Tasks = []
         for command in commands:
             self.state_store.record(command)
-        tasks = [task for command in commands if (task := self._begin(command)) is not None]
-        if tasks or self.state_store.has_changed:
-            self._tasks.put(tasks)
+        for command in commands:
+            if (task := self._begin(command)) is not None:
+                (urgent if isinstance(command, AbortGeneration) else tasks).append(task)
+        if urgent or tasks or self.state_store.has_changed:
+            self._tasks.put((urgent, tasks))
 
     def _execute(self, command: Command) -> None:
         """Execute a command in this thread."""
@@ -518,7 +528,8 @@ class Controller:
                 # if its sidecar does not
                 threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
             case ClaimGeneration(generation=generation):
-                return partial(self._claim, generation)
+                # The next generation waits for it, and it follows from nothing that is stored.
+                background("claim", partial(self._claim, generation), self.fail).start()
             case FindCheckpoint(at_most=at_most):
                 return partial(self._find_checkpoint, at_most, self.coordinator.generation)
             case FinishRun() | FailRun() | StandDown():
@@ -543,13 +554,18 @@ class Controller:
     # ------------------------------------------------------------------ the thread of commands
 
     def _run_tasks(self) -> None:
-        while (tasks := self._tasks.get()) is not None:
+        while (waiting := self._tasks.get()) is not None:
+            urgent, tasks = waiting
+            for task in urgent:
+                task()
             self._stores.insist(self.state_store.save)
             for task in tasks:
                 task()
 
     def _claim(self, generation: int) -> None:
-        won = self._stores.insist(partial(self.state_store.claim, generation))
+        won = self._claims.insist(partial(self.state_store.claim, generation), self.ended)
+        if won is None:
+            return
         self.superseded = self.superseded or not won
         self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
 

@@ -43,7 +43,9 @@ class Run:
         self.group, self.step, self.beat = WorkerGroup(), 0, 0
         self.channels = {}
         made._worker_group = self.group
-        made._tasks = types.SimpleNamespace(put=lambda tasks: [task() for task in tasks])
+        made._tasks = types.SimpleNamespace(
+            put=lambda waiting: [task() for tasks in waiting for task in tasks]
+        )
         made._execute_all(made.coordinator.start(0.0))
         self.settle()
         self.tell(m.CheckpointFound(None))
@@ -58,8 +60,9 @@ class Run:
         self.settle()
 
     def settle(self):
-        while not self.controller.inbox.empty():
-            self.tell(self.controller.inbox.get())
+        made = self.controller
+        while made.coordinator._leadership.claiming or not made.inbox.empty():
+            self.tell(made.inbox.get(timeout=10))
 
     def hears(self, worker, phase="compute"):
         """A heartbeat, as a sidecar sends it."""

@@ -1,6 +1,7 @@
 """What a controller that takes over knows of the run, without Ray."""
 
 import dataclasses
+import itertools
 import json
 import types
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_takeover_asks_the_workers_there_are():
     commands = made._take_over(["w1", "w2", "w4"])
     asked = [c.worker for c in commands if isinstance(c, m.ReportState)]
     assert asked == ["w1", "w2"]
-    for task in made._tasks.get_nowait():
+    for task in itertools.chain(*made._tasks.get_nowait()):
         task()
     assert made._worker_group.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
