@@ -16,12 +16,9 @@ class GangExchange(Protocol):
         """Returns the payloads of all processes, in order. All of them call it."""
         ...
 
-    def hand_out(self, parts: Sequence[bytes]) -> None:
-        """The first process gives each of the others its part, in order."""
-        ...
-
-    def part(self) -> bytes:
-        """Another process waits for its part."""
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """The first process gives each of the others its part, in order. Returns the part of this
+        process. All of them call it."""
         ...
 
 

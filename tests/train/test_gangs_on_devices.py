@@ -138,10 +138,7 @@ class Told:
     def exchange(self, payload: bytes) -> list[bytes]:
         return [payload, *self.others]
 
-    def hand_out(self, parts: Any) -> None:
-        raise AssertionError
-
-    def part(self) -> bytes:
+    def scatter(self, parts: Any) -> bytes:
         raise AssertionError
 
 

@@ -40,8 +40,7 @@ from elastic_dp.distributed.local_mesh import open_local_mesh
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
-from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
-from elastic_dp.extensions.gangs.process_channel import FollowerChannel
+from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
@@ -116,11 +115,10 @@ def follow(
     use_interface(address)
     # Before the first process waits for this one to connect: it hears why this one ends.
     device = pick_device(spec.scaling.resources_per_worker)
-    control = FollowerControl()
-    rendezvous = Rendezvous(identity, secret, lambda record: channel.register(record), number)
-    channel = FollowerChannel(leader, control.abort, rendezvous.deliver)
-    control.follow(channel)
-    link = _FollowerLink(channel)
+    control = FollowerControl(leader)
+    rendezvous = Rendezvous(identity, secret, control.tell, number)
+    control.follow(rendezvous.deliver)
+    link = _FollowerLink(control)
     told = json.loads(control.exchange(b"")[0])
     size = spec.scaling.processes_per_worker
     mesh = open_local_mesh(
@@ -164,15 +162,15 @@ def follow(
 class _FollowerLink:
     """Implements `ControllerLink` and `HeartbeatStatus`: the first process says the same."""
 
-    def __init__(self, channel: FollowerChannel) -> None:
-        self._channel = channel
+    def __init__(self, control: FollowerControl) -> None:
+        self._control = control
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerFailed):
-            self._channel.fail(event)
+            self._control.tell(event)
 
     def register(self, record: MemberRecord) -> None:
-        self._channel.register(record)
+        self._control.tell(record)
 
     def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         pass
@@ -193,7 +191,7 @@ class _FollowerLink:
         pass
 
     def write_fault(self, kind: str, text: str) -> None:
-        self._channel.tell_fault(kind, text)  # this process ends now, and the worker with it
+        self._control.tell(Faulted(kind, text))  # this process ends now, and the worker with it
 
 
 def start_followers(

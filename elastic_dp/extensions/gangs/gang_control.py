@@ -5,28 +5,37 @@ be aborted. So no process may go another way than the others: whether to attempt
 with the next micro-batch, to commit, or to wait for another generation is decided by the first
 process, when all are there. It alone hears the controller.
 
+A follower that comes to a point of decision says so and waits. The first process waits for all of
+them, decides, and answers. Three invariants hold:
+
 - One commit: the first process commits when all processes have gathered the whole step, and the
   others follow. A process that waits for the decision cannot be aborted any more.
 - A process whose collective failed leaves the generation. The others are sent away at the next
   point of decision, or freed from their collectives.
+- A worker lives as long as all of its processes: where one ends, its connection closes, and the
+  others end at once. A process that dies in a collective of torch leaves the others there with an
+  exception that looks like one of user code. So no failure is posted before all processes have
+  shown that they live.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from elastic_dp.coordinator.messages import Membership, WorkerFailed
 from elastic_dp.distributed.rendezvous import GroupRecords, MemberRecord
-from elastic_dp.errors import GroupAborted, GroupError
-from elastic_dp.extensions.gangs.process_channel import (
-    FollowerChannel,
-    LeaderChannel,
-    ProcessFailed,
-)
+from elastic_dp.errors import ClusterError, GroupAborted, GroupError, LoopError
+from elastic_dp.threads import background
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
     Orphaned,
@@ -34,18 +43,116 @@ from elastic_dp.train.generations.worker_control import (
     WorkerControl,
 )
 
-T = TypeVar("T")
+
+class Signal(Enum):
+    """What the processes say without a value."""
+
+    ARE_YOU_THERE = auto()  # the first process asks whether a follower lives
+    HERE = auto()
+    LEAVING = auto()  # a follower leaves the generation
+    ALL_LEFT = auto()
 
 
-class LeaderControl(WorkerControl):
-    """That of the first process."""
+class Arrived(NamedTuple):
+    """A follower waits at this point for the decision."""
+
+    point: str
+    payload: Any
+
+
+class Faulted(NamedTuple):
+    """The device of a follower has failed, which ends now."""
+
+    kind: str
+    text: str
+
+
+class Decided(NamedTuple):
+    value: Any
+
+
+class Refused(NamedTuple):
+    error: BaseException
+
+
+class Aborted(NamedTuple):
+    """The generation has ended: leave its collectives."""
+
+    generation: int
+
+
+class GangControl(WorkerControl):
+    """What the controls of all processes of a worker have in common."""
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
-        self._channel: LeaderChannel | None = None
-        self._post: Callable[[WorkerFailed], None] | None = None
-        self._failed = False  # user code has raised in a follower
         self._agreed_stop: str | None = None
+
+    def _decide(self, point: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Returns what the first process decides by the payloads of all processes, in order."""
+        raise NotImplementedError
+
+    def _as_first(self, point: str, decide: Callable[[], Any]) -> Any:
+        return self._decide(point, None, lambda _: decide())
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The reason on which all processes agreed before the step."""
+        return self._agreed_stop
+
+    def ready(self, inexact_because: Sequence[str]) -> list[str]:
+        def all_reasons(told: list[Sequence[str]]) -> list[str]:
+            return list(dict.fromkeys(chain(*told)))
+
+        reasons: list[str] = self._decide("ready", list(inexact_because), all_reasons)
+        return reasons
+
+    def agreed(self, value: bool) -> bool:
+        return bool(self._decide("agreed", value, lambda told: told[0]))
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        payloads: list[bytes] = self._decide("exchange", payload, list)
+        return payloads
+
+    def wait(self) -> Any:
+        return self._as_first("wait", super().wait)
+
+    def may_attempt(self, step: int) -> str | None:
+        decide = super().may_attempt
+
+        def decide_all(stops: list[str | None]) -> tuple[str | None, str | None]:
+            return decide(step), next(filter(None, (self._agreed_stop, *stops)), None)
+
+        try:
+            reason, self._agreed_stop = self._decide("attempt", self._stop, decide_all)
+        except GroupAborted as error:
+            return str(error)
+        return reason
+
+    def may_continue(self) -> None:
+        self._as_first("continue", super().may_continue)
+
+    def commit(self) -> None:
+        self._as_first("commit", super().commit)
+
+    def wait_until_ended(self) -> bool:
+        try:
+            return bool(self._as_first("ended", super().wait_until_ended))
+        except GroupAborted:
+            return True
+
+
+class LeaderControl(GangControl):
+    """That of the first process. Only its training thread waits for the others."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(**limits)
+        self._followers: Sequence[Connection] = ()
+        self._failed = False  # user code has raised in a follower
+        self._may_end = False  # the worker ends in order: followers may end before it
+        self._waiting: set[int] = set()  # followers that wait for an answer
+        self._leaving: set[int] = set()
+        self._sending, self._confirming = threading.Lock(), threading.Lock()
 
     def lead(
         self,
@@ -55,223 +162,233 @@ class LeaderControl(WorkerControl):
         write_fault: Callable[[str, str], None],
     ) -> None:
         """Begins to hear from the followers. `post` and `register`: to the controller.
-        `write_fault`: see `HeartbeatStatus`."""
-        self._post = post
-        self._channel = LeaderChannel(
-            followers,
-            on_leaving=self._follower_leaves,
-            on_failure=self._follower_failed,
-            on_record=register,
-            on_fault=write_fault,
-        )
-        self._channel.open()
+        `write_fault`: see `HeartbeatStatus`. All are called on threads of their own."""
+        self._followers, self._post = followers, post
+        self._register, self._write_fault = register, write_fault
+        self._heard: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in followers]
+        self._alive: list[queue.SimpleQueue[Signal]] = [queue.SimpleQueue() for _ in followers]
+        for number, connection in enumerate(followers):
+            background(f"process-{number + 1}", partial(self._read, number, connection)).start()
 
     def deliver(self, records: GroupRecords) -> None:
-        """Takes the records of a group of followers, on any thread."""
-        assert self._channel is not None
-        self._channel.deliver(records)
-
-    def _follower_leaves(self) -> None:
-        """Ends the generation, since nobody can go on in it."""
-        with self._changed:
-            self._end(self._generation)
-
-    def _follower_failed(self, failure: WorkerFailed) -> None:
-        """Tells the controller. The follower says this repeatedly."""
-        assert self._post is not None
-        self._failed = True
-        self._post(failure)
-        if self.orphaned_in_s() <= 0:
-            os._exit(1)  # the training thread may wait for that follower for ever
+        """Passes on the records of a group of followers. Any thread may call it."""
+        self._send(records, [records.group.process - 1])
 
     def release(self, reason: str) -> None:
-        self._expect_ends()
+        self._may_end = True
         super().release(reason)
         if self._failed:
             os._exit(0)  # the training thread may wait for that follower for ever
 
     def _end(self, generation: int) -> None:
         super()._end(generation)
-        if self._channel is not None:
-            self._channel.abort(generation)
+        self._send(Aborted(generation))
+
+    def confirm_processes(self) -> None:
+        """Returns when all followers have answered that they live. Where one does not live, this
+        process ends. Any thread but those that read may call it."""
+        with self._confirming:
+            if not self._may_end:
+                self._send(Signal.ARE_YOU_THERE)
+                for answers in self._alive:
+                    answers.get()
 
     # ------------------------------------------------------------------- training thread
 
-    @property
-    def stop_reason(self) -> str | None:
-        """The reason on which all processes agreed before the step."""
-        return self._agreed_stop
-
-    def ready(self, inexact_because: Sequence[str]) -> list[str]:
-        def all_reasons(told: list[Sequence[str]]) -> list[str]:
-            return list(dict.fromkeys(chain(inexact_because, *told)))
-
-        return self._decide("ready", all_reasons)
-
-    def confirm_processes(self) -> None:
-        assert self._channel is not None
-        self._channel.confirm()
-
-    def agreed(self, value: bool) -> bool:
-        return self._decide("agreed", lambda _: value)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return self._decide("exchange", lambda told: [payload, *told])
-
-    def hand_out(self, parts: Sequence[bytes]) -> None:
-        assert self._channel is not None
-        self._gather("part")
-        self._channel.answer_each(parts)
-
-    def part(self) -> bytes:
-        raise AssertionError("the first process hands out")
-
     def wait(self) -> Any:
-        decide = super().wait
-        call = self._decide("wait", lambda _: decide())
-        if isinstance(call, Orphaned):
-            self._expect_ends()
+        call = super().wait()
+        self._may_end |= isinstance(call, Orphaned)
         return call
 
-    def may_attempt(self, step: int) -> str | None:
-        decide = super().may_attempt
-
-        def decide_all(told: list[str | None]) -> tuple[str | None, str | None]:
-            stops = [self._agreed_stop, self._stop, *told]
-            self._agreed_stop = next((stop for stop in stops if stop is not None), None)
-            return decide(step), self._agreed_stop
-
-        try:
-            return self._decide("attempt", decide_all)[0]
-        except GroupAborted as error:
-            return str(error)
-
-    def may_continue(self) -> None:
-        decide = super().may_continue
-        self._decide("continue", lambda _: decide())
-
-    def commit(self) -> None:
-        decide = super().commit
-        self._decide("commit", lambda _: decide())
-
-    def wait_until_ended(self) -> bool:
-        decide = super().wait_until_ended
-        try:
-            return self._decide("ended", lambda _: decide())
-        except GroupAborted:
-            return True
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Gives each follower its part, in order."""
+        self._gather("scatter")
+        for number, part in enumerate(parts):
+            self._answer(Decided(part), {number})
+        return b""
 
     def leave(self) -> int:
-        assert self._channel is not None
-        self._channel.abort(self._generation)
-        try:
-            self._channel.wait_until_all_leave()
-        except ProcessFailed:
-            self._wait_for_end()
+        """Sends away followers that still wait for a decision."""
+        self._send(Aborted(self._generation))
+        refused = Refused(GroupAborted("another process of this worker left the generation"))
+        self._answer(refused)
+        for number, _ in enumerate(self._followers):
+            while number not in self._leaving:
+                self._next(number)
+                self._answer(refused)
+        self._send(Signal.ALL_LEFT)
+        self._leaving.clear()
         return super().leave()
 
-    def _expect_ends(self) -> None:
-        assert self._channel is not None
-        self._channel.expect_ends()
-
-    def _decide(self, point: str, decide: Callable[[list[Any]], T]) -> T:
-        told = self._gather(point)
-        assert self._channel is not None
+    def _decide(self, point: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        told = [payload, *self._gather(point)]
         try:
             decision = decide(told)
         except (GroupError, Released) as error:
-            self._channel.refuse(error)
+            self._answer(Refused(error))
             raise
-        self._channel.answer(decision)
+        self._answer(Decided(decision))
         return decision
 
     def _gather(self, point: str) -> list[Any]:
-        assert self._channel is not None
-        try:
-            return self._channel.gather(point)
-        except ProcessFailed:
-            self._wait_for_end()
+        """Waits until all followers are at this point. Returns what they bring. Raises GroupAborted
+        if one leaves the generation, LoopError if one is elsewhere, ClusterError if one did not
+        start, and Released if user code raised in one."""
+        told = []
+        for number, _ in enumerate(self._followers):
+            arrived = None if number in self._leaving else self._next(number)
+            if arrived is None:
+                raise GroupAborted(f"process {number + 1} of this worker left the generation")
+            if arrived.point != point:
+                raise LoopError(
+                    f"process {number + 1} of this worker has come to {arrived.point!r}, and its "
+                    f"first process to {point!r}: all processes of a worker must run the same "
+                    "program, so call ctx.evaluate on all of them, and loop over all steps"
+                )
+            told.append(arrived.payload)
+        return told
 
-    def _wait_for_end(self) -> NoReturn:
-        """Waits for the release, since the controller is told what a follower has raised. Raises
-        Released."""
+    def _next(self, number: int) -> Arrived | None:
+        """Waits for what a follower says next; None: it leaves."""
+        message = self._heard[number].get()
+        if message is Signal.LEAVING:
+            self._leaving.add(number)
+            return None
+        if isinstance(message, str):
+            last = message.strip().splitlines()[-1]
+            raise ClusterError(
+                f"process {number + 1} of this worker did not start: {last}\n{message}"
+            )
+        if isinstance(message, WorkerFailed):
+            self._wait_for_release()
+        self._waiting.add(number)
+        arrived: Arrived = message
+        return arrived
+
+    def _wait_for_release(self) -> NoReturn:
+        """The controller is told what a follower has raised. Raises Released."""
         while (left_s := self.orphaned_in_s()) > 0:
             self.wait_for_release(left_s)
         raise Released(ORPHANED)
 
+    def _answer(self, message: Decided | Refused, numbers: Iterable[int] | None = None) -> None:
+        """Answers these followers, or all that wait."""
+        answered = self._waiting if numbers is None else set(numbers)
+        self._send(message, answered)
+        self._waiting = self._waiting - answered
 
-class FollowerControl(WorkerControl):
+    def _send(self, message: Any, numbers: Iterable[int] | None = None) -> None:
+        """Sends to these followers, or to all. Any thread may call it."""
+        with self._sending:
+            for number in range(len(self._followers)) if numbers is None else numbers:
+                with contextlib.suppress(OSError):  # it has ended; `_read` knows what to do
+                    self._followers[number].send(message)
+
+    # ------------------------------------------------------------ a thread for each follower
+
+    def _read(self, number: int, connection: Connection) -> None:
+        has_started = did_not_start = False
+        while True:
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                if not (self._may_end or did_not_start):
+                    text = f"process {number + 1} of this worker has ended, so the worker ends"
+                    print(text, file=sys.stderr, flush=True)
+                    os._exit(1)
+                self._alive[number].put(Signal.HERE)  # nobody need wait for it any more
+                return
+            if message is Signal.HERE:
+                self._alive[number].put(message)
+                continue
+            if isinstance(message, Faulted):
+                self._write_fault(message.kind, message.text)  # before the process ends with it
+                continue
+            if isinstance(message, MemberRecord):
+                self._register(message)
+                continue
+            if isinstance(message, str) and has_started:
+                continue  # it ends now, and has printed that
+            did_not_start, has_started = isinstance(message, str), True
+            if isinstance(message, WorkerFailed):
+                background(f"failure-{number + 1}", partial(self._pass_on, message)).start()
+            self._heard[number].put(message)
+            if message is Signal.LEAVING:
+                with self._changed:  # nobody can go on in the generation
+                    self._end(self._generation)
+
+    def _pass_on(self, failure: WorkerFailed) -> None:
+        """Tells the controller, once all processes have shown that they live. The follower says
+        this repeatedly."""
+        self.confirm_processes()
+        self._failed = True
+        self._post(failure)
+        if self.orphaned_in_s() <= 0:
+            os._exit(1)  # the training thread may wait for that follower for ever
+
+
+class FollowerControl(GangControl):
     """That of another process of the worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, leader: Connection) -> None:
         super().__init__()
-        self._channel: FollowerChannel | None = None
-        self._agreed_stop: str | None = None
+        self._leader, self._sending = leader, threading.Lock()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def follow(self, channel: FollowerChannel) -> None:
-        """Begins to hear from the first process."""
-        self._channel = channel
-        channel.open()
+    def follow(self, on_records: Callable[[GroupRecords], None]) -> None:
+        """Begins to hear from the first process. `on_records` is called with the records of a group
+        that this process registered for, on a thread of its own."""
+        self._on_records = on_records
+        background("leader", self._read, lambda _: os._exit(1)).start()
 
-    def abort(self, generation: int) -> None:
-        with self._changed:
-            self._end(generation)
+    def tell(self, message: Arrived | Faulted | MemberRecord | WorkerFailed | Signal) -> None:
+        """Sends this to the first process. Any thread may call it."""
+        try:
+            with self._sending:
+                self._leader.send(message)
+        except OSError:
+            os._exit(1)
 
     # ------------------------------------------------------------------- training thread
 
-    @property
-    def stop_reason(self) -> str | None:
-        return self._agreed_stop
-
-    def ready(self, inexact_because: Sequence[str]) -> list[str]:
-        found: list[str] = self._arrive("ready", list(inexact_because))
-        return found
-
-    def agreed(self, value: bool) -> bool:
-        return bool(self._arrive("agreed"))
-
-    def hand_out(self, parts: Sequence[bytes]) -> None:
-        raise AssertionError("only the first process hands out")
-
-    def part(self) -> bytes:
-        found: bytes = self._arrive("part")
-        return found
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        found: list[bytes] = self._arrive("exchange", payload)
-        return found
-
     def wait(self) -> Any:
-        call = self._arrive("wait")
+        call = super().wait()
         if isinstance(call, Membership):
             with self._changed:
                 self._enter(call)
         return call
 
-    def may_attempt(self, step: int) -> str | None:
-        try:
-            reason, self._agreed_stop = self._arrive("attempt", self._stop)
-        except GroupAborted as error:
-            return str(error)
-        return reason
-
-    def may_continue(self) -> None:
-        self._arrive("continue")
-
-    def commit(self) -> None:
-        self._arrive("commit")
-
-    def wait_until_ended(self) -> bool:
-        try:
-            return bool(self._arrive("ended"))
-        except GroupAborted:
-            return True
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Returns the part that the first process gives this one."""
+        part: bytes = self._decide("scatter", None, lambda _: None)
+        return part
 
     def leave(self) -> int:
-        assert self._channel is not None
-        self._channel.leave()
+        self.tell(Signal.LEAVING)
+        answer = self._answers.get()
+        assert answer is Signal.ALL_LEFT, answer
         return super().leave()
 
-    def _arrive(self, point: str, payload: Any = None) -> Any:
-        assert self._channel is not None
-        return self._channel.arrive(point, payload)
+    def _decide(self, point: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        self.tell(Arrived(point, payload))
+        answer = self._answers.get()
+        if isinstance(answer, Refused):
+            raise answer.error
+        assert isinstance(answer, Decided), answer
+        return answer.value
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._leader.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(message, Aborted):
+                with self._changed:
+                    self._end(message.generation)
+            elif isinstance(message, GroupRecords):
+                self._on_records(message)
+            elif message is Signal.ARE_YOU_THERE:
+                self.tell(Signal.HERE)
+            else:
+                self._answers.put(message)

@@ -179,7 +179,7 @@ class StateTransfer:
         assert self._gang is not None
         self._reporter.report("restore")
         self._reporter.pass_point("restoring")
-        content = torch.frombuffer(bytearray(self._gang.control.part()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(self._gang.control.scatter(())), dtype=torch.uint8)
         tree = from_vector(content, self._device)
         self._state.adopt(tree, body=True)
         self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
@@ -191,7 +191,7 @@ class StateTransfer:
         tree = tree | {"restored": step}
         parts = [self._state.part(tree, process) for process in range(self._gang.size)]
         vectors = [torch.cat(to_vectors(part, device_types)) for part in parts[1:]]
-        self._gang.control.hand_out([flat.numpy().tobytes() for flat in vectors])
+        self._gang.control.scatter([flat.numpy().tobytes() for flat in vectors])
         return parts[0]
 
     def _restored(self, step: int, evaluations: list[dict[str, float]], log_calls: int) -> None:

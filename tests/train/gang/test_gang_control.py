@@ -11,14 +11,13 @@ import pytest
 
 from elastic_dp.coordinator.messages import WorkerFailed
 from elastic_dp.errors import ClusterError, GroupAborted, LoopError
-from elastic_dp.extensions.gangs.process_channel import (
-    AreYouThere,
+from elastic_dp.extensions.gangs import gang_control
+from elastic_dp.extensions.gangs.gang_control import (
     Arrived,
     Faulted,
-    Here,
-    LeaderChannel,
-    Leaving,
-    Posted,
+    LeaderControl,
+    Refused,
+    Signal,
 )
 from tests.patience import PATIENCE_S
 
@@ -26,14 +25,15 @@ FAILED = WorkerFailed("w1", "RuntimeError: Connection closed by peer", "", None)
 
 
 @pytest.fixture
-def leader() -> Any:
-    """Returns the channel, the other ends of its connections, and what it passes on."""
+def leader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the control, the other ends of its connections, and what it passes on."""
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
-    failures: queue.SimpleQueue[WorkerFailed] = queue.SimpleQueue()
-    channel = LeaderChannel(ours, lambda: None, failures.put)
-    channel.open()
-    yield channel, theirs, failures
-    channel.expect_ends()
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    control = LeaderControl()
+    control.lead(ours, told.put, told.put, lambda *fault: told.put(fault))
+    yield control, theirs, told
+    monkeypatch.setattr(gang_control.os, "_exit", lambda code: None)
+    control.release("the test has ended")
     for connection in theirs:
         connection.close()
 
@@ -47,50 +47,49 @@ def test_failure_of_one_process_is_passed_on_once_all_have_shown_that_they_live(
     leader: Any,
 ) -> None:
     _, theirs, failures = leader
-    theirs[0].send(Posted(FAILED))
-    assert [heard(connection) for connection in theirs] == [AreYouThere(), AreYouThere()]
-    theirs[0].send(Here())
+    theirs[0].send(FAILED)
+    assert [heard(connection) for connection in theirs] == 2 * [Signal.ARE_YOU_THERE]
+    theirs[0].send(Signal.HERE)
     with pytest.raises(queue.Empty):
         failures.get(timeout=0.2)  # the other one may have died, and caused it
-    theirs[1].send(Here())
+    theirs[1].send(Signal.HERE)
     assert failures.get(timeout=PATIENCE_S) == FAILED
 
 
-def test_fault_of_a_device_is_told_before_its_process_ends() -> None:
-    ours, theirs = Pipe()
-    told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    channel = LeaderChannel([ours], print, print, on_fault=lambda *fault: told.put(fault))
-    channel.open()
-    theirs.send(Faulted("device fault", "CUDA error"))
+def test_fault_of_a_device_is_told_before_its_process_ends(leader: Any) -> None:
+    _, theirs, told = leader
+    theirs[1].send(Faulted("device fault", "CUDA error"))
     assert told.get(timeout=PATIENCE_S) == ("device fault", "CUDA error")
-    channel.expect_ends()
-    theirs.close()
 
 
 def test_process_at_another_point_is_an_error_that_says_what_to_do(leader: Any) -> None:
-    channel, theirs, _ = leader
+    control, theirs, _ = leader
     theirs[0].send(Arrived("attempt", None))
     theirs[1].send(Arrived("exchange", b""))
     with pytest.raises(LoopError, match=r"process 2 .* come to 'exchange'.* call ctx\.evaluate on"):
-        channel.gather("attempt")
+        control.may_attempt(1)
 
 
 def test_process_that_leaves_sends_the_others_away(leader: Any) -> None:
-    channel, theirs, _ = leader
+    control, theirs, _ = leader
     theirs[0].send(Arrived("commit", None))
-    theirs[1].send(Leaving())
+    theirs[1].send(Signal.LEAVING)
     with pytest.raises(GroupAborted, match="process 2 of this worker left"):
-        channel.gather("commit")
-    theirs[0].send(Leaving())  # as it does when it is refused
-    channel.wait_until_all_leave()
-    assert isinstance(heard(theirs[0]).error, GroupAborted)
+        control.commit()
+    theirs[0].send(Signal.LEAVING)  # as it does when it is refused
+    control.leave()
+    said = [heard(theirs[0])]
+    while said[-1] is not Signal.ALL_LEFT:
+        said.append(heard(theirs[0]))
+    (refused,) = (one for one in said if isinstance(one, Refused))
+    assert isinstance(refused.error, GroupAborted)
 
 
 def test_process_that_did_not_start_is_named_with_its_own_traceback(leader: Any) -> None:
-    channel, theirs, _ = leader
+    control, theirs, _ = leader
     theirs[0].send(Arrived("exchange", b""))
     theirs[1].send("Traceback (most recent call last):\n  in job\nModuleNotFoundError: No module\n")
     theirs[1].close()  # which ends this process only if nobody knows why
     told = r"process 2 of this worker did not start: ModuleNotFoundError: No module\n.*in job"
     with pytest.raises(ClusterError, match=f"(?s){told}"):
-        channel.gather("exchange")
+        control.exchange(b"")
