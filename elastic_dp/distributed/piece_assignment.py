@@ -14,15 +14,11 @@ so that the copies that are lost with a member are spread over all others.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise, product
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice, product
+from typing import Any, NamedTuple
 
-_LOOKED_AT = 3  # of the most and the least loaded ranks, for each copy that is moved
-# By how much the largest part of the primaries may grow so that lone holders are primaries: their
-# copies need not be made before the next step then. Of the part, or bytes, if these are more.
-_MORE_PART, _MORE_BYTES = 64, 256 << 10
+_LOOKED_AT = 128  # pieces of a rank, for each copy that it gives away
 
 
 class Holders(NamedTuple):
@@ -45,30 +41,33 @@ def assign_pieces(
     """Returns the holders of each piece, whose sizes are in bytes.
 
     `held[piece]` are the ranks that hold it now; without it, any may. A rank that alone holds a
-    piece and keeps it is its primary, as far as its part allows. `topology` is that of the
-    membership.
+    piece and keeps it is its primary, unless it would be the primary of notably more than others:
+    all members reserve memory by the largest part. `topology` is that of the membership.
     """
     if world_size == 1:
         return [Holders(0, None) for _ in sizes]
     assignment = _Assignment(sizes, world_size, topology)
+    alone: list[tuple[int, int]] = []
+    nobody: list[int] = []
     everyone = range(world_size)
     held = held or [()] * len(sizes)
-    for piece, ranks in enumerate(held):
-        if len(ranks) == 2:
-            assignment.place(piece, *sorted(ranks))
-    for piece, ranks in enumerate(held):
-        if len(ranks) > 2:
-            assignment.place(piece, *assignment.best_pair(sorted(ranks)))
-    alone = [(piece, *ranks) for piece, ranks in enumerate(held) if len(ranks) == 1]
+    for piece in sorted(range(len(sizes)), key=lambda piece: len(held[piece]) != 2):
+        ranks = sorted(held[piece])
+        if len(ranks) > 1:
+            assignment.place(piece, ranks if len(ranks) == 2 else assignment.best_pair(ranks))
+        elif ranks:
+            alone.append((piece, ranks[0]))
+        else:
+            nobody.append(piece)
+    # Unless a rank holds its part already, as where one member has everything.
     kept = {piece: rank for piece, rank in alone if assignment.keep(piece, rank)}
     for piece, rank in kept.items():
-        assignment.add_partner(piece, rank)
-    for piece, ranks in enumerate(held):
-        if len(ranks) <= 1 and piece not in kept:
-            assignment.place(piece, *assignment.best_pair(everyone))
+        assignment.place(piece, [assignment.best_partner(rank, everyone)])
+    for piece in [*(piece for piece, _ in alone if piece not in kept), *nobody]:
+        assignment.place(piece, assignment.best_pair(everyone))
     assignment.balance()
     assignment.separate()
-    return assignment.holders(kept)
+    return assignment.with_primaries(kept)
 
 
 class _Assignment:
@@ -77,147 +76,127 @@ class _Assignment:
     def __init__(
         self, sizes: Sequence[int], world_size: int, topology: Sequence[Sequence[int]]
     ) -> None:
-        self._sizes = sizes
-        self._ranks = range(world_size)
+        self._sizes, self._ranks = sizes, range(world_size)
         self._load = [0] * world_size
-        self._limit = -(-2 * sum(sizes) // world_size)
+        self._part = -(-2 * sum(sizes) // world_size)
         self._largest = max(sizes, default=0)
-        self._pieces: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._pairs: list[set[int]] = [set() for _ in sizes]
+        self._of_rank: list[set[int]] = [set() for _ in self._ranks]
         # [rank][rank]: bytes of a pair; at how many levels (node, zone, …) its places differ
         self._shared = [[0] * world_size for _ in self._ranks]
-        places = [
-            [
-                number
-                for number, (first, last) in enumerate(pairwise(accumulate(level, initial=0)))
-                for _ in range(first, last)
-            ]
-            for level in topology
-        ]
+        levels = [[n for n, size in enumerate(level) for _ in range(size)] for level in topology]
         self._distances = [
-            [sum(level[one] != level[other] for level in places) for other in self._ranks]
+            [sum(places[one] != places[other] for places in levels) for other in self._ranks]
             for one in self._ranks
         ]
 
-    def place(self, piece: int, one: int, other: int) -> None:
-        self._pieces[_pair(one, other)].append(piece)
-        self._count(one, other, self._sizes[piece])
+    def place(self, piece: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._count(piece, rank, self._sizes[piece])
+            self._pairs[piece].add(rank)
+            self._of_rank[rank].add(piece)
 
-    def _count(self, one: int, other: int, size: int) -> None:
-        self._shared[one][other] += size
-        self._shared[other][one] += size
-        self._load[one] += size
-        self._load[other] += size
+    def _remove(self, piece: int, rank: int) -> None:
+        self._pairs[piece].remove(rank)
+        self._of_rank[rank].remove(piece)
+        self._count(piece, rank, -self._sizes[piece])
 
-    def best_pair(self, ranks: Sequence[int]) -> tuple[int, int]:
-        """Returns the least loaded rank, and its best partner among `ranks`."""
-        first = min(ranks, key=self._load.__getitem__)
-        return first, self._best_partner(first, ranks)
+    def _count(self, piece: int, rank: int, size: int) -> None:
+        self._load[rank] += size
+        for other in self._pairs[piece]:
+            self._shared[rank][other] += size
+            self._shared[other][rank] += size
+
+    def _move(self, piece: int, giver: int, receiver: int) -> None:
+        self._remove(piece, giver)
+        self.place(piece, [receiver])
 
     def keep(self, piece: int, rank: int) -> bool:
-        """Lets a rank keep a piece that it alone holds, unless it holds its part already, as where
-        one member has everything. Returns whether it did; then `add_partner` is called later."""
-        if self._load[rank] >= self._limit:
-            return False
-        self._load[rank] += self._sizes[piece]
-        return True
+        """Lets a rank keep a piece that it alone holds, as long as it holds less than its part."""
+        is_kept = self._load[rank] < self._part
+        if is_kept:
+            self.place(piece, [rank])
+        return is_kept
 
-    def add_partner(self, piece: int, rank: int) -> None:
-        partner = self._best_partner(rank, self._ranks)
-        self._load[rank] -= self._sizes[piece]
-        self.place(piece, rank, partner)
+    def best_pair(self, ranks: Iterable[int]) -> tuple[int, int]:
+        """Returns the least loaded rank, and its best partner."""
+        ranks = list(ranks)
+        first = min(ranks, key=self._load.__getitem__)
+        return first, self.best_partner(first, ranks)
 
-    def _best_partner(self, first: int, ranks: Sequence[int]) -> int:
-        """Returns the best of `ranks` to hold a piece together with `first`. It is called for each
-        piece."""
-        load, shared = self._load, self._shared[first]
-        distances = self._distances[first]
-        full = self._limit + 2 * self._largest
+    def best_partner(self, first: int, ranks: Iterable[int]) -> int:
+        """Returns the best of `ranks` to hold a piece together with `first`."""
+        load, shared, distances = self._load, self._shared[first], self._distances[first]
+        full = self._part + 2 * self._largest
         # Loads that differ by less than a piece count as equal, or the same pairs meet every time.
         light = min(load) + self._largest
-        best, least = -1, None
-        for rank in ranks:
-            if rank == first:
-                continue
-            mine = load[rank]
-            more = mine - light if mine > light else 0
-            rating = mine > full, -distances[rank], more, shared[rank]
-            if least is None or rating < least:
-                best, least = rank, rating
-        return best
+
+        def rating(rank: int) -> tuple[bool, int, int, int]:
+            return load[rank] > full, -distances[rank], max(light, load[rank]), shared[rank]
+
+        return min((rank for rank in ranks if rank != first), key=rating)
 
     def balance(self) -> None:
-        """Moves copies from ranks with more than their part to those with less."""
-        while (move := self._next_move()) is not None:
-            pair, index, rank, receiver = move
-            self._move(pair, index, rank, receiver)
+        """Moves copies from the rank with the most to the one with the least. Of the copies, that
+        which brings both holders farthest from each other, and after which pairs share most
+        evenly."""
+        while True:
+            giver = max(self._ranks, key=self._load.__getitem__)
+            receiver = min(self._ranks, key=self._load.__getitem__)
+            if self._load[giver] - self._load[receiver] <= 2 * self._largest:
+                return
 
-    def _move(self, pair: tuple[int, int], index: int, rank: int, receiver: int) -> None:
-        piece = self._pieces[pair].pop(index)
-        self._count(*pair, -self._sizes[piece])
-        self.place(piece, receiver, _other(pair, rank))
+            def rating(piece: int, giver: int = giver, receiver: int = receiver) -> Any:
+                (other,) = self._pairs[piece] - {giver}
+                nearer = self._distances[other][giver] - self._distances[other][receiver]
+                more = self._shared[other][receiver] - self._shared[other][giver]
+                return nearer, more, piece
+
+            # There is one, since the giver has more than what both hold.
+            movable = (n for n in self._of_rank[giver] - self._of_rank[receiver] if self._sizes[n])
+            self._move(min(islice(movable, _LOOKED_AT), key=rating), giver, receiver)
 
     def separate(self) -> None:
         """Moves copies to other nodes where both holders of a piece are on one, as after joins that
         came one by one: the first members had to hold what others hold now. Loads stay as even as
         they are, so a node that gives a copy away takes one of a piece of which it has none. If it
         has more than half of the members, there is none left for some of its pieces."""
-        for node in self._nodes():
-            near = [p for p in self._pieces if p[0] in node and p[1] in node and self._pieces[p]]
-            if not near or len(node) == len(self._ranks):
-                continue
-            far = [p for p in self._pieces if p[0] not in node and p[1] not in node]
-            # The last ones first: there an exchange separates both pieces.
-            far.sort(key=lambda p: (self._distances[p[0]][p[1]] == 0, p))
+        for node in sorted({tuple(r for r in self._ranks if not d[r]) for d in self._distances}):
+            near = [n for n, pair in enumerate(self._pairs) if pair <= set(node)]
             outside = [rank for rank in self._ranks if rank not in node]
-            for pair in near:
-                while self._pieces[pair] and (
-                    self._give_away(pair, outside)
-                    or self._exchange(pair, far)
-                    or self._take(pair, far)
-                ):
-                    while far and not self._pieces[far[-1]]:
-                        far.pop()
+            if not near or not outside:
+                continue
+            far = [n for n, pair in enumerate(self._pairs) if pair.isdisjoint(node)]
+            # The last ones first: there an exchange separates both pieces.
+            far.sort(key=lambda n: not self._is_apart(n))
+            for piece in near:
+                if not self._give_away(piece, outside):
+                    self._exchange(piece, far)
 
-    def _nodes(self) -> list[set[int]]:
-        found = {tuple(r for r in self._ranks if row[r] == 0) for row in self._distances}
-        return [set(node) for node in sorted(found)]
+    def _is_apart(self, piece: int) -> bool:
+        one, other = self._pairs[piece]
+        return self._distances[one][other] > 0
 
-    def _give_away(self, pair: tuple[int, int], outside: Sequence[int]) -> bool:
-        """Moves a copy of a piece of `pair` to a rank on another node, if one has room for it."""
-        index = len(self._pieces[pair]) - 1
-        size = self._sizes[self._pieces[pair][index]]
-        giver = max(pair, key=self._load.__getitem__)
+    def _give_away(self, piece: int, outside: Sequence[int]) -> bool:
+        """Moves a copy of a piece to a rank on another node, if one has room for it."""
+        giver = max(sorted(self._pairs[piece]), key=self._load.__getitem__)
         receiver = min(outside, key=self._load.__getitem__)
+        size = self._sizes[piece]
         if not self._stays_even({giver: -size, receiver: size}):
             return False
-        self._move(pair, index, giver, receiver)
+        self._move(piece, giver, receiver)
         return True
 
-    def _exchange(self, pair: tuple[int, int], far: Sequence[tuple[int, int]]) -> bool:
-        """Exchanges a copy of a piece of `pair` for one of a piece of `far`."""
-        index = len(self._pieces[pair]) - 1
-        size = self._sizes[self._pieces[pair][index]]
+    def _exchange(self, piece: int, far: list[int]) -> None:
+        """Exchanges a copy of a piece for one of a piece of `far`, which has one less then."""
         for other in reversed(far):
-            for theirs in range(len(self._pieces[other]) - 1, -1, -1):
-                more = self._sizes[self._pieces[other][theirs]] - size
-                for giver, receiver in product(pair, other):
-                    if self._stays_even({giver: more, receiver: -more}):
-                        self._move(other, theirs, receiver, giver)
-                        self._move(pair, index, giver, receiver)
-                        return True
-        return False
-
-    def _take(self, pair: tuple[int, int], far: Sequence[tuple[int, int]]) -> bool:
-        """Moves a copy of a piece of `far` to a rank of `pair`, which can give more away then."""
-        receiver = min(pair, key=self._load.__getitem__)
-        for other in reversed(far):
-            giver = max(other, key=self._load.__getitem__)
-            for index in range(len(self._pieces[other]) - 1, -1, -1):
-                size = self._sizes[self._pieces[other][index]]
-                if self._stays_even({giver: -size, receiver: size}):
-                    self._move(other, index, giver, receiver)
-                    return True
-        return False
+            more = self._sizes[other] - self._sizes[piece]
+            for giver, receiver in product(*map(sorted, (self._pairs[piece], self._pairs[other]))):
+                if self._stays_even({giver: more, receiver: -more}):
+                    self._move(other, receiver, giver)
+                    self._move(piece, giver, receiver)
+                    far.remove(other)
+                    return
 
     def _stays_even(self, more: Mapping[int, int]) -> bool:
         """Returns whether loads differ by at most two pieces if ranks get so many bytes more, or by
@@ -226,91 +205,34 @@ class _Assignment:
         now = max(self._load) - min(self._load)
         return max(after) - min(after) <= max(2 * self._largest, now)
 
-    def holders(self, alone: Mapping[int, int]) -> list[Holders]:
-        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes. A
-        rank is the primary of what it `alone` holds now, unless some rank would have notably more
-        for it: all members reserve memory by the largest part."""
-        kept, most = self._primaries(alone)
-        free, least = self._primaries({})
-        more = max(_MORE_BYTES, self._limit // (2 * _MORE_PART))
-        return kept if most <= least + more else free
+    def with_primaries(self, kept: Mapping[int, int]) -> list[Holders]:
+        """Returns the pairs. The primaries are chosen so that each rank has equally many bytes, but
+        for those in `kept`, by piece, as long as they have at most a piece more."""
+        load, chosen = [0] * len(self._ranks), [Holders(0, None)] * len(self._pairs)
 
-    def _primaries(self, alone: Mapping[int, int]) -> tuple[list[Holders], int]:
-        """Returns the pairs, and the most bytes of which a rank is the primary. It is that of what
-        it `alone` holds up to its part less a piece, so that the others even out what is left."""
-        pairs = {piece: pair for pair, pieces in self._pieces.items() for piece in pieces}
-        load = [0] * len(self._ranks)
-        given: dict[int, Holders] = {}
-        for piece, rank in alone.items():
-            one, other = pairs[piece]
-            upto = load[rank] + self._sizes[piece] + self._largest
-            if rank in (one, other) and 2 * upto <= self._limit:
-                given[piece] = Holders(rank, other if rank == one else one)
-                load[rank] += self._sizes[piece]
-        order = sorted(pairs.keys() - given.keys(), key=lambda n: (-self._sizes[n], n))
-        chosen: dict[int, Holders] = {}
-        for piece in order:
-            less, more = sorted(pairs[piece], key=lambda rank: (load[rank], rank))
-            load[less] += self._sizes[piece]
-            chosen[piece] = Holders(less, more)
-        improved = True
-        while improved:
-            improved = False
-            for piece, (primary, backup) in chosen.items():
-                assert backup is not None
-                if load[primary] - load[backup] > self._sizes[piece] > 0:
-                    load[primary] -= self._sizes[piece]
-                    load[backup] += self._sizes[piece]
-                    chosen[piece], improved = Holders(backup, primary), True
-        chosen |= given
-        return [chosen[piece] for piece in range(len(self._sizes))], max(load)
+        def choose(piece: int, primary: int, backup: int) -> None:
+            load[primary] += self._sizes[piece]
+            chosen[piece] = Holders(primary, backup)
 
-    def _next_move(self) -> tuple[tuple[int, int], int, int, int] | None:
-        """Returns a pair, the index of one of its pieces, which of the two gives it up, and who
-        receives it; or None if the loads are balanced."""
-        by_load = sorted(self._ranks, key=lambda rank: (self._load[rank], rank))
-        least, most = self._load[by_load[0]], self._load[by_load[-1]]
-        givers = [r for r in reversed(by_load) if self._load[r] > most - self._largest]
-        receivers = [r for r in by_load if self._load[r] < least + self._largest]
-        for may_come_closer in (False, True):
-            for some in ((givers[:_LOOKED_AT], receivers[:_LOOKED_AT]), (by_load, by_load)):
-                if (move := self._best_move(*some, may_come_closer)) is not None:
-                    return move
-        return None
+        def even_out(pieces: Collection[int], tolerance: int) -> None:
+            improved = True
+            while improved:
+                improved = False
+                for piece in pieces:
+                    (primary, backup), size = chosen[piece], self._sizes[piece]
+                    assert backup is not None
+                    if load[primary] - load[backup] > size + tolerance > 0:
+                        load[primary] -= size
+                        choose(piece, backup, primary)
+                        improved = True
 
-    def _best_move(
-        self, givers: Sequence[int], receivers: Sequence[int], may_come_closer: bool
-    ) -> tuple[tuple[int, int], int, int, int] | None:
-        """Returns the move that brings the two holders farthest from each other, and after which
-        pairs share most evenly. `may_come_closer`: the two may then share a node that they did not
-        share before."""
-        tolerance, distances = 2 * self._largest, self._distances
-        moves = [
-            (
-                distances[other][giver] - distances[other][receiver],
-                self._shared[other][receiver] - self._shared[other][giver],
-                giver,
-                receiver,
-                other,
-            )
-            for giver in givers
-            for receiver in receivers
-            if self._load[giver] - self._load[receiver] > tolerance
-            for other in self._ranks
-            if other not in (giver, receiver)
-            and (may_come_closer or distances[other][giver] <= distances[other][receiver])
-        ]
-        for _, _, giver, receiver, other in sorted(moves):
-            pair, gap = _pair(giver, other), self._load[giver] - self._load[receiver]
-            for index in range(len(self._pieces[pair]) - 1, -1, -1):
-                if 0 < self._sizes[self._pieces[pair][index]] < gap:
-                    return pair, index, giver, receiver
-        return None
-
-
-def _other(pair: tuple[int, int], rank: int) -> int:
-    return pair[0] if pair[1] == rank else pair[1]
-
-
-def _pair(one: int, other: int) -> tuple[int, int]:
-    return (one, other) if one < other else (other, one)
+        kept = {piece: rank for piece, rank in kept.items() if rank in self._pairs[piece]}
+        for piece, rank in kept.items():
+            choose(piece, rank, *(self._pairs[piece] - {rank}))
+        others = sorted({*range(len(self._pairs))} - kept.keys(), key=lambda n: -self._sizes[n])
+        for piece in others:
+            choose(piece, *sorted(self._pairs[piece], key=lambda rank: (load[rank], rank)))
+        even_out(others, 0)
+        even_out(kept, self._largest)
+        even_out(others, 0)
+        return chosen
