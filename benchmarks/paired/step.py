@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ class Case:
     virtual: int
     steps: int  # of a turn
     clip_norm: float | None = None
+    sharding: Literal["optimizer"] | None = None
 
 
 _CASES = {
@@ -34,7 +35,8 @@ _CASES = {
     "GPT 0.9M, 2 workers, V = 8": Case("GPT", 2, 8, 5),
 }
 CASES = _CASES | {
-    f"{name}, clip_norm": replace(case, clip_norm=1.0) for name, case in _CASES.items()
+    **{f"{name}, clip_norm": replace(case, clip_norm=1.0) for name, case in _CASES.items()},
+    "GPT 0.9M, 3 workers, V = 3, sharded": Case("GPT", 3, 3, 8, sharding="optimizer"),
 }
 
 
@@ -76,6 +78,7 @@ def run(folder: str, name: str) -> None:
             threads_per_worker=1,
         ),
         max_steps=1_000_000,
+        sharding=case.sharding,
     )
     if local:
         torch.set_num_threads(1)

@@ -11,7 +11,7 @@ The elements are counted in the order in which they lie in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,18 +51,6 @@ class UnitLayout:
     def of_parameter(self, number: int) -> range:
         """Returns the numbers of a parameter's units. A parameter without elements has none."""
         return range(self._first_unit[number], self._first_unit[number + 1])
-
-    def owned_together(self, whole: Collection[int]) -> list[range]:
-        """Returns the units that need one owner each, in order: all units of a parameter in
-        `whole`, and each other unit by itself."""
-        together: list[range] = []
-        for number in range(len(self._first_unit) - 1):
-            units = self.of_parameter(number)
-            if number in whole:
-                together += [units] if units else []
-            else:
-                together += [range(unit, unit + 1) for unit in units]
-        return together
 
     def pieces(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns for each unit a view of shape (last - first,) into the tensor of its parameter.

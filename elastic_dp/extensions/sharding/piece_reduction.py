@@ -1,24 +1,40 @@
 """The exchange of gradients where each member updates its pieces: it gets the sums of these alone.
 
 With one member or two, all hold everything, and it is an exchange as without sharding.
+
+What is received first of all buckets is in one piece of memory for each dtype. Then it is free
+until the next step, for the updated parameters of all members. What a member needs of the finished
+sums is in another piece. A generation uses the memory of the last one again, unless an operation
+may still access it.
+
+Each primary computes the sums of squares of its units. All members gather them, and everyone folds
+them along the tree of `gradient_norm.py`: the norm has the bits of that of the whole gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from elastic_dp.distributed.cross_worker_reduction import BucketReduction
+from elastic_dp.distributed.cross_worker_reduction import BucketReduction, GradientBufferPool
 from elastic_dp.distributed.gradient_buckets import GradientBucket, GradientLayout
 from elastic_dp.distributed.gradient_exchange import GradientExchange
-from elastic_dp.distributed.gradient_norm import NO_CLIPPING, GradientClipping
+from elastic_dp.distributed.gradient_norm import (
+    NO_CLIPPING,
+    GradientClipping,
+    GradientNorm,
+    fold_squares,
+    squares_of_units,
+)
+from elastic_dp.distributed.gradient_units import elements_per_unit
 from elastic_dp.distributed.piece_assignment import Holders
-from elastic_dp.distributed.piece_routes import HeldRanges
-from elastic_dp.extensions.sharding.piece_norm import GatheredNorm, PieceNorm
+from elastic_dp.distributed.piece_routes import HeldRanges, PieceRoute, piece_route
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.extensions.sharding.pieces import StatePiece
-from elastic_dp.extensions.sharding.received_memory import BucketMemory, ReceivedMemory
 
 
 class Holding(Protocol):
@@ -43,44 +59,131 @@ class PieceReduction(GradientExchange):
         writes_to_gradients: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(parameters, clipping=clipping, writes_to_gradients=writes_to_gradients)
-        self._holding, self._received = holding, ReceivedMemory()
-        self._memory: Mapping[int, BucketMemory] = {}  # by bucket; empty: all hold everything
-        self._norms: PieceNorm | None = None  # of this generation
+        self._holding, self._received_pool = holding, GradientBufferPool()
+        # By bucket: memory for what is received first, the route, and memory for what this member
+        # needs of the finished sum. Empty: all hold everything.
+        self._memory: dict[int, tuple[torch.Tensor, PieceRoute, torch.Tensor]] = {}
+        # By dtype: memory that is free from `finish` until the next step begins.
+        self.received_memory: dict[torch.dtype, torch.Tensor] = {}
+        self._finished_sums: list[torch.Tensor] = []  # memory for them
+        # Of a small model twice what is needed is reserved, since the next generation may need
+        # more, and touching new memory takes milliseconds in which all wait. What is not touched
+        # costs none.
+        self._is_small = False
+        self._own_pieces: list[int] = []  # those of which this rank is the primary
+        self._own_units = torch.empty(0)  # their units
         self._held: dict[int, torch.Tensor] = {}
         self.used: set[torch.nn.Parameter] = set()  # those with a gradient
+
+    # ----------------------------------------------------------------------- generation
 
     def preallocate(self, layout: GradientLayout, virtual_workers: int) -> None:
         # What is received lies in one piece of memory.
         self._pool.preallocate(layout.buckets, virtual_workers, receives=False)
 
     def close(self) -> None:
-        self._received.close()
+        if self._plan is not None:
+            flying = self._plan.on_host.in_flight  # also of what lies elsewhere
+            kept = [*self.received_memory.values()]
+            if self._is_small:  # or else they are not kept until the next generation
+                kept += self._finished_sums
+            for memory in kept:
+                self._received_pool.give_back_later(
+                    [memory], partial(_is_left_alone, memory, flying)
+                )
+        self._memory, self.received_memory, self._finished_sums = {}, {}, []
         super().close()
-        self._memory = {}
-
-    @property
-    def received_memory(self) -> Mapping[torch.dtype, torch.Tensor]:
-        """Memory by dtype that is free from `finish` until the next step begins."""
-        return self._received.by_dtype
 
     def _is_withheld(self) -> bool:
-        return super()._is_withheld() or (self.is_large and self._received.is_withheld)
+        return super()._is_withheld() or (self.is_large and self._received_pool.is_withheld)
 
     def _allocate(self) -> None:
         assert self._plan is not None
+        self._buckets, self._memory = [], {}
+        self.received_memory, self._finished_sums = {}, []
+        self._received_pool.collect()
         needed = self._holding.needed()
-        self._buckets = []
-        self._memory = self._received.open(self._plan, self._layout.buckets, needed)
+        if needed is not None:
+            self._lay_out(needed)
+            self._find_own_units()
+        self._received_pool.clear()
         super()._allocate()
         if self._memory:
             self._pool.clear()  # there is other memory to receive in
-            holding = self._holding
-            self._norms = PieceNorm(self._plan.on_host, self._all, holding.pieces, holding.holders)
+
+    def _lay_out(self, needed: HeldRanges) -> None:
+        plan, buckets = self._plan, self._layout.buckets
+        assert plan is not None
+        self._is_small = not plan.on_device and not self.is_large
+        routes = [self._route(bucket, needed) for bucket in buckets]
+        pieces: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.rounding.dtype for bucket in buckets}:
+            alike = [b.number for b in buckets if b.rounding.dtype == dtype]
+            memory, parts = self._take(dtype, {n: sum(routes[n].received) for n in alike})
+            pieces |= parts
+            self._finished_sums.append(memory)
+        first: dict[int, torch.Tensor] = {}
+        for dtype in {bucket.dtype for bucket in buckets}:
+            # Sums that are rounded lie in that memory, too.
+            sizes = {
+                b.number: math.ceil(
+                    plan.first_received(b) * b.rounding.dtype.itemsize / dtype.itemsize
+                )
+                for b in buckets
+                if b.dtype == dtype
+            }
+            updated = plan.group.world_size * _most_updated(plan.group.world_size, dtype, needed)
+            memory, parts = self._take(dtype, sizes, at_least=updated)
+            first |= {n: part.view(buckets[n].rounding.dtype) for n, part in parts.items()}
+            self.received_memory[dtype] = memory
+        self._memory = {n: (first[n], route, pieces[n]) for n, route in enumerate(routes)}
+
+    def _route(self, bucket: GradientBucket, needed: HeldRanges) -> PieceRoute:
+        """Returns where the finished parts of a bucket go."""
+        plan = self._plan
+        assert plan is not None and plan.rounds, "a sum that is not divided is needed by all"
+        rounding, ranges = bucket.rounding, []
+        for p, cut in zip(bucket.parameters, bucket.cuts, strict=False):
+            at = cut * rounding.block
+            for one in needed.get(p, ()):
+                ranges.append(one._replace(first=at + one.first, last=at + one.last))
+        return piece_route(
+            plan.group.rank,
+            plan.group.world_size,
+            plan.chunk_blocks(bucket),
+            ranges,
+            bucket.blocks,
+            block=rounding.block,
+            record=rounding.record,
+        )
+
+    def _take(
+        self, dtype: torch.dtype, sizes: Mapping[int, int], at_least: int = 0
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Returns memory, and the parts of it of these sizes, by bucket."""
+        numel, device = sum(sizes.values()), self._layout.buckets[next(iter(sizes))].device
+        needed = max(numel, at_least)
+        memory = self._received_pool.take(dtype, device, needed, needed if self._is_small else 0)
+        return memory, dict(zip(sizes, memory[:numel].split([*sizes.values()]), strict=True))
+
+    def _find_own_units(self) -> None:
+        assert self._plan is not None
+        holding, rank = self._holding, self._plan.group.rank
+        own = [n for n, one in enumerate(holding.holders) if one.primary == rank]
+        self._own_pieces = [n for n in own if holding.pieces[n].numel]
+        units: list[int] = []
+        for piece in (holding.pieces[n] for n in self._own_pieces):
+            size = elements_per_unit(self._all[piece.parameter].dtype)
+            of_parameter = self._units.of_parameter(piece.parameter)
+            units += of_parameter[piece.first // size : -(-piece.last // size)]
+        self._own_units = torch.tensor(units, dtype=torch.int64).to(self._all[0].device)
 
     def _reduction(self, bucket: GradientBucket) -> BucketReduction:
         assert self._plan is not None
-        given = self._memory.get(bucket.number, ())
-        return BucketReduction(self._plan, bucket, self._pool, *given)
+        first, route, pieces = self._memory.get(bucket.number, (None, None, None))
+        return BucketReduction(self._plan, bucket, self._pool, first, route, pieces)
+
+    # ----------------------------------------------------------------------------- step
 
     def _drop(self) -> None:
         super()._drop()
@@ -91,13 +194,12 @@ class PieceReduction(GradientExchange):
         if not self._memory:
             super().finish(factor, used)
             return
-        assert self._plan is not None and self._norms is not None
+        assert self._plan is not None
         sums, finite = self.sums_of_pieces(factor)
         self.used = {p for p, flag in zip(self._layout.parameters, used, strict=True) if flag}
         pieces = self._holding.pieces
         held = {n: flat for n, flat in sums.items() if self._all[pieces[n].parameter] in self.used}
-        wide = any(p.dtype == torch.float64 for p in self.used)
-        self.norm = norm = self._norms.launch(held, wide=wide, finite=finite)
+        self.norm = norm = self._begin_norm(held, finite)
         # A tensor without dimensions is clipped in another way than one of one element.
         self._held = {
             n: pieces[n].within(flat, self._all[pieces[n].parameter]) for n, flat in held.items()
@@ -124,6 +226,27 @@ class PieceReduction(GradientExchange):
                 one.scale_on_device(factor)
         return {n: flat for one in self._buckets for n, flat in one.held().items()}, finite
 
+    def _begin_norm(self, held: Mapping[int, torch.Tensor], finite: bool | None) -> GatheredNorm:
+        """`held`: the gradients of the pieces that have one, of shape (numel,). `finite`: whether
+        all their elements are; None: not known, and they are on the host. Raises GroupError."""
+        assert self._plan is not None
+        parts: list[torch.Tensor | None] = []
+        for number in self._own_pieces:
+            piece = self._holding.pieces[number]
+            size = elements_per_unit(self._all[piece.parameter].dtype)
+            flat = held.get(number)
+            parts += [None] * -(-piece.numel // size) if flat is None else flat.split(size)
+        own = squares_of_units(parts, self._own_units.device)
+        if finite is None:
+            # A square may overflow although all elements are finite.
+            finite = bool(torch.isfinite(own).all()) or all(
+                bool(torch.isfinite(flat).all()) for flat in held.values()
+            )
+        squares = own.new_zeros(max(1, len(self._units.units)))
+        squares.index_copy_(0, self._own_units, own)
+        wide = any(p.dtype == torch.float64 for p in self.used)
+        return GatheredNorm(self._plan.on_host, squares, finite=finite, wide=wide)
+
     def gradients(self) -> Mapping[Any, torch.Tensor]:
         return self._held if self._memory else super().gradients()
 
@@ -131,3 +254,44 @@ class PieceReduction(GradientExchange):
         """Sets `finite`, once the norm is on the host. Raises GroupError."""
         assert isinstance(self.norm, GatheredNorm) and self._plan is not None
         self.finite = self.norm.agree_finite(confirms=self._plan.on_device)
+
+
+class GatheredNorm(GradientNorm):
+    """A norm that the members are adding up. On a device nothing waits for it but what is launched
+    there later."""
+
+    def __init__(
+        self, group: ProcessGroup, squares: torch.Tensor, *, finite: bool, wide: bool
+    ) -> None:
+        """`squares`: of all units, 0 where another rank is the primary. `finite`: whether each
+        element that this rank holds is. Raises GroupError."""
+        super().__init__(self._arrive, wide=wide)
+        self._group, self._finite = group, finite
+        self._squares = squares.new_empty(group.world_size * squares.numel())
+        self._operation = group.transport.all_gather(self._squares, squares)
+
+    def _arrive(self) -> torch.Tensor:
+        self._group.transport.wait(self._operation)
+        return fold_squares(self._squares.view(self._group.world_size, -1).sum(0))  # x + 0 is x
+
+    def agree_finite(self, *, confirms: bool = False) -> bool:
+        """Returns whether the whole gradient is finite, the same on all members, once its norm is
+        on the host. With `confirms` it waits for all of them. Raises GroupError."""
+        assert self.value is not None
+        if math.isfinite(self.value) and not confirms:
+            return True
+        told = self._group.gather_bytes(b"1" if self._finite else b"0")
+        return math.isfinite(self.value) or all(one == b"1" for one in told)
+
+
+def _most_updated(world_size: int, dtype: torch.dtype, needed: HeldRanges) -> int:
+    """Returns the most elements of this dtype of which some rank is the primary."""
+    numel = [0] * world_size
+    for p, ranges in needed.items():
+        for one in ranges if p.dtype == dtype else ():
+            numel[one.ranks[0]] += one.last - one.first
+    return max(numel)
+
+
+def _is_left_alone(memory: torch.Tensor, operations: Iterable[Operation]) -> bool:
+    return not any(one.may_access(memory) for one in operations)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic_dp.extensions.sharding.piece_norm import GatheredNorm
-from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
+from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm, PieceReduction
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison

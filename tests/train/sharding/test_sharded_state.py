@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units
-from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm
+from elastic_dp.distributed.gradient_norm import (
+    GradientClipping,
+    gradient_norm,
+    squares_of_units,
+)
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
@@ -21,7 +25,7 @@ from elastic_dp.extensions.sharding import (
     parameter_gather,
     sharded_optimizer,
 )
-from elastic_dp.extensions.sharding.piece_norm import PieceNorm
+from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm
 from elastic_dp.extensions.sharding.piece_updates import PieceUpdates
 from elastic_dp.extensions.sharding.pieces import part_of
 from elastic_dp.extensions.sharding.shardable_optimizers import SHARDABLE_BY_NAME
@@ -98,17 +102,17 @@ class Member:
                 and (p := list(given)[piece.parameter]) in used
             }
             sharding.take_copies()
-            finite = None if sharding._group.on_device is None else True
-            wide = any(p.dtype == torch.float64 for p in used)
-            layout = sharding._parameters, sharding.pieces, sharding.holders
-            norm = PieceNorm(sharding._group, *layout).launch(held, wide=wide, finite=finite)
+            squares = squares_of_units(UnitLayout.of(given).pieces(gradients))
+            group, wide = sharding._group, any(p.dtype == torch.float64 for p in used)
+            mine = torch.zeros_like(squares) if group.rank else squares
+            norm = GatheredNorm(group, mine, finite=True, wide=wide)
             for n, piece in enumerate(sharding.pieces):
                 if n in held:
                     held[n] = piece.within(held[n], list(given)[piece.parameter])
             GradientClipping(self.clip_norm).clip(held.values(), norm)
             sharding.prepare(step, held, used, memory or {})
             self.odd = sharding.gather(norm, compares=True)
-            assert norm.agree_finite(confirms=finite is not None)
+            assert norm.agree_finite(confirms=group.on_device is not None)
         if commits:
             self.step = step
             sharding.step_ends(gradients)
