@@ -25,7 +25,7 @@ import torch
 
 from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
 from elastic_dp.distributed.abort_limit import ABORT_LIMIT_S, end_process
-from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_connection import DeviceConnection, pause_before
 from elastic_dp.errors import CollectiveFailed
 
 if TYPE_CHECKING:
@@ -69,20 +69,26 @@ class DeviceTransport:
     def __init__(self, group: ProcessGroup, accelerator: Accelerator) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self._group, self.accelerator = group, accelerator
-        self._connection: DeviceConnection | None = None
+        self._attempt: Callable[[int], DeviceConnection] | None = None  # begins one
+        self._connections: list[DeviceConnection] = []  # of all attempts; the last one counts
         self._switched = False  # all members agreed to use the communicator
         self._news: list[str] = []  # what the user has not been told yet
-        self._failures = 0  # attempts to connect that were given up
         self._unsent: deque[StagedOperation] = deque()
         self._staged: list[StagedOperation] = []  # since the last event that has passed
         self._unconfirmed: list[DeviceOperation] = []  # the same
 
     # ------------------------------------------------------------------------- the communicator
 
-    def connect(self, connection: DeviceConnection) -> None:
-        self._connection = connection
+    def connect(self, attempt: Callable[[int], DeviceConnection]) -> None:
+        """`attempt` begins the attempt with this number, from 0."""
+        self._attempt = attempt
+        self._connections.append(attempt(len(self._connections)))
         if self._group.aborted:
-            connection.abort()
+            self.abort()
+
+    @property
+    def _connection(self) -> DeviceConnection | None:
+        return self._connections[-1] if self._connections else None
 
     @property
     def connected(self) -> bool:
@@ -94,23 +100,24 @@ class DeviceTransport:
 
         `connected`: the communicator stands on all members. `why_not`: connecting failed on one.
         """
-        if self._connection is None or self._switched:
+        if self._attempt is None or self._switched:
             return
+        attempts = len(self._connections)
         if connected:
             self.switch()
-            if self._failures:
-                tried = self._failures + 1
+            if attempts > 1:
                 self._news.append(
-                    f"the devices are connected, at attempt {tried}: gradients use them from step "
-                    f"{step + 1} on"
+                    f"the devices are connected, at attempt {attempts}: gradients use them from "
+                    f"step {step + 1} on"
                 )
         elif why_not is not None:
-            pause_s = self._connection.try_again()
-            self._failures += 1
-            if self._failures == 1:
+            self.check_connection()
+            self.abort()
+            self.connect(self._attempt)
+            if attempts == 1:
                 self._news.append(
                     f"{why_not}. Gradients travel through the host meanwhile; the next attempt "
-                    f"begins in {pause_s:g} s"
+                    f"begins in {pause_before(attempts):g} s"
                 )
 
     def switch(self) -> None:
@@ -245,9 +252,8 @@ class DeviceTransport:
 
     def release(self) -> Any:
         """Returns what must be dropped on a thread of its own: to destroy a communicator blocks."""
-        kept = self._connection, self._unconfirmed
-        self._connection = None
-        self._unconfirmed = []
+        kept = self._connections, self._unconfirmed
+        self._attempt, self._connections, self._unconfirmed = None, [], []
         return kept
 
     def _poll(self, event: DeviceEvent) -> None:

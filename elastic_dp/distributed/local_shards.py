@@ -4,13 +4,11 @@ A parameter may be a `DTensor`, as torch's `fully_shard` makes it. Its other par
 other processes of this worker. Sums, copies and digests here are of the local parts: an operation
 on the whole tensor would be a collective that all of those processes must call.
 
-The mesh of a tensor has all processes of the worker, or, if `fully_shard` alone has sharded it,
-those with one place in tensor parallelism. Then the processes beside them have the same parts.
+The mesh of a tensor has all processes of the worker, and is of one dimension.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -21,30 +19,6 @@ import torch.distributed as dist
 def is_sharded(tensor: Any) -> bool:
     """Returns whether this is a `DTensor`, without an import of what defines it."""
     return hasattr(tensor, "_local_tensor")
-
-
-def first_holder(tensor: Any, process: int) -> int:
-    """Returns the first process of a worker that has the same part of a tensor as `process`."""
-    return sum(process // step % size * step for _, size, step in _divisions(tensor))
-
-
-def _divisions(tensor: Any) -> list[tuple[int, int, int]]:
-    """Returns for each dimension of the mesh over which a tensor is sharded that of the tensor, the
-    number of parts, and how far apart the processes are that have neighbouring ones."""
-    if not is_sharded(tensor):
-        return []
-    placed = zip(tensor.placements, _sizes_and_steps(tensor.device_mesh), strict=True)
-    return [(p.dim, size, step) for p, (size, step) in placed if not p.is_replicate()]
-
-
-@functools.lru_cache
-def _sizes_and_steps(mesh: Any) -> list[tuple[int, int]]:
-    ranks = mesh.mesh
-    steps = (ranks.diff(dim=d).flatten() for d in range(ranks.ndim))
-    return [
-        (size, int(step[0]) if size > 1 else 1)
-        for size, step in zip(ranks.shape, steps, strict=True)
-    ]
 
 
 def local_of(tensor: Any) -> Any:
@@ -62,9 +36,8 @@ def whole_of(tensor: Any) -> Any:
     if not is_sharded(tensor):
         return tensor
     mine = tensor._local_tensor.detach().cpu().contiguous()
-    rank = dist.get_rank()
-    if rank > 0:
-        if mine.numel() and first_holder(tensor, rank) == rank:
+    if dist.get_rank() > 0:
+        if mine.numel():
             dist.send(mine, 0)
         return None
     if mine.shape == tensor.shape:
@@ -72,12 +45,11 @@ def whole_of(tensor: Any) -> Any:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for process in range(dist.get_world_size()):
         part, arrived = _view_of(whole, tensor, process), mine
-        if first_holder(tensor, process) < process or not part.numel():
-            continue
-        if process > 0:
+        if process > 0 and part.numel():
             arrived = torch.empty_like(part, memory_format=torch.contiguous_format)
             dist.recv(arrived, process)
-        part.copy_(arrived)
+        if part.numel():
+            part.copy_(arrived)
     return whole
 
 
@@ -103,11 +75,9 @@ def part_of(whole: torch.Tensor, like: torch.Tensor, process: int) -> torch.Tens
 
 
 def _view_of(whole: torch.Tensor, like: Any, process: int) -> torch.Tensor:
-    # Tensor parallelism is the last dimension of a mesh, and `fully_shard` divides what it leaves.
-    for dim, size, step in reversed(_divisions(like)):
-        parts, number = torch.chunk(whole, size, dim), process // step % size
-        whole = parts[number] if number < len(parts) else whole.narrow(dim, 0, 0)
-    return whole
+    (placement,) = like.placements
+    parts = torch.chunk(whole, like.device_mesh.size(), placement.dim)
+    return parts[process] if process < len(parts) else whole.narrow(placement.dim, 0, 0)
 
 
 def placed_like(gradient: Any, parameter: Any) -> Any:

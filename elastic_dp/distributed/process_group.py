@@ -35,7 +35,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.abandoned_groups import Abandoned, AbandonedGroups
-from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceConnection
+from elastic_dp.distributed.device_connection import (
+    CONNECTING_LIMIT_S,
+    DeviceConnection,
+    pause_before,
+)
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gloo_device import GlooDevice
@@ -436,15 +440,17 @@ def connect_devices(
         return
     rank, world_size, timeout = group.rank, group.world_size, timedelta(seconds=timeout_s)
 
-    def open_store(attempt: int) -> dist.Store:
-        name = GroupName(generation, f"devices-{attempt}", rendezvous.process)
-        return rendezvous.store(name, rank, world_size, timeout)
+    accelerator = group.on_device.accelerator
 
-    connection = DeviceConnection(
-        group.on_device.accelerator,
-        open_store,
-        rank=rank,
-        world_size=world_size,
-        timeout_s=timeout_s,
-    )
-    group.on_device.connect(connection.start())
+    def begin(attempt: int) -> DeviceConnection:
+        name = GroupName(generation, f"devices-{attempt}", rendezvous.process)
+        return DeviceConnection(
+            accelerator,
+            lambda: rendezvous.store(name, rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            pause_s=pause_before(attempt),
+        ).start()
+
+    group.on_device.connect(begin)

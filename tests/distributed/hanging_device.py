@@ -30,10 +30,41 @@ class Hanging:
         return None
 
 
-class OfHanging(SimulatedAccelerator):
-    def __init__(self, *, hangs: bool = False) -> None:
+class NeverConnects(Hanging):
+    def __init__(self) -> None:
         super().__init__()
-        self.made = Hanging()
+        self.connecting = threading.Event()
+
+    def connect(self, check):
+        self.connecting.set()
+        while True:
+            check()
+
+
+class Locking(Hanging):
+    """Like torch's: connecting holds the lock that an abort needs. What comes `afterwards` may ask
+    whether the attempt goes on."""
+
+    def __init__(self, afterwards: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__()
+        self.lock, self.connecting = threading.Lock(), threading.Event()
+        self.afterwards = afterwards
+
+    def connect(self, check):
+        with self.lock:
+            self.connecting.set()
+            self.may_end.wait(PATIENCE_S)
+        self.afterwards(check)
+
+    def abort(self):
+        with self.lock:
+            self.aborting.set()
+
+
+class OfHanging(SimulatedAccelerator):
+    def __init__(self, made: Any = None, *, hangs: bool = False) -> None:
+        super().__init__()
+        self.made = made or Hanging()
         if not hangs:
             self.made.may_end.set()
 
@@ -52,5 +83,5 @@ class Keys(dict):
 
 def connection(accelerator, keys, *, timeout_s=PATIENCE_S, world_size=2):
     return DeviceConnection(
-        accelerator, lambda attempt: keys, rank=0, world_size=world_size, timeout_s=timeout_s
+        accelerator, lambda: keys, rank=0, world_size=world_size, timeout_s=timeout_s
     ).start()

@@ -17,7 +17,7 @@ from elastic_dp.device import nccl_communicator
 from elastic_dp.distributed import abort_limit, device_connection
 from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
 from elastic_dp.errors import FormingFailed, GroupAborted
-from tests.distributed.hanging_device import Hanging, Keys, OfHanging, connection
+from tests.distributed.hanging_device import Keys, Locking, NeverConnects, OfHanging, connection
 from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
@@ -31,120 +31,56 @@ def test_connecting_says_that_members_are_missing():
     late.check()  # the generation goes on
 
 
-class NeverConnects(Hanging):
-    def __init__(self) -> None:
-        super().__init__()
-        self.connecting = threading.Event()
-
-    def connect(self, check):
-        self.connecting.set()
-        while True:
-            check()
-
-    def abort(self):
-        self.aborting.set()
-
-
 @pytest.mark.parametrize("ends_by", ["abort", "time"])
 def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
-    accelerator = OfHanging()
-    accelerator.made = never = NeverConnects()
-    one = connection(accelerator, Keys(OTHER), timeout_s=1.0)  # long enough to begin
+    never = NeverConnects()
+    one = connection(OfHanging(never), Keys(OTHER), timeout_s=1.0)  # long enough to begin
     assert never.connecting.wait(PATIENCE_S)
-    if ends_by == "abort":
-        one.abort()
-        assert one.failure() is None
-    else:
+    if ends_by == "time":
         assert eventually(one.failure) == "connecting the devices takes more than 1 s"
         assert not never.aborting.is_set()  # that the members must agree on
-        one.try_again()
-    assert never.aborting.wait(PATIENCE_S)
-    assert one.communicator is None
-
-
-def test_connecting_ends_by_an_abort_while_it_waits_for_others():
-    one = connection(OfHanging(), Keys())
     one.abort()
-    eventually(lambda: not one._thread.is_alive())
+    assert never.aborting.wait(PATIENCE_S)
+    assert (one.communicator, one.failure()) == (None, None)
 
 
-class Locking(Hanging):
-    """Like torch's: connecting holds the lock that an abort needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock, self.connecting = threading.Lock(), threading.Event()
-
-    def connect(self, check):
-        with self.lock:
-            self.connecting.set()
-            self.may_end.wait(PATIENCE_S)
-        check()
-
-    def abort(self):
-        with self.lock:
-            self.aborting.set()
+def connecting_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "connecting"]
 
 
-def while_it_connects(communicator):
-    """A connection whose communicator connects until its `may_end` is set."""
-    accelerator = OfHanging()
-    accelerator.made = communicator
-    communicator.may_end.clear()
-    one = connection(accelerator, Keys(OTHER))
-    assert communicator.connecting.wait(PATIENCE_S)
-    return one
+@pytest.mark.parametrize("pause_s", [0.0, PATIENCE_S])
+def test_connecting_ends_by_an_abort_while_it_waits(pause_s):
+    """For others, or for its begin."""
+    one = DeviceConnection(
+        OfHanging(), Keys, rank=0, world_size=2, timeout_s=PATIENCE_S, pause_s=pause_s
+    ).start()
+    one.abort()
+    eventually(lambda: not connecting_threads())
 
 
-def test_connecting_that_blocks_an_abort_ends_no_process(monkeypatch):
-    """A peer is lost while NCCL connects: its members go on, and nobody waits for the library."""
+def fails(check):
+    raise RuntimeError("no route to a peer")
+
+
+@pytest.mark.parametrize(
+    "afterwards", [lambda check: check(), lambda check: None, fails], ids=["asks", "late", "fails"]
+)
+def test_connecting_that_blocks_an_abort_ends_no_process(afterwards, monkeypatch):
+    """A peer is lost while NCCL connects: its members go on, and nobody waits for the library. What
+    it does afterwards, also without asking whether the attempt goes on, changes nothing."""
     monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.05)
-    exited = threading.Event()
+    exited, locking = threading.Event(), Locking(afterwards)
     monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
-    locking = Locking()
-    one = while_it_connects(locking)
+    accelerator = OfHanging(locking)
+    locking.may_end.clear()
+    one = connection(accelerator, Keys(OTHER))
+    assert locking.connecting.wait(PATIENCE_S)
     one.abort()
     assert not exited.wait(0.2)
     locking.may_end.set()
     assert locking.aborting.wait(PATIENCE_S)
-    assert one.communicator is None
-
-
-class ConnectsLate(Locking):
-    """A library that does not ask whether the attempt goes on."""
-
-    def connect(self, check):
-        super().connect(lambda: None)
-
-
-@pytest.mark.parametrize("end", [DeviceConnection.abort, DeviceConnection.try_again])
-def test_communicator_that_connects_when_its_attempt_has_ended_is_aborted(end):
-    late = ConnectsLate()
-    one = while_it_connects(late)
-    end(one)
-    late.may_end.set()
-    assert late.aborting.wait(PATIENCE_S)
-    assert one.communicator is None
-    one.abort()
-
-
-class FailsLate(Locking):
-    def connect(self, check):
-        super().connect(lambda: None)
-        raise RuntimeError("no route to a peer")
-
-
-def test_error_of_an_attempt_that_has_ended_is_not_one_of_the_next(monkeypatch):
-    """The library gives up when the members have agreed to try again."""
-    monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", PATIENCE_S)
-    late = FailsLate()
-    one = while_it_connects(late)
-    one.try_again()
-    ended = threading.Event()
-    monkeypatch.setattr(one, "_next_attempt", lambda last: ended.set())
-    late.may_end.set()
-    assert ended.wait(PATIENCE_S)
-    assert one.failure() is None
+    eventually(lambda: not connecting_threads())
+    assert (one.communicator, one.failure()) == (None, None)
 
 
 def test_communicator_that_was_aborted_is_destroyed_with_its_connection(monkeypatch):
@@ -156,7 +92,8 @@ def test_communicator_that_was_aborted_is_destroyed_with_its_connection(monkeypa
     made = weakref.ref(accelerator.made)
     del accelerator.made
     held[0].abort()
-    held[0]._thread.join(PATIENCE_S)
+    held[0].abort()
+    eventually(lambda: not connecting_threads())
     assert made() is not None
     held.clear()
     assert made() is None
@@ -182,61 +119,29 @@ def test_connecting_broken_device_is_raised_at_once():
     accelerator.made.connect = fails
     one = connection(accelerator, Keys(OTHER))
     eventually(lambda: one._fault)
-    one.try_again()
     with pytest.raises(FormingFailed):
         one.check()
 
 
-def test_connecting_is_tried_again_after_pauses_that_grow(monkeypatch):
-    monkeypatch.setattr(device_connection, "LONGEST_PAUSE_S", 0.03)
-    monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", 0.01)
-    accelerator, errors = OfHanging(), [RuntimeError("1"), RuntimeError("2"), RuntimeError("3")]
-
-    def connect(check):
-        if errors:
-            raise errors.pop(0)
-
-    accelerator.made.connect = connect
-    one, pauses = connection(accelerator, Keys(OTHER)), []
-    for number in range(3):
-        eventually(lambda: one.failure())
-        assert len(errors) == 2 - number  # nobody tries before the members have agreed
-        pauses.append(one.try_again())
-        assert one.failure() is None
-    assert pauses == [0.01, 0.02, 0.03]
-    assert eventually(lambda: one.communicator) is accelerator.made
+def test_pauses_before_attempts_grow_up_to_a_limit():
+    pauses = [device_connection.pause_before(attempt) for attempt in range(8)]
+    assert pauses == [0.0, 30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
 
 
-def test_communicator_that_stands_is_aborted_where_the_others_try_again():
-    accelerator = OfHanging()
-    one = connection(accelerator, Keys(OTHER))
-    eventually(lambda: one.communicator)
-    one.try_again()
-    assert one.communicator is None
-    assert accelerator.made.aborting.wait(PATIENCE_S)
-
-
-def test_abort_waits_for_a_launch_and_none_begins_after_it(monkeypatch):
-    """NCCL frees the communicator, whose address the launch has."""
-    monkeypatch.setattr(device_connection, "_LAUNCH_LIMIT_S", PATIENCE_S)
-    accelerator = OfHanging()
-    one = connection(accelerator, Keys(OTHER))
-    eventually(lambda: one.communicator)
-    with one.in_use() as communicator:
-        one.abort()
-        assert not communicator.aborting.wait(0.1)
-    assert accelerator.made.aborting.wait(PATIENCE_S)
-    with pytest.raises(GroupAborted), one.in_use():
-        pass
-
-
-def test_abort_does_not_wait_long_for_a_launch_that_only_it_can_end(monkeypatch):
-    monkeypatch.setattr(device_connection, "_LAUNCH_LIMIT_S", 0.01)
+@pytest.mark.parametrize("launch_limit_s", [PATIENCE_S, 0.01])
+def test_abort_waits_for_a_launch_and_none_begins_after_it(launch_limit_s, monkeypatch):
+    """NCCL frees the communicator, whose address the launch has. But a launch that finds no room
+    on a device that spins ends by the abort only."""
+    monkeypatch.setattr(device_connection, "_LAUNCH_LIMIT_S", launch_limit_s)
     one = connection(OfHanging(), Keys(OTHER))
     eventually(lambda: one.communicator)
     with one.in_use() as communicator:
         one.abort()
-        assert communicator.aborting.wait(PATIENCE_S)
+        waits = launch_limit_s == PATIENCE_S
+        assert communicator.aborting.wait(0.1 if waits else PATIENCE_S) != waits
+    assert communicator.aborting.wait(PATIENCE_S)
+    with pytest.raises(GroupAborted), one.in_use():
+        pass
 
 
 # ----------------------------------------------------------------------------------------- NCCL

@@ -262,7 +262,7 @@ def hanging():
     """A group whose device is connected, and the communicator, whose abort hangs."""
     install(accelerator := OfHanging(hangs=True))
     group = ProcessGroup(None, 0, 2, CPU)
-    group.on_device.connect(connection(accelerator, Keys({"connecting/1": "1"})))
+    group.on_device.connect(lambda n: connection(accelerator, Keys({"connecting/1": "1"})))
     eventually(lambda: group.on_device.connected)
     yield group, accelerator.made
     accelerator.made.may_end.set()
