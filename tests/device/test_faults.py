@@ -58,19 +58,14 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("name", DEVICE)
-def test_fault_of_a_device_is_a_device_fault(name):
-    assert fault_of(DEVICE[name]) is FaultKind.DEVICE
+ALL = {FaultKind.DEVICE: DEVICE, FaultKind.OUT_OF_MEMORY: MEMORY, None: CODE}
 
 
-@pytest.mark.parametrize("name", MEMORY)
-def test_fault_of_lacking_device_memory_is_out_of_memory(name):
-    assert fault_of(MEMORY[name]) is FaultKind.OUT_OF_MEMORY
-
-
-@pytest.mark.parametrize("name", CODE)
-def test_fault_of_a_mistake_of_the_code_is_none(name):
-    assert fault_of(CODE[name]) is None
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, errors in ALL.items() for name in errors]
+)
+def test_error_is_of_its_kind(kind, name):
+    assert fault_of(ALL[kind][name]) is kind
 
 
 def raised_from(error, cause):
@@ -78,23 +73,23 @@ def raised_from(error, cause):
     return error
 
 
-def test_fault_of_an_error_raised_from_a_fault_is_that():
-    error = raised_from(RuntimeError("the loss failed"), DEVICE["assert"])
-    assert fault_of(raised_from(ValueError("row 7"), error)) is FaultKind.DEVICE
+REMOTE = Backend(NCCL + "remote process exited")
+WITHIN = raised_from(RuntimeError("the loss failed"), DEVICE["assert"])
 
 
-def test_fault_of_a_collective_that_failed_with_its_peer_is_none():
-    error = raised_from(CollectiveFailed("peer"), Backend(NCCL + "remote process exited"))
-    assert fault_of(error) is None
-    assert (
-        fault_of(raised_from(CollectiveFailed("peer"), RuntimeError("Connection closed"))) is None
-    )
-
-
-@pytest.mark.parametrize("name", ["assert", "NCCL of CUDA"])
-def test_fault_of_a_collective_on_a_broken_device_is_a_device_fault(name):
-    error = raised_from(CollectiveFailed("it"), DEVICE[name])
-    assert fault_of(error) is FaultKind.DEVICE
+@pytest.mark.parametrize(
+    ("error", "cause", "kind"),
+    [
+        (ValueError("row 7"), WITHIN, FaultKind.DEVICE),
+        # Of a peer, and of this device.
+        (CollectiveFailed("peer"), REMOTE, None),
+        (CollectiveFailed("peer"), RuntimeError("Connection closed"), None),
+        (CollectiveFailed("it"), DEVICE["assert"], FaultKind.DEVICE),
+        (CollectiveFailed("it"), DEVICE["NCCL of CUDA"], FaultKind.DEVICE),
+    ],
+)
+def test_error_that_was_raised_from_another_one_is_of_its_kind(error, cause, kind):
+    assert fault_of(raised_from(error, cause)) is kind
 
 
 def test_describe_leaves_out_advice_and_is_short():
