@@ -89,10 +89,12 @@ class Save:
         return lambda: None
 
     def ours(self, number: int) -> Callable[[], Any]:
-        upload = self.uploader.take(number, self.state, **ALONE)
+        self.uploader.take(number, self.state, **ALONE)
 
         def commit() -> None:
-            write_commit(self.catalog, [upload.share.result()], 1, CommitMetadata())
+            share = self.uploader.wait()
+            assert share is not None
+            write_commit(self.catalog, [share], 1, CommitMetadata())
 
         return commit
 
@@ -177,7 +179,8 @@ def memory(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     before = _kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for step in range(rounds):
-        uploader.take(step, state, **ALONE).share.result()
+        uploader.take(step, state, **ALONE)
+        uploader.wait()
     uploader.close()
     grown = [1024 * (_kib("VmHWM") - before) / nbytes]
     return {"host memory / state": {**spread(grown), "target": 1.1}}
@@ -242,7 +245,9 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 def write_one(megabytes: int, folder: Path) -> Any:
     uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda blobs: None)
-    share = uploader.take(1, make_state(megabytes), **ALONE).share.result()
+    uploader.take(1, make_state(megabytes), **ALONE)
+    share = uploader.wait()
+    assert share is not None
     commit = write_commit(uploader._catalog, [share], 1, CommitMetadata())
     uploader.close()
     return commit

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
@@ -25,20 +24,6 @@ from elastic_dp.checkpoint.snapshot import HeldState, Snapshot
 
 WRITES_IN_FLIGHT = 4
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
-
-
-@dataclass(frozen=True)
-class Upload:
-    """One member's share of one checkpoint.
-
-    `stall_s` is how long `take` blocked training, in seconds; `waited_s` is the part of it that was
-    spent waiting for the previous upload.
-    """
-
-    step: int
-    stall_s: float
-    waited_s: float
-    share: Future[WorkerBlobs]
 
 
 class Uploader:
@@ -102,22 +87,22 @@ class Uploader:
         writer: str,
         members: Sequence[str],
         held: HeldState | None = None,
-    ) -> Upload:
-        """Copies the state and starts to write what `writer` is to write, one of `members`.
+    ) -> float:
+        """Copies the state and starts to write what `writer` is to write, one of `members`. Returns
+        how long that blocked training, in seconds.
 
         `held`: see `Snapshot.take`. Raises StateError if the state cannot be stored, or the error
         of the previous upload.
         """
         begun_at = time.perf_counter()
         self.wait()
-        waited_s = time.perf_counter() - begun_at
         with self._copying:
             self.snapshot.take(step, tree, held)
         self._writer, self._members = writer, members
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write)
         self._one.submit(self.snapshot.memory.register)  # after it, when nobody waits any more
-        return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
+        return time.perf_counter() - begun_at
 
     def write(self, step: int, names: Sequence[str]) -> None:
         """Also writes the blobs with these names, if the snapshot still holds this step. Any

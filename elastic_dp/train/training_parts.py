@@ -34,7 +34,6 @@ from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.previous_step import PreviousStep
-from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
@@ -271,9 +270,8 @@ class StepBuild:
             exact=spec.exact,
             gang=self.gang,
         )
-        skipped = SkippedRowGroups(state, self.data)
         guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
-        return TrainingParts(state, weights, skipped, self.micro_batches, transaction, guard, trial)
+        return TrainingParts(state, weights, self.micro_batches, transaction, guard, trial)
 
 
 @dataclass(frozen=True)
@@ -282,7 +280,6 @@ class TrainingParts:
 
     state: TrainState
     weights: WeightComparison
-    skipped: SkippedRowGroups
     micro_batches: MicroBatchRunner
     transaction: Transaction
     loop_guard: LoopGuard

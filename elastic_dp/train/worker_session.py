@@ -103,6 +103,7 @@ class WorkerSession:
         self.inexact_because: list[str] = []
         self.loop = UserLoop()
         self.progress = WorkerProgress()
+        self._said_skipped = set[int]()  # row groups
         self._groups = GenerationGroups(
             self.worker,
             self.device,
@@ -153,7 +154,7 @@ class WorkerSession:
     @property
     def skipped(self) -> tuple[str, ...]:
         """The names of the row groups that the run skips because they cannot be decoded."""
-        return self._parts.skipped.names()
+        return tuple(map(self.data.describe_row_group, sorted(self.state.bad_row_groups)))
 
     @property
     def state(self) -> TrainState:
@@ -480,10 +481,11 @@ class WorkerSession:
     # -------------------------------------------------------------------------------- steps
 
     def _committed(self, record: StepRecord) -> None:
-        left_out = self._parts.skipped.not_reported_yet()
-        if left_out and self.rank == 0:  # the whole list follows at the end
-            names = ", ".join(left_out)
-            self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
+        new = sorted(self.state.bad_row_groups - self._said_skipped)
+        self._said_skipped.update(new)
+        if new:  # the whole list follows at the end
+            names = ", ".join(map(self.data.describe_row_group, new))
+            self._warn(f"from step {record.number} on without what cannot be decoded: {names}")
         for text in self._groups.news_of_devices():
             self._warn(text)
         is_last = bool(self.total_steps and record.number >= self.total_steps)

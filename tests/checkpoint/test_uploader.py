@@ -46,8 +46,8 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     go = held(catalog, monkeypatch)
     tree = big_tree(3 << 20)
     before = big_tree(3 << 20)
-    upload = uploader.take(1, tree, writer="w0", members=["w0"])
-    assert uploader.busy and not upload.share.done()
+    uploader.take(1, tree, writer="w0", members=["w0"])
+    assert uploader.busy
     tree["whole"].zero_()
     tree["double"].zero_()
     go.set()
@@ -70,7 +70,7 @@ def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     thread.join()
     uploader.wait()
     assert [share.step for share in uploader.shares] == [1, 2]
-    assert done[0].stall_s >= done[0].waited_s >= 0
+    assert done[0] > 0
 
 
 def test_late_upload_is_waited_for_once(uploader, monkeypatch):

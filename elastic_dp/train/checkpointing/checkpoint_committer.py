@@ -231,11 +231,11 @@ class CheckpointCommitter:
                 self._schedule.resume(metadata.losses, metadata.observed_s, time.monotonic())
 
     def _resume(self) -> int | None:
-        newest = self._claim.resume()
-        if newest.after_loss:
+        step, after_loss = self._claim.resume()
+        if after_loss:
             self._schedule.lost(time.monotonic())
         self._pending.restart()
-        return newest.step
+        return step
 
     # -------------------------------------------------------------------------------- parts
 

@@ -6,17 +6,15 @@ the members that need it, and moved to the others.
 - The members exchange bytes only after each has reported that what it has read is intact, into
   memory that does not hold state yet. If some is damaged, all members go back to the previous
   checkpoint.
-- A member has no more in memory than what it needs, and the requests that are being read.
+- A member has no more in memory than what it needs, and the units that are being read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,11 +31,11 @@ from elastic_dp.checkpoint.commit_record import CommitRecord, Manifest
 from elastic_dp.checkpoint.layout import Unit
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged
-from elastic_dp.train.state.state_moves import UNIT_BYTES, StateUnit, hand_out, move
+from elastic_dp.train.state.state_moves import StateUnit, hand_out, move, units_of
 
 READ_REQUESTS = 16  # of a member at a time
 
-# Bytes of tensors, by the tensor's name. Those of two members are equal or disjoint.
+# Bytes of tensors, by the tensor's name.
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
 
 
@@ -59,6 +57,15 @@ class ReadCheckpoint:
             return None
         first, _, memory = of_tensor[number]
         return memory[start - first : end - first]
+
+    def take(self, unit: Unit, content: torch.Tensor) -> None:
+        """Keeps what this member needs of a unit, unless it was read into its place."""
+        for first, last, memory in self._memory.get(unit.tensor, ()):
+            for start, end in _cuts(unit, [(first, last)]):
+                mine = memory[start - first : end - first]
+                given = content[start - unit.start : end - unit.start]
+                if mine.data_ptr() != given.data_ptr():
+                    mine.copy_(given)
 
     def content(self, tensor: str, start: int, end: int) -> torch.Tensor:
         """Returns these bytes of a tensor, which are here."""
@@ -105,46 +112,6 @@ def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
     return commit or CommitRecord.from_bytes(told[8:], int.from_bytes(told[:8], "little"))
 
 
-class _Part(NamedTuple):
-    """The bytes `start` ≤ i < `end` of a tensor, which are in a unit, and the ranks that need
-    them."""
-
-    unit: Unit
-    start: int
-    end: int
-    ranks: Sequence[int]
-
-
-class _Needs:
-    """Which ranks need which bytes."""
-
-    def __init__(self, needs: Sequence[Ranges] | None, world_size: int) -> None:
-        self._everyone = None if needs is not None else range(world_size)
-        by_tensor: defaultdict[str, defaultdict[tuple[int, int], list[int]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for rank, ranges in enumerate(needs or ()):
-            for tensor, some in ranges.items():
-                for one in set(some):
-                    by_tensor[tensor][one].append(rank)
-        self._ranges = {tensor: sorted(found.items()) for tensor, found in by_tensor.items()}
-
-    def parts(self, unit: Unit) -> list[_Part]:
-        """Returns the bytes of a unit that somebody needs."""
-        if self._everyone is not None:
-            return [_Part(unit, unit.start, unit.end, self._everyone)]
-        ranges = self._ranges.get(unit.tensor, ())
-        number = max(0, bisect_right(ranges, unit.start, key=lambda one: one[0][0]) - 1)
-        found = []
-        for (a, b), ranks in ranges[number:]:
-            if a >= unit.end:
-                break
-            start, end = max(a, unit.start), min(b, unit.end)
-            if start < end:
-                found.append(_Part(unit, start, end, ranks))
-        return found
-
-
 def _read(
     catalog: Catalog,
     commit: CommitRecord,
@@ -153,48 +120,64 @@ def _read(
     enters: Callable[[str], None],
 ) -> ReadCheckpoint:
     """Raises CheckpointDamaged on all members, and GroupError."""
-    rank, world_size = group.rank, group.world_size
-    everything = {name: [(0, spec.nbytes)] for name, spec in commit.manifest.specs.items()}
-    found = ReadCheckpoint(commit, everything if needs is None else needs[rank])
-    shares = _shares(commit.manifest, _Needs(needs, world_size), world_size)
-    for first in range(0, max(map(len, shares)), READ_REQUESTS):
+    if needs is None:
+        specs = commit.manifest.specs
+        needs = [{name: [(0, one.nbytes)] for name, one in specs.items()}] * group.world_size
+    found = ReadCheckpoint(commit, needs[group.rank])
+    shares, are_whole = _shares(commit.manifest, needs)
+    # Units that are kept in part need more memory until they are.
+    at_once = READ_REQUESTS if are_whole else max(1, READ_REQUESTS // group.world_size)
+    for first in range(0, max(map(len, shares)), at_once):
         enters("restore")
-        now = [share[first : first + READ_REQUESTS] for share in shares]
+        now = [
+            (rank, one) for rank, some in enumerate(shares) for one in some[first : first + at_once]
+        ]
         memory: dict[Unit, torch.Tensor] = {}
-        for request, _ in now[rank]:
-            for unit in request.units:
-                here = found.find(unit.tensor, unit.start, unit.end)
-                memory[unit] = torch.empty(unit.nbytes, dtype=torch.uint8) if here is None else here
-        wrong = _read_own(catalog, commit, [request for request, _ in now[rank]], memory)
+        units, have, need = list[StateUnit](), list[list[int]](), list[Sequence[int]]()
+        for reader, (request, ranks_of) in now:
+            for unit, ranks in zip(request.units, ranks_of, strict=True):
+                if group.rank == reader or group.rank in ranks:
+                    here = found.find(unit.tensor, unit.start, unit.end)
+                    new = torch.empty(unit.nbytes, dtype=torch.uint8)
+                    memory[unit] = new if here is None else here
+                flat = memory.get(unit, torch.empty(unit.nbytes, dtype=torch.uint8, device="meta"))
+                parts = units_of(flat)
+                units += parts
+                have += [[reader]] * len(parts)
+                need += [ranks] * len(parts)
+        wrong = _read_own(catalog, commit, [q for r, (q, _) in now if r == group.rank], memory)
         enters("receive")
         _refuse_damage(group, commit, wrong)
-        units, have, need = list[StateUnit](), list[list[int]](), list[Sequence[int]]()
-        for reader, share in enumerate(now):
-            for _, parts in share:
-                for some in _alike(parts):
-                    flats = _flats(some, found, rank, memory if reader == rank else {})
-                    nbytes = sum(part.end - part.start for part in some)
-                    units.append(StateUnit(nbytes, partial(list, flats), partial(_write, flats)))
-                    have.append([reader])
-                    need.append(some[0].ranks)
         move(group, units, have, need)
+        for unit, flat in memory.items():
+            found.take(unit, flat)
     return found
 
 
 def _shares(
-    manifest: Manifest, needs: _Needs, world_size: int
-) -> list[list[tuple[Request, list[_Part]]]]:
-    """Returns what each rank reads, and the parts of it that somebody needs."""
-    shares: list[list[tuple[Request, list[_Part]]]] = [[] for _ in range(world_size)]
-    nbytes = [0] * world_size
+    manifest: Manifest, needs: Sequence[Ranges]
+) -> tuple[list[list[tuple[Request, list[list[int]]]]], bool]:
+    """Returns what each rank reads, with the ranks that need each unit of it, and whether they need
+    no unit in part."""
+    shares: list[list[tuple[Request, list[list[int]]]]] = [[] for _ in needs]
+    nbytes, are_whole = [0] * len(needs), True
     for request in requests(manifest):
-        parts = [part for unit in request.units for part in needs.parts(unit)]
-        if parts:
-            candidates = {rank for part in parts for rank in part.ranks}
+        ranks_of = []
+        for unit in request.units:
+            cuts = [_cuts(unit, ranges.get(unit.tensor, ())) for ranges in needs]
+            ranks_of.append([rank for rank, some in enumerate(cuts) if some])
+            are_whole &= all(some in ([], [(unit.start, unit.end)]) for some in cuts)
+        if candidates := {rank for ranks in ranks_of for rank in ranks}:
             reader = min(candidates, key=lambda rank: (nbytes[rank], rank))
             nbytes[reader] += request.nbytes
-            shares[reader].append((request, parts))
-    return shares
+            shares[reader].append((request, ranks_of))
+    return shares, are_whole
+
+
+def _cuts(unit: Unit, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the bytes of a unit that are in these ranges of its tensor."""
+    inside = ((max(a, unit.start), min(b, unit.end)) for a, b in ranges)
+    return [(start, end) for start, end in inside if start < end]
 
 
 def _read_own(
@@ -221,44 +204,3 @@ def _refuse_damage(group: ProcessGroup, commit: CommitRecord, wrong: str) -> Non
     reasons = [told.decode() for told in group.gather_bytes(wrong.encode()) if told]
     if reasons:
         raise CheckpointDamaged(commit.step, "; ".join(dict.fromkeys(reasons)))
-
-
-def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Returns the parts, cut and put together so that each list is about one unit of a move, for
-    the same ranks."""
-    found: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        at = part.start
-        while at < part.end:
-            if not room or found[-1][0].ranks != part.ranks:
-                found.append([])
-                room = UNIT_BYTES
-            end = min(part.end, at + room)
-            found[-1].append(part._replace(start=at, end=end))
-            room -= end - at
-            at = end
-    return found
-
-
-def _flats(
-    parts: Sequence[_Part], found: ReadCheckpoint, rank: int, memory: Mapping[Unit, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Returns the memory of parts that this member has read, or is to receive; else nothing.
-    `memory`: of units that it has read, some of which it only passes on."""
-    flats = []
-    for unit, start, end, ranks in parts:
-        here = found.find(unit.tensor, start, end) if rank in ranks else None
-        if unit in memory:
-            flat = memory[unit][start - unit.start : end - unit.start]
-            if here is not None and here.data_ptr() != flat.data_ptr():
-                here.copy_(flat)
-            flats.append(flat)
-        elif here is not None:
-            flats.append(here)
-    return flats
-
-
-def _write(flats: Sequence[torch.Tensor], content: torch.Tensor) -> None:
-    for flat, part in zip(flats, content.split([len(flat) for flat in flats]), strict=True):
-        flat.copy_(part)

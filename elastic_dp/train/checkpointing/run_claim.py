@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_dp.checkpoint.catalog import Catalog
@@ -42,18 +41,6 @@ def _started_at(pid: int) -> str:
 
 def _this_process() -> str:
     return f"{socket.gethostname()}/{_machine()}/{os.getpid()}/{_started_at(os.getpid())}"
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The checkpoint that the run continues from.
-
-    `step` is that of the newest checkpoint, None if there is none. `after_loss`: the run continues
-    from it because all workers were lost.
-    """
-
-    step: int | None
-    after_loss: bool
 
 
 class RunClaim:
@@ -112,17 +99,19 @@ class RunClaim:
     def release(self) -> None:
         self._holder.release()
 
-    def resume(self) -> ResumePoint:
-        """Makes a claim that continues from the newest checkpoint.
+    def resume(self) -> tuple[int | None, bool]:
+        """Makes a claim that continues from the newest checkpoint. Everything that is committed
+        from now on descends from it.
 
-        Everything that is committed from now on descends from that checkpoint.
+        Returns its step, None if there is none, and whether the run continues from it because all
+        workers were lost.
         """
         self.fence = self._holder.renew().number
         names = [name for name in self._catalog.names() if name.step <= self._at_most]
         self._at_most = sys.maxsize
         self._catalog.claim(self.fence, names[-1] if names else None)
         after_loss, self._was_lost = self._was_lost and bool(names), True
-        return ResumePoint(names[-1].step if names else None, after_loss)
+        return (names[-1].step if names else None), after_loss
 
     def reject_after(self, step: int) -> None:
         """Ignores checkpoints after this step in the next call of `resume`."""

@@ -227,14 +227,13 @@ class WorkerCheckpointer:
         tree = self._gathered_tree()
         self._members, self._lineage_id = members, progress.lineage_id
         try:
-            upload = self._uploader.take(
+            self._stall_s = self._uploader.take(
                 step,
                 tree,
                 writer=self._worker,
                 members=members,
                 held=state.holders.to_write(self._worker, self._holders),
             )
-            self._stall_s = upload.stall_s
         except StateError as error:
             if by_job:
                 raise

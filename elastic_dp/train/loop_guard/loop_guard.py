@@ -7,9 +7,8 @@ from typing import Any
 
 from elastic_dp.errors import LoopError
 from elastic_dp.train.loop_guard.body_variables import BodyVariables
-from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.module_buffers import ModuleBuffers, changed_by_body
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.unread_buffers import changed_by_body
 
 
 class LoopGuard:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -40,14 +41,28 @@ from elastic_dp.train.state.buffer_memory import (
 )
 from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.module_attributes import ModuleAttributes
-from elastic_dp.train.state.unread_buffers import BODY, UnreadBuffers, changed_by_body
 
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
 _LENGTH_BYTES = 8
 
+_BODY = -1  # instead of a virtual worker: the loop body
+
 # What a leaf left in a piece of memory, or in a module's extra state.
 _Value = torch.Tensor | bytes
-LeafBuffers = Mapping[int, _Value] | UnreadBuffers  # by number, or still on a device
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBuffers:
+    """What a leaf left, by number; extra state is numbered after the buffers. It has certainly
+    written those in `written`. A device may have the others, which the host has not read yet."""
+
+    values: Mapping[int, _Value]
+    written: frozenset[int]
+    is_read: bool = True
+
+    @property
+    def tensors(self) -> dict[int, torch.Tensor]:
+        return {i: x for i, x in self.values.items() if isinstance(x, torch.Tensor)}
 
 
 class ModuleBuffers:
@@ -63,11 +78,9 @@ class ModuleBuffers:
         self._attributes = ModuleAttributes(model)
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
-        # virtual worker -> what it changed, by number; extra state is numbered after the buffers
-        self._leaves: dict[int, dict[int, _Value]] = {}
-        # On a device, what each leaf left, until it is read; see `unread`.
+        self._leaves: dict[int, LeafBuffers] = {}  # by virtual worker
+        # Whether what leaves left is read later; see `unread`.
         self._later = any(accelerator_of(m.content.device).asynchronous for m in self._own)
-        self._unread: dict[int, UnreadBuffers] = {}
         self._committed_on_host = self._read_committed()
 
     def _read_committed(self) -> list[torch.Tensor]:
@@ -80,29 +93,31 @@ class ModuleBuffers:
         those of the leaves: the body must not change them."""
         self._attributes.begin()
         if self._later:
-            self._unread = {BODY: self._take_later()}
+            self._leaves[_BODY] = self._take()
 
     def unread(self) -> list[torch.Tensor]:
         """Returns what `take` needs on the host: the buffers that a leaf may have written.
 
         To compare each of them on the device, the host would have to wait for each.
         """
-        return [t for leaf in self._unread.values() for t in leaf.tensors.values()]
+        unread = (leaf for leaf in self._leaves.values() if not leaf.is_read)
+        return [tensor for leaf in unread for tensor in leaf.tensors.values()]
 
     def take(self, read: Sequence[torch.Tensor]) -> None:
         """Takes the values of `unread`, in its order. Raises LoopError."""
         values = iter(read)
-        for v, leaf in self._unread.items():
-            changed: dict[int, _Value] = {}
+        for v, leaf in self._leaves.items():
+            if leaf.is_read:
+                continue
+            changed = dict(leaf.values)
             for i in leaf.tensors:
-                value = next(values)
-                if i in leaf.written or not same_bits(value, self._committed_on_host[i]):
-                    changed[i] = value
-            if v != BODY:
-                self._leaves[v] = changed | leaf.extra
-            elif changed:
-                raise LoopError(changed_by_body(self._own[min(changed)].slots[0].name))
-        self._unread = {}
+                changed[i] = value = next(values)
+                if i not in leaf.written and same_bits(value, self._committed_on_host[i]):
+                    del changed[i]
+            self._leaves[v] = LeafBuffers(changed, leaf.written)
+        body = self._leaves.pop(_BODY, None)
+        if body is not None and body.tensors:
+            raise LoopError(changed_by_body(self._own[min(body.tensors)].slots[0].name))
 
     def reload(self) -> None:
         """Takes the present buffers, which a state transfer has written, as the committed ones."""
@@ -120,29 +135,18 @@ class ModuleBuffers:
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
         """Saves what this leaf wrote, and undoes it."""
-        if self._later:
-            left = self._take_later()
-            self._attributes.undo(self._modules_of(left.written))
-            if contributes:
-                self._unread[virtual_worker] = left
-            return
-        changed = self._undo()
-        self._attributes.undo(self._modules_of(changed) if changed else ())
+        left = self._take()
+        self._attributes.undo(self._modules_of(left.written) if left.written else ())
         if contributes:
-            self._leaves[virtual_worker] = changed
+            self._leaves[virtual_worker] = left
 
     def finished(self, virtual_workers: range) -> dict[int, LeafBuffers]:
         """Returns what these leaves wrote, for `reuse`."""
-        found: dict[int, LeafBuffers] = {**self._unread, **self._leaves}
-        return {v: found[v] for v in virtual_workers if v in found}
+        return {v: self._leaves[v] for v in virtual_workers if v in self._leaves}
 
     def reuse(self, leaves: Mapping[int, LeafBuffers]) -> None:
         """Takes what leaves wrote in an earlier attempt of this step, in place of running them."""
-        for v, changed in leaves.items():
-            if isinstance(changed, UnreadBuffers):
-                self._unread[v] = changed
-            else:
-                self._leaves[v] = dict(changed)
+        self._leaves |= leaves
 
     def undo(self, *, tried: bool = False) -> None:
         """Restores the committed buffers and discards the step.
@@ -154,12 +158,8 @@ class ModuleBuffers:
             self._attributes.tried()
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
-        if self._later:
-            self._take_later()
-        else:
-            self._undo()
+        self._take()
         self._attributes.undo()
-        self._unread.clear()
         self._leaves.clear()
 
     @property
@@ -171,7 +171,7 @@ class ModuleBuffers:
         """Returns a byte per buffer and extra state: 1 if a leaf of this worker wrote to it."""
         flags = bytearray(len(self._own) + len(self._extra))
         for leaf in self._leaves.values():
-            for i in leaf:
+            for i in leaf.values:
                 flags[i] = 1
         return bytes(flags)
 
@@ -185,7 +185,7 @@ class ModuleBuffers:
         for v, leaf in self._leaves.items():
             parts.append(v.to_bytes(4, "little"))
             for i in changed:
-                value = leaf.get(i, committed[i])
+                value = leaf.values.get(i, committed[i])
                 if isinstance(value, bytes):
                     parts += [len(value).to_bytes(_LENGTH_BYTES, "little"), value]
                 else:
@@ -248,14 +248,14 @@ class ModuleBuffers:
     @contextmanager
     def replaced(self, buffers: Sequence[torch.Tensor], extra: Sequence[bytes]) -> Iterator[None]:
         """A context in which leaves start from these values. What they write is discarded."""
-        present, leaves, unread = self.committed(), self._leaves, self._unread
-        self._leaves, self._unread = {}, {}
+        present, leaves = self.committed(), self._leaves
+        self._leaves = {}
         self._put(buffers, extra)
         try:
             yield
         finally:
             self._put(*present)
-            self._leaves, self._unread = leaves, unread
+            self._leaves = leaves
 
     def written_outside(self) -> str | None:
         """Returns the name of a buffer that was written outside a step, or None."""
@@ -292,42 +292,27 @@ class ModuleBuffers:
         return not torch.equal(self._bits[i], self._committed_bits[i])
 
     @torch.no_grad()
-    def _take_later(self) -> UnreadBuffers:
-        """Copies every buffer that may have been written, and restores it, on the device."""
-        tensors, written = {}, set()
+    def _take(self) -> LeafBuffers:
+        """Copies every buffer and extra state that was written, or on a device may have been, and
+        restores it."""
+        values: dict[int, _Value] = {}
+        written = set[int]()
         for i, own in enumerate(self._own):
             replaced = own.replaced
-            if replaced or own.version != self._versions[i]:
+            if replaced or self._written(i):
                 written.add(i)
-            elif not self._compared[i]:
+            elif not (self._later and self._compared[i]):
                 continue
-            tensors[i] = assigned_value(own) if replaced else own.content.detach().clone()
+            values[i] = assigned_value(own) if replaced else own.content.detach().clone()
             own.put_back()
             own.content.copy_(self._committed[i])
             self._versions[i] = own.version
-        return UnreadBuffers(tensors, written, self._undo_extra())
-
-    @torch.no_grad()
-    def _undo(self) -> dict[int, _Value]:
-        changed: dict[int, _Value] = {}
-        for i, own in enumerate(self._own):
-            replaced = own.replaced
-            if not replaced and not self._written(i):
-                continue
-            changed[i] = assigned_value(own) if replaced else own.content.detach().clone()
-            own.put_back()
-            own.content.copy_(self._committed[i])
-            self._versions[i] = own.version
-        return changed | self._undo_extra() if self._extra else changed
-
-    def _undo_extra(self) -> dict[int, _Value]:
-        changed: dict[int, _Value] = {}
-        for i, extra in enumerate(self._extra):
+        for i, extra in enumerate(self._extra, len(self._own)):
             present = extra.read()
-            if present != self._committed_extra[i]:
-                changed[len(self._own) + i] = present
-                extra.write(self._committed_extra[i])
-        return changed
+            if present != self._committed_extra[i - len(self._own)]:
+                values[i] = present
+                extra.write(self._committed_extra[i - len(self._own)])
+        return LeafBuffers(values, frozenset(written), is_read=not self._later)
 
     def _combined(self, i: int, copies: Mapping[int, _Value], virtual_workers: int) -> _Value:
         if i >= len(self._own):
@@ -380,3 +365,12 @@ class ModuleBuffers:
                     "rows in a float buffer"
                 )
         return first
+
+
+def changed_by_body(name: str) -> str:
+    return (
+        f"the body of the loop over ctx.steps changed the buffer {name!r}, e.g. by "
+        "calling the model in training mode: use ctx.evaluate, or call model.eval() "
+        "before and model.train() after; keep an average of buffers in a model of its "
+        "own and pass it as state="
+    )

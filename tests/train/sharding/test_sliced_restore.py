@@ -42,8 +42,7 @@ def _small_parts(monkeypatch):
     monkeypatch.setattr(layouts, "_BLOBS", 1 << 20)
     monkeypatch.setattr(collective_read, "READ_REQUESTS", 2)
     monkeypatch.setattr(state_moves, "ROUND_BYTES", ROUND_BYTES)
-    for module in (state_moves, collective_read):
-        monkeypatch.setattr(module, "UNIT_BYTES", ROUND_BYTES)
+    monkeypatch.setattr(state_moves, "UNIT_BYTES", ROUND_BYTES)
 
 
 def turned(parameters):
