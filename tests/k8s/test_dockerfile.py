@@ -6,15 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass
 
 import pytest
-from packaging.requirements import Requirement
 
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, build, cluster
-
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @dataclass(frozen=True)
@@ -48,36 +44,6 @@ def test_dockerfile_versions_are_those_of_constraints():
     assert f"ray=={argument('RAY')}" in pins
     for folder in OVERLAYS:
         assert cluster(build(folder))["rayVersion"] == argument("RAY")
-
-
-def test_dockerfile_sources_exist_and_reach_the_build():
-    ignored = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
-    assert ignored[1] == "*"
-    sources = [name for rest in all_of("COPY") for name in rest.split()[:-1]]
-    for name in sources:
-        assert (ROOT / name).exists(), name
-    assert {line[1:] for line in ignored if line.startswith("!")} == set(sources)
-
-
-def requirements() -> list[str]:
-    """What the Dockerfile's own command makes of pyproject.toml."""
-    [run] = [run for run in all_of("RUN") if "requirements.txt" in run]
-    [script] = re.match(r"python -c '([^']+)' \"\$EXTRAS\" > /tmp/requirements.txt", run).groups()
-    made = subprocess.run(
-        [sys.executable, "-c", script, argument("EXTRAS")],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return made.stdout.splitlines()
-
-
-def test_dockerfile_dependencies_are_the_projects_own():
-    wanted = {*PYPROJECT["dependencies"]}
-    for extra in argument("EXTRAS").split(","):
-        wanted |= {*PYPROJECT["optional-dependencies"][extra]}
-    found = requirements()
-    assert set(found) == wanted
-    for line in found:
-        Requirement(line)
 
 
 @pytest.mark.slow

@@ -17,14 +17,12 @@ from elastic_dp.cluster import overrides
 from elastic_dp.config import JobSpec
 from tests.k8s.fields import is_field
 from tests.k8s.manifests import (
-    CLUSTERS,
     ON_WHOLE_MACHINES,
     OVERLAYS,
     ROOT,
     RUNS,
     build,
     cluster,
-    containers,
     environment,
     groups,
     of_kind,
@@ -126,51 +124,6 @@ def test_the_entrypoint_makes_that_run(folder, monkeypatch):
     assert trainer.spec.checkpoint.enabled
 
 
-@pytest.mark.parametrize("folder", OVERLAYS)
-def test_volumes_that_are_mounted_are_there(folder):
-    objects = build(folder)
-    claims = {claim["metadata"]["name"] for claim in of_kind(objects, "PersistentVolumeClaim")}
-    for template in templates(objects).values():
-        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
-        for container in template["spec"]["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-        used = {
-            v["persistentVolumeClaim"]["claimName"]
-            for v in volumes.values()
-            if "persistentVolumeClaim" in v
-        }
-        assert used <= claims
-    for claim in of_kind(objects, "PersistentVolumeClaim"):
-        on_one_node = folder == "overlays/cpu-smoke"
-        mode, of = ("ReadWriteOnce", None) if on_one_node else ("ReadWriteMany", "nfs-csi")
-        assert claim["spec"]["accessModes"] == [mode]
-        assert claim["spec"].get("storageClassName") == of
-        assert claim["spec"]["resources"]["requests"]["storage"]
-    head = {volume["name"] for volume in templates(objects)["head"]["spec"]["volumes"]}
-    mounts = cluster(objects)["autoscalerOptions"]["volumeMounts"]
-    assert {mount["name"] for mount in mounts} <= head  # its pod is the head's
-
-
-@pytest.mark.parametrize("folder", OVERLAYS)
-def test_service_accounts_are_made_for_the_namespace(folder):
-    made = build("namespaces/base")
-    accounts = {account["metadata"]["name"] for account in of_kind(made, "ServiceAccount")}
-    pods = templates(build(folder))
-    assert {pod["spec"]["serviceAccountName"] for pod in pods.values()} == accounts
-    assert pods["head"]["spec"]["serviceAccountName"] != pods["spot"]["spec"]["serviceAccountName"]
-
-
-def test_role_bindings_bind_roles_that_exist():
-    made = build("namespaces/base")
-    roles = {role["metadata"]["name"]: role for role in of_kind(made, "Role")}
-    assert {binding["roleRef"]["name"] for binding in of_kind(made, "RoleBinding")} == set(roles)
-    for role in roles.values():
-        for rule in role["rules"]:
-            assert "*" not in [*rule["verbs"], *rule["resources"]]
-            if "secrets" in rule["resources"]:
-                assert rule["resourceNames"] == ["elastic-dp-auth"]
-
-
 @pytest.mark.parametrize(
     ("role", "folder"),
     [("engineer", folder) for folder in RUNS] + [("operator", folder) for folder in OVERLAYS],
@@ -192,13 +145,6 @@ def test_roles_allow_applying_their_overlay(role, folder):
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_the_image_is_one_and_its_tag_says_which(folder):
-    images = {c["image"] for where, c in containers(build(folder)) if where != "autoscaler"}
-    assert len(images) == 1
-    assert images.pop().endswith(":cpu" if folder == "overlays/cpu-smoke" else ":0.1.0-cuda")
-
-
-@pytest.mark.parametrize("folder", OVERLAYS)
 def test_rays_autoscaler_reads_the_groups_as_meant(folder):
     objects = build(folder)
     resource = {"metadata": {"name": "c", "namespace": "n"}, "spec": cluster(objects)}
@@ -215,24 +161,6 @@ def test_rays_autoscaler_reads_the_groups_as_meant(folder):
         assert types[name]["min_workers"] == 0
     assert types["spot"]["priority"] > types["on-demand"]["priority"]
     assert config["idle_timeout_minutes"] == 1
-
-
-@pytest.mark.parametrize("folder", CLUSTERS)
-def test_a_cluster_that_stays_survives_its_head(folder):
-    objects = build(folder)
-    options = cluster(objects)["gcsFaultToleranceOptions"]
-    if options["backend"] == "redis":
-        password = options["redisPassword"]["valueFrom"]["secretKeyRef"]
-        assert password == {"name": "redis", "key": "password"}  # as the README says to make it
-        [policy] = of_kind(objects, "NetworkPolicy")
-        port = int(options["redisAddress"].rpartition(":")[2])
-        assert port in [
-            p["port"] for rule in policy["spec"]["egress"] for p in rule.get("ports", [])
-        ]
-    else:
-        disk = options["storage"]
-        assert disk["size"] and disk["accessModes"] == ["ReadWriteOnce"]
-        assert disk["deletionPolicy"] == "DeleteWithCluster"
 
 
 def test_kueue_covers_what_a_run_asks_for():
