@@ -43,10 +43,18 @@ def write(folder, lines):
 
 
 def drive(logger, folder, lines):
-    """One driver: it sees these lines, of which the folder may hold some."""
+    """One driver, to whose end the folder has these lines."""
+    write(folder, lines)
+    LoggerThreads([logger], "mine", str(folder)).close()
+
+
+def close_when(logger, folder, logged, then=None):
+    """A driver whose end comes once these steps are logged, and those of a replaced folder."""
     threads = LoggerThreads([logger], "mine", str(folder))
-    for line in lines:
-        threads.put(line)
+    eventually(lambda: steps(logger) == logged)
+    if then is not None:
+        write(folder, then)
+        eventually(lambda: len(steps(logger)) > len(logged))
     threads.close()
 
 
@@ -81,10 +89,19 @@ def steps(logger):
     return [step for step, _ in logger.tool["metrics"]]
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    for name in ("_LOCAL_S", "_GATHER_S"):
+        monkeypatch.setattr(logger_threads, name, 0.01)
+
+
 def test_driver_that_attaches_late_logs_what_the_folder_holds_and_then_what_comes(tmp_path):
     write(tmp_path / "run", RUN[:5])
     logger = Recorder()
-    drive(logger, tmp_path / "run", RUN[3:])
+    threads = LoggerThreads([logger], "mine", str(tmp_path / "run"))
+    eventually(lambda: steps(logger) == STEPS[:3])
+    write(tmp_path / "run", RUN)
+    threads.close()
     assert steps(logger) == STEPS
     texts = [text.split(":")[0] for _, text in logger.tool["events"]]
     assert texts == ["start", "loss", "checkpoint"]
@@ -92,10 +109,8 @@ def test_driver_that_attaches_late_logs_what_the_folder_holds_and_then_what_come
 
 def test_driver_that_is_started_again_logs_no_step_and_no_event_twice(tmp_path):
     first = Recorder()
-    write(tmp_path / "run", RUN[:5])
     drive(first, tmp_path / "run", RUN[:5])
     events = list(first.tool["events"])
-    write(tmp_path / "run", RUN)
     second = Recorder(first.tool)
     drive(second, tmp_path / "run", RUN)
     assert steps(second) == STEPS
@@ -118,10 +133,20 @@ def test_steps_that_ran_again_after_a_rollback_are_logged_once(tmp_path):
 
 def test_tool_that_fails_is_reported_and_then_given_what_it_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(logger_threads, "_AGAIN_S", 0.0)
-    logger = Recorder(failures=[2, 4])
+    logger = Recorder(failures=[2, 4, 4])
+    write(tmp_path / "run", RUN)
     with pytest.warns(UserWarning, match="'Recorder' raised OSError: the service is away"):
-        drive(logger, tmp_path / "run", RUN)
-    assert steps(logger) == STEPS
+        close_when(logger, tmp_path / "run", STEPS)
+    assert steps(logger) == STEPS and len(logger.opened) == 4
+
+
+def test_folder_that_was_replaced_is_read_from_its_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_threads, "_AGAIN_S", 0.0)
+    logger = Recorder()
+    write(tmp_path / "run", RUN)
+    with pytest.warns(UserWarning, match="the journal is shorter than before"):
+        close_when(logger, tmp_path / "run", STEPS, then=[START, metrics(6)])
+    assert steps(logger) == [*STEPS, 6]
 
 
 def test_logger_that_hangs_stops_neither_the_others_nor_the_driver(tmp_path, monkeypatch):
@@ -133,39 +158,36 @@ def test_logger_that_hangs_stops_neither_the_others_nor_the_driver(tmp_path, mon
             released.wait()
             return super().open(run, began)
 
+    write(tmp_path / "run", RUN)
     threads = LoggerThreads([Hangs(), logger, seen.append], "mine", str(tmp_path / "run"))
     for line in RUN:
         threads.put(line)
     eventually(lambda: steps(logger) == STEPS == [record["step"] for record in seen])
-    with pytest.warns(UserWarning, match=r"'Hangs' raised TimeoutError: \d+ lines wait"):
+    with pytest.warns(UserWarning, match="'Hangs' raised TimeoutError: not all is logged"):
         threads.close()
     released.set()
     assert steps(logger) == STEPS
     assert [record["step"] for record in seen] == STEPS
 
 
-def test_logger_that_is_too_slow_is_reported_and_reads_what_it_missed(tmp_path, monkeypatch):
+def test_function_that_is_too_slow_is_reported_and_stops_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(logger_threads, "MAX_WAITING", 2)
-    write(tmp_path / "run", RUN)
-    released, entered = threading.Event(), threading.Event()
+    released, entered, seen = threading.Event(), threading.Event(), []
 
-    class Slow(Recorder):
-        def log(self, at, step, metrics):
-            entered.set()
-            released.wait()
-            super().log(at, step, metrics)
+    def slow(record):
+        seen.append(record["step"])
+        entered.set()
+        released.wait()
 
-    logger = Slow()
-    threads = LoggerThreads([logger], "mine", str(tmp_path / "run"))
-    threads.put(START)
+    threads = LoggerThreads([slow], "mine", str(tmp_path))
+    threads.put(metrics(1))
     assert entered.wait(PATIENCE_S)
-    write(tmp_path / "run", [*RUN, *map(metrics, range(6, 20))])
-    for step in range(6, 20):
+    for step in range(2, 20):
         threads.put(metrics(step))
     released.set()
-    with pytest.warns(UserWarning, match="it was too slow for 12 lines"):
+    with pytest.warns(UserWarning, match="it was too slow for 16 lines"):
         threads.close()
-    assert steps(logger) == list(range(1, 20))
+    assert seen == [1, 2, 3]
 
 
 def test_local_run_gives_each_step_to_a_logger_once(tmp_path):
@@ -196,10 +218,8 @@ def test_tool_that_is_not_installed_is_refused_before_the_run(monkeypatch):
 
 
 def drivers(make, folder):
-    """Two drivers, of which the second one sees the whole run again."""
-    write(folder, RUN[:5])
+    """Two drivers, the second one after the end."""
     drive(make(), folder, RUN[:5])
-    write(folder, RUN)
     drive(make(), folder, RUN)
 
 
