@@ -64,7 +64,7 @@ def _changed(
     new = {}
     for first in dict.fromkeys(path[0] for path in changes):
         inner = first if name == "a job" else f"{name}.{first}"
-        if first in REMOVED_NAMES:
+        if first not in fields and first in REMOVED_NAMES and name != "config":
             raise SpecError(REMOVED_NAMES[first])
         if first not in fields and hints.get("*") is None:
             raise SpecError(f"{inner} is no field of {name}; it has: {', '.join(fields) or 'none'}")

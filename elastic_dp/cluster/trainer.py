@@ -103,7 +103,6 @@ class ElasticTrainer:
     - `loggers`: functions that are called with each record, and loggers of
       `elastic_dp.integrations`. They run in threads of the process that waits for the run. Their
       exceptions become warnings.
-    - `labels`: strings that are part of the run's status.
     - `runtime_env`: Ray's `runtime_env` for workers and controller.
     - `storage_options`: options for the file system of `storage_path`, such as keys and an
       endpoint. They are not part of the job and are never written.
@@ -128,7 +127,6 @@ class ElasticTrainer:
         max_steps: int | None = None,
         max_time_s: float | None = None,
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
-        labels: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **removed: Any,
@@ -140,7 +138,6 @@ class ElasticTrainer:
         check_function("train", train, 1, "one argument (ctx)")
         for field, given in {
             "config": config,
-            "labels": labels,
             "runtime_env": runtime_env,
             "storage_options": storage_options,
         }.items():
@@ -173,7 +170,6 @@ class ElasticTrainer:
             "inner_steps": inner_steps,
             "max_steps": max_steps,
             "max_time_s": max_time_s,
-            "labels": {} if labels is None else labels,
         }
         job = set_options.active.applied(job)
         self.storage_path: str = job.pop("storage_path")

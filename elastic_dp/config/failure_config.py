@@ -10,7 +10,7 @@ from elastic_dp.errors import SpecError
 
 _LEAST_S = {
     **dict.fromkeys(("heartbeat_timeout_s", "forming_timeout_s", "orphan_timeout_s"), 0.1),
-    **{"heartbeat_interval_s": 0.01, "hang_timeout_s": 1.0, "run_lease_s": 0.5},
+    **{"hang_timeout_s": 1.0, "run_lease_s": 0.5},
     "storage_timeout_s": 0.0,
 }
 _LEAST = {
@@ -29,9 +29,6 @@ class FailureConfig:
     - `heartbeat_timeout_s`: a worker that sends no heartbeat for this long is evicted. After twice
       as long (the lease), a worker that no controller has answered stops training, and one that was
       asked to leave is killed.
-    - `heartbeat_interval_s`: the time between two heartbeats of a worker (default: 0.25 s, or an
-      eighth of `heartbeat_timeout_s` if that is less). With a shorter one, planned changes come
-      sooner; with a longer one, thousands of workers cost the controller less.
     - `forming_timeout_s`: how long a group may take to form (default: `heartbeat_timeout_s`).
     - `hang_timeout_s`: how long a live worker may keep the others waiting in a step before it is
       replaced. The loop body, evaluations and waits for data do not count. The limit is six times
@@ -60,7 +57,6 @@ class FailureConfig:
     """
 
     heartbeat_timeout_s: float = 5.0
-    heartbeat_interval_s: float | None = None
     forming_timeout_s: float | None = None
     hang_timeout_s: float | None = None
     compare_weights_every: int | None = 50
@@ -78,14 +74,6 @@ class FailureConfig:
             at_least(f"FailureConfig.{name}", getattr(self, name), least_s)
         for name, least in _LEAST.items():
             whole_number(f"FailureConfig.{name}", getattr(self, name), least)
-        longest_s = self.heartbeat_timeout_s / 4
-        if self.heartbeat_interval > longest_s:
-            raise SpecError(
-                f"FailureConfig.heartbeat_interval_s is {self.heartbeat_interval_s}, more than a "
-                f"quarter of heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s): the network may "
-                "lose heartbeats, and a few lost ones would count as a lost worker. Set at most "
-                f"{longest_s:g}, or raise the timeout"
-            )
         if self.orphan_timeout < self.lease:
             raise SpecError(
                 f"FailureConfig.orphan_timeout_s is {self.orphan_timeout_s}, less than the lease "
@@ -95,9 +83,7 @@ class FailureConfig:
     @property
     def heartbeat_interval(self) -> float:
         """Seconds between two heartbeats of a worker."""
-        if self.heartbeat_interval_s is None:
-            return min(0.25, self.heartbeat_timeout_s / 8)
-        return self.heartbeat_interval_s
+        return min(0.25, self.heartbeat_timeout_s / 8)
 
     @property
     def lease(self) -> float:

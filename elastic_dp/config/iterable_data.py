@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from elastic_dp.config.brace_lists import expand_braces
 from elastic_dp.config.data_config import DataConfig, _Order
-from elastic_dp.config.field_checks import whole_number
 from elastic_dp.errors import SpecError
 
-_OWN = ("dataset", "fingerprint", "max_rows", "folder", "storage_options")
+_OWN = ("dataset", "fingerprint", "folder", "storage_options")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class IterableData(_Order):
       these, all with the same keys. It is not sent to the workers.
     - `fingerprint`: a string of yours that changes when the rows change (a version, a checksum).
       Shards that were written with another one are refused.
-    - `max_rows`: more rows are an error. None: no limit.
     - `folder`: where the shards are written, as a path or any fsspec URL; several runs may share
       it. None: a folder of the run.
     - `storage_options`: options for the store of `folder`.
@@ -36,7 +34,6 @@ class IterableData(_Order):
 
     dataset: Any
     fingerprint: str = field(kw_only=True)
-    max_rows: int | None = field(default=None, kw_only=True)
     folder: str | None = field(default=None, kw_only=True)
     pack: int | None = field(default=None, kw_only=True)
     decode: Mapping[str, str] | None = field(default=None, kw_only=True)
@@ -58,8 +55,6 @@ class IterableData(_Order):
                 f"IterableData.fingerprint is {self.fingerprint!r}, must be a string that changes "
                 'when the rows change, such as "v1"'
             )
-        if self.max_rows is not None:
-            whole_number("IterableData.max_rows", self.max_rows, 1)
         if self.folder is not None and not (isinstance(self.folder, str) and self.folder):
             raise SpecError(f"IterableData.folder is {self.folder!r}, must be a path or URL")
         if self.folder is None and self.storage_options is not None:

@@ -24,7 +24,6 @@ _PARTS: dict[str, tuple[type, ...]] = {
     "scaling": (ScalingConfig,),
     "checkpoint": (CheckpointConfig,),
     "failure": (FailureConfig,),
-    "labels": (Mapping,),
 }
 _PROCESSES = "ScalingConfig.processes_per_worker"
 _NOT_TOGETHER = (  # two fields, and why, if it is not that nobody has made it yet
@@ -70,7 +69,6 @@ class JobSpec:
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.name is None:
@@ -103,8 +101,6 @@ class JobSpec:
         check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)
         check_schedule("inner_steps", self.inner_steps, "as in {0: 1, 2000: 8}", _at_least_one)
         self._check_together()
-        if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
-            raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
         at_least("max_time_s", self.max_time_s, 0.001)
         if self.data.epochs is None and self.max_steps is None and self.max_time_s is None:

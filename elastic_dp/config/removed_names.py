@@ -19,6 +19,11 @@ REMOVED_NAMES = {
     "comm_hook": f"comm_hook= does not exist any more: {_WIRE}",
     "PowerSGDConfig": f"PowerSGDConfig does not exist any more, nor does comm_hook=: {_WIRE}",
     "lease_s": "FailureConfig.lease_s does not exist any more: it is 2 × heartbeat_timeout_s",
+    "heartbeat_interval_s": (
+        "FailureConfig.heartbeat_interval_s does not exist any more: it is 0.25 s, or an eighth of "
+        "heartbeat_timeout_s if that is less"
+    ),
+    "labels": "labels= does not exist any more: put them into config=, or into the run's name",
     "release_timeout_s": (
         "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"
     ),
@@ -61,6 +66,8 @@ REMOVED_DATA_NAMES = {
     "worker; the global batch is virtual_workers × micro_batch_size rows",
     "num_workers": "num_workers= does not exist: write workers=",
     "drop_last": 'drop_last= does not exist: write tail="drop" or tail="short"',
+    "max_rows": "max_rows= does not exist any more: end the iterable itself, for example by "
+    "itertools.islice",
     "audio": 'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
     "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()",
 }

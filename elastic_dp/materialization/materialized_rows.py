@@ -112,12 +112,6 @@ def _counted(data: IterableData, say: Say) -> Iterator[Any]:
     rows, said = 0, _FIRST_SAID
     try:
         for item in data:
-            if rows == data.max_rows:
-                raise DataError(
-                    f"IterableData.max_rows is {data.max_rows:,}, and the iterable gives more; "
-                    "raise it if the iterable ends, or let it end sooner (itertools.islice). "
-                    "Nothing was kept"
-                )
             yield item
             rows += 1
             if rows == said:

@@ -147,7 +147,7 @@ async def waits(ctx):
     [
         *(({"name": name}, "name is ") for name in ("..", ".", "", " ", "a/b", "a::b", "a\nb", 5)),
         ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
-        ({"labels": {"team": 1}}, "labels is {'team': 1}, must be a dict of strings"),
+        ({"labels": {"team": "a"}}, "labels= does not exist any more: put them into config="),
         ({"storage_path": 5}, "storage_path is 5"),
         ({"storage_path": ""}, "storage_path is '', must be a path or URL"),
         ({"config": [1]}, "config is a list"),
@@ -264,7 +264,7 @@ def test_attach_finds_an_ended_run_by_a_path_object(tmp_path, monkeypatch):
     monkeypatch.setattr("elastic_dp.cluster.ray.cluster_connection.connect", connect)
     result = trainer(tmp_path, good).fit(local=True)
     assert edp.attach(result.name, tmp_path).result() == result
-    assert trainer(tmp_path, good, labels={"team": "a"}).start().status()["labels"] == {"team": "a"}
+    assert trainer(tmp_path, good).start().status()["phase"] == "over"
 
 
 @pytest.mark.parametrize("field", ["micro_batch_size", "epochs"])
@@ -324,6 +324,7 @@ def test_checkpoint_config_out_of_range_is_refused(options, words):
         ({"max_user_errors": -1}, "max_user_errors is -1"),
         ({"max_out_of_memory": 0.5}, "max_out_of_memory is 0.5, must be a whole number"),
         ({"max_losses_of_micro_batch": 0}, "max_losses_of_micro_batch is 0"),
+        ({"heartbeat_interval_s": 0.1}, "it is 0.25 s, or an eighth of heartbeat_timeout_s"),
         ({"lease_s": 3.0}, "lease_s does not exist any more: it is 2 × heartbeat_timeout_s"),
         ({"release_timeout_s": 3.0}, "release_timeout_s does not exist any more"),
     ],
@@ -331,19 +332,6 @@ def test_checkpoint_config_out_of_range_is_refused(options, words):
 def test_failure_budget_out_of_range_is_refused(options, words):
     with pytest.raises(SpecError, match=words):
         edp.FailureConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "longest"),
-    [({}, "1.25"), ({"heartbeat_timeout_s": 0.4}, "0.1")],
-)
-def test_heartbeat_interval_above_a_quarter_of_the_timeout_is_refused(options, longest):
-    with pytest.raises(SpecError, match=rf"a quarter of .* Set at most {longest}, or raise"):
-        edp.FailureConfig(heartbeat_interval_s=float(longest) * 1.01, **options)
-    allowed = edp.FailureConfig(heartbeat_interval_s=float(longest), **options)
-    assert allowed.heartbeat_interval == float(longest)
-    with pytest.raises(SpecError, match=r"heartbeat_interval_s is 0.001, must be at least 0.01"):
-        edp.FailureConfig(heartbeat_interval_s=0.001, **options)
 
 
 def test_heartbeat_interval_by_default_follows_the_timeout():

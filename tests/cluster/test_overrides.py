@@ -94,6 +94,8 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("staleness=2", "staleness is 2, must be 0 or 1"),
         ("comm_hook=bf16", "comm_hook= does not exist any more: use wire="),
         ("scaling.warm_processes=1", "warm_processes does not exist any more: standby=1"),
+        ("labels.team=a", "labels= does not exist any more"),
+        ("config.labels=1", "config.labels is no field of config; it has: width, lr"),
         ("config.width=wide", "config.width is 'wide', must be of type int, like 8"),
         ("data.tail=cut", "tail is 'cut'"),
         (

@@ -244,17 +244,6 @@ def test_items_that_are_no_rows_are_refused_by_name(rows, message, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_an_endless_iterable_is_refused_by_its_limit(tmp_path):
-    def endless() -> Iterator[dict[str, Any]]:
-        yield from map(row, itertools.count())
-
-    with pytest.raises(DataError, match=r"IterableData\.max_rows is 50, and the iterable gives"):
-        written(data_of(endless, max_rows=50), tmp_path)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(in_place(written(data_of(Stream(50), max_rows=50), tmp_path))["id"]) == 50
-    assert data_of(endless).max_rows is None  # a limit that nobody set would discard hours
-
-
 def test_types_of_later_rows_are_refused_and_not_converted(tmp_path):
     rows = [{"x": i} for i in range(2000)] + [{"x": 0.5}]
     with pytest.raises(DataError, match="'x' is double in row 2000, and int64 in earlier rows"):
@@ -283,7 +272,7 @@ def test_buffers_that_an_iterable_uses_again_are_copied(tmp_path):
         ("s3://x", {}, "is a str, must give dicts"),
         (3, {}, "is a int, must be an iterable, or a function"),
         ([], {"fingerprint": ""}, "fingerprint is '', must be a string that changes"),
-        ([], {"max_rows": 0}, "max_rows is 0, must be at least 1"),
+        ([], {"max_rows": 5}, r"IterableData: max_rows= does not exist any more: end the iterable"),
         ([], {"workers": -1}, r"IterableData\.workers is -1, must be at least 0"),
         ([], {"storage_options": {"key": "k"}}, "storage_options is set, but folder is not"),
         ([], {"folder": ""}, "folder is '', must be a path or URL"),

@@ -126,10 +126,10 @@ def test_heartbeat_interval_of_the_job_is_that_of_controller_and_sidecar(monkeyp
         given.append(interval_s)
 
     monkeypatch.setattr(SharedMemoryPage, "start_sidecar", start)
-    failure = FailureConfig(heartbeat_interval_s=0.75)
+    failure = FailureConfig(heartbeat_timeout_s=1.0)
     spec = dataclasses.replace(spec_of(), failure=failure)
     Worker("w1", job_of(spec), Heard())
-    assert given == [0.75] == [coordinator_config_of(spec).heartbeat_interval_s]
+    assert given == [0.125] == [coordinator_config_of(spec).heartbeat_interval_s]
 
 
 @pytest.mark.parametrize("was_begun", [False, True])
