@@ -64,6 +64,7 @@ ALLOWED = {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording", "run_record", "report.report_builder", "report.report_model"),
+        "report.report_reader",
         "materialization.materialized_rows",
     },
     "report": {

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_dp.report.run_overview import Health, RunOverview
+from elastic_dp.report.run_status import Health, loss_of
 from elastic_dp.report.verdict import duration, share
 
 _STYLES = {
@@ -62,46 +62,57 @@ def age(seconds: float | None) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def overview_table(overviews: Sequence[RunOverview]) -> Table:
+def is_over(status: Mapping[str, Any]) -> bool:
+    return status["health"] in (Health.FINISHED, Health.FAILED)
+
+
+def overview_table(statuses: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of `status`: what matters first."""
     header = ("run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event")
-    rows = [
-        (
-            one_line(one.name),
-            one.health.value,
-            _step(one, "/"),
-            _number(one.loss),
-            "-" if one.is_over else f"{one.world_size}/{one.size}",
-            "-" if one.goodput is None else share(one.goodput, 1.0),
-            age(one.checkpoint_age_s),
-            age(one.last_event_age_s),
-            one_line(one.last_event or one.health_reason, _MOST_CHARACTERS),
+    rows = []
+    for one in statuses:
+        text, event_age_s = _newest_event(one)
+        goodput = one.get("goodput")
+        rows.append(
+            (
+                one_line(one["name"]),
+                one["health"],
+                _step(one, "/"),
+                _number(loss_of(one)),
+                "-" if is_over(one) else f"{one.get('world_size', 0)}/{one.get('size', 0)}",
+                "-" if goodput is None else share(goodput, 1.0),
+                age((one.get("newest_checkpoint") or {}).get("age_s")),
+                age(event_age_s),
+                one_line(text or one["health_reason"], _MOST_CHARACTERS),
+            )
         )
-        for one in overviews
-    ]
-    return text_table(header, rows, [_STYLES[one.health] for one in overviews])
+    return text_table(header, rows, [_STYLES[one["health"]] for one in statuses])
 
 
-def overview_facts(one: RunOverview, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+def overview_facts(
+    one: Mapping[str, Any], more: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
     """Return one run as (name, value), what matters first. `more` follows the workers."""
-    workers = f"generation {one.generation}"
-    if not one.is_over:
-        workers = f"{one.world_size} of {one.size}, {workers}"
-    elif not one.generation:  # it never had a group of workers, or was trained in one process
+    number, total, goodput = one.get("generation", 0), one.get("max_steps"), one.get("goodput")
+    workers = f"generation {number}"
+    if not is_over(one):
+        workers = f"{one.get('world_size', 0)} of {one.get('size', 0)}, {workers}"
+    elif not number:  # it never had a group of workers, or was trained in one process
         workers = ""
+    text, event_age_s = _newest_event(one)
+    rows_per_s, checkpoint = one.get("rows_per_s"), one.get("newest_checkpoint")
     facts = [
-        ("step", _step(one, " of ") + _part(one)),
-        ("loss", _number(one.loss)),
+        ("step", _step(one, " of ") + (f" ({share(one['step'], total)})" if total else "")),
+        ("loss", _number(loss_of(one))),
         ("workers", workers),
         *more,
-        ("last event", _ago(one.last_event_age_s, one_line(one.last_event))),
-        ("goodput", "" if one.goodput is None else share(one.goodput, 1.0)),
-        ("rows/s", "" if one.rows_per_s is None else f"{one.rows_per_s:,.0f}"),
-        ("cache", _cache(one)),
+        ("last event", _ago(event_age_s, one_line(text))),
+        ("goodput", "" if goodput is None else share(goodput, 1.0)),
+        ("rows/s", "" if rows_per_s is None else f"{rows_per_s:,.0f}"),
     ]
-    if one.checkpoint_step is not None:
-        facts.append(("checkpoint", _ago(one.checkpoint_age_s, f"step {one.checkpoint_step}")))
-    elif not one.is_over:
+    if checkpoint is not None:
+        facts.append(("checkpoint", _ago(checkpoint["age_s"], f"step {checkpoint['step']}")))
+    elif not is_over(one):
         facts.append(("checkpoint", "none yet"))
     return [(name, value) for name, value in facts if value not in ("", "-")]
 
@@ -134,13 +145,15 @@ def show(*parts: RenderableType) -> None:
     print(*(line.rstrip() for line in plain.file.getvalue().splitlines()), sep="\n")  # type: ignore[attr-defined]
 
 
-def show_run(one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequence[Table]) -> None:
+def show_run(
+    one: Mapping[str, Any], facts: Sequence[tuple[str, str]], tables: Sequence[Table]
+) -> None:
     """Print one run."""
     title = Text.assemble(
-        (one_line(one.name), "bold"),
+        (one_line(one["name"]), "bold"),
         ": ",
-        (one.health.value, _STYLES[one.health]),
-        f": {one_line(one.health_reason)}" if one.health_reason else "",
+        (one["health"], _STYLES[one["health"]]),
+        f": {one_line(one['health_reason'])}" if one["health_reason"] else "",
     )
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
@@ -153,26 +166,14 @@ def show_run(one: RunOverview, facts: Sequence[tuple[str, str]], tables: Sequenc
 # ---------------------------------------------------------------------------------- private
 
 
-def _step(one: RunOverview, of: str) -> str:
-    return f"{one.step}" if one.total_steps is None else f"{one.step}{of}{one.total_steps}"
+def _step(one: Mapping[str, Any], of: str) -> str:
+    total = one.get("max_steps")
+    return f"{one.get('step', 0)}" + ("" if total is None else f"{of}{total}")
 
 
-def _cache(one: RunOverview) -> str:
-    read = one.cache
-    if not read.total:
-        return ""
-    part = share(read.from_cache, read.total)
-    return f"{part} of the data from disks, {_gib(read.from_cache)} that the store did not send"
-
-
-def _gib(nbytes: int) -> str:
-    return (
-        f"{nbytes / (1 << 30):,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.1f} MiB"
-    )
-
-
-def _part(one: RunOverview) -> str:
-    return f" ({share(one.step, one.total_steps)})" if one.total_steps else ""
+def _newest_event(one: Mapping[str, Any]) -> tuple[str, float | None]:
+    event = one.get("newest_event") or {}
+    return str(event.get("text") or one.get("reason", "")), event.get("age_s")
 
 
 def _number(value: float | None) -> str:

@@ -25,6 +25,7 @@ from elastic_dp.cli.run_options import (
 )
 from elastic_dp.cli.run_tables import (
     age,
+    is_over,
     metric_fact,
     one_line,
     overview_facts,
@@ -36,7 +37,7 @@ from elastic_dp.cli.run_tables import (
 )
 from elastic_dp.errors import ClusterError, ElasticError
 from elastic_dp.report.report_model import Report, WorkerCondition
-from elastic_dp.report.run_overview import RunOverview, overview_of_status, status_of_report
+from elastic_dp.report.run_status import health_of
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
@@ -48,15 +49,10 @@ _GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
 
 
 class SeenRun(NamedTuple):
-    """One run, and its status as `--json` prints it. `report` is known where the folder was
-    read."""
+    """One run: its status with its health. `report` is known where the folder was read."""
 
-    overview: RunOverview
     status: dict[str, Any]
     report: Report | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return self.status | self.overview.to_json()
 
 
 def status(
@@ -82,19 +78,19 @@ def status(
             if watch and not as_json:
                 screen().clear()  # of a terminal
             _print(seen, name, as_json)
-            if not watch or (name is not None and seen[0].overview.is_over):
+            if not watch or (name is not None and is_over(seen[0].status)):
                 return
             time.sleep(_WATCH_S)
 
 
 def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
     if as_json:
-        rows = [each.to_json() for each in seen]
+        rows = [each.status for each in seen]
         print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
     elif name is not None:
-        show_run(seen[0].overview, run_facts(seen[0]), run_workers(seen[0]))
+        show_run(seen[0].status, run_facts(seen[0]), run_workers(seen[0]))
     elif seen:
-        show(overview_table([each.overview for each in seen]))
+        show(overview_table([each.status for each in seen]))
     else:
         print("no runs here")
 
@@ -110,25 +106,26 @@ def _look_at_all(
         from elastic_dp.cluster.runs.attach import runs
 
         return lambda: [_seen(row["name"], row) for row in runs(address)]
+    from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.run_record import run_names
     from elastic_dp.storage import Store
 
     options = storage_options(storage_option)
     store = Store(storage_path, options)
-    folders: dict[str, Callable[[], SeenRun]] = {}
+    folders: dict[str, EndedRun] = {}
 
     def look_or_say(name: str) -> SeenRun:
         """A run that cannot be read must not hide the others."""
         try:
-            return folders[name]()
+            if name not in folders:
+                folders[name] = EndedRun(name, storage_path, options)
+            return _seen(name, *folders[name].look())
         except ElasticError as error:
-            return _seen(name, {"name": name} | _unknown(error))
+            return _seen(name, {"phase": "unknown", "reason": f"{type(error).__name__}: {error}"})
 
     def look() -> list[SeenRun]:
-        for name in run_names(store):
-            folders.setdefault(name, _folder(name, storage_path, options))
         with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(look_or_say, folders))
+            return list(pool.map(look_or_say, run_names(store, folders)))
 
     return look
 
@@ -142,17 +139,16 @@ def _look_at_one(
     from elastic_dp.run_record import run_url
 
     found = find_run(name, address, storage_path, storage_option)
-    options = storage_options(storage_option)
     if isinstance(found, EndedRun):
-        assert storage_path is not None
-        look = _folder(name, storage_path, options)
-        return lambda: [look()]
-    total = None if storage_path is None else total_steps_of(run_url(name, storage_path, options))
+        return lambda: [_seen(name, *found.look())]
+    total = None
+    if storage_path is not None:
+        total = total_steps_of(run_url(name, storage_path, storage_options(storage_option)))
     return lambda: [_live(name, found, total)]
 
 
 def _live(name: str, run: Run, total_steps: int | None) -> SeenRun:
-    status = {"name": name} | run.status()
+    status = run.status()
     with contextlib.suppress(ClusterError):  # it has ended since
         processes = run.processes()
         status["processes"] = {w: {"pid": p, "node": n} for w, (p, n) in processes.items()}
@@ -161,34 +157,10 @@ def _live(name: str, run: Run, total_steps: int | None) -> SeenRun:
     return _seen(name, status)
 
 
-def _folder(name: str, storage_path: str, options: dict[str, Any] | None) -> Callable[[], SeenRun]:
-    from elastic_dp.cluster.runs.ended_run import EndedRun
-    from elastic_dp.cluster.runs.run_history import total_steps_of
-    from elastic_dp.report.report_reader import RunFolder
-    from elastic_dp.run_record import run_url
-
-    url = run_url(name, storage_path, options)
-    folder, total = RunFolder(name, url), total_steps_of(url)
-
-    def look() -> SeenRun:
-        now = time.time()
-        report = folder.report(now)
-        try:
-            status = EndedRun(name, storage_path, options).status()
-        except ElasticError as error:
-            status = _unknown(error)
-        known = status | status_of_report(report, now) | {"max_steps": total}
-        return _seen(name, {"name": name} | known, report)
-
-    return look
-
-
 def _seen(name: str, status: dict[str, Any], report: Report | None = None) -> SeenRun:
-    return SeenRun(overview_of_status(name, status), status, report)
-
-
-def _unknown(error: ElasticError) -> dict[str, Any]:
-    return {"phase": "unknown", "reason": f"{type(error).__name__}: {error}"}
+    health, reason = health_of(status)
+    named = {"name": name} | status | {"health": health.value, "health_reason": reason}
+    return SeenRun(named, report)
 
 
 # ---------------------------------------------------------------------------------- what is printed
@@ -210,7 +182,7 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
         ("waits for", f"a node: {one_line(waits)}" if waits else ""),
         ("lost", lost),
     ]
-    return overview_facts(seen.overview, more)
+    return overview_facts(status, more)
 
 
 def run_workers(seen: SeenRun) -> list[Table]:

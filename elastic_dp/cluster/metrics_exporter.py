@@ -41,11 +41,7 @@ class MetricsExporter:
     def __init__(self, controller: Controller, run: str) -> None:
         self._controller = controller
         self._sink = RaySink(run)
-        state = controller.state_store.state
-        stored = controller.url is not None
-        self._metrics = PrometheusMetrics(
-            controller.spec, controller.journal, state.started_at, stored
-        )
+        self._metrics = PrometheusMetrics(controller.journal, stored=controller.url is not None)
 
     def start(self) -> None:
         background("metrics", self._export).start()
@@ -58,7 +54,6 @@ class MetricsExporter:
             controller.times.goodput(),
             controller.times.times(),
             controller.store_retries,
-            controller.times.cache(),
             self._sink,
         )
 

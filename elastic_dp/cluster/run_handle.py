@@ -20,6 +20,7 @@ from elastic_dp.cluster.logger_threads import LoggerThreads
 from elastic_dp.cluster.worker_logs import lines_of, not_given, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
+from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import Result, RunOutcome, read_result
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal_reader import read_events
@@ -53,7 +54,7 @@ class Run:
         self._spec, self.url, self._loggers = spec, url, loggers
         self._before = None if controller is None or ended else read_result(url)
         self._end: Result | Exception | None = stored
-        self._last = {} if stored is None else status_of(stored, spec.labels)
+        self._last: dict[str, Any] = {}
         self._ending = threading.Lock()
         self.is_new = is_new
 
@@ -62,7 +63,7 @@ class Run:
 
         It has the phase and its reason, generation, world size, step, whether the weights are exact
         and why not, what is sharded, the stage of each worker, what they wait for, the newest
-        metrics, avoided nodes, and labels. Raises ClusterError if the controller is gone.
+        metrics, and avoided nodes. Raises ClusterError if the controller is gone.
         """
         if self._end is None:
             try:
@@ -70,6 +71,9 @@ class Run:
             except ClusterError:
                 if self._end is None:
                     raise
+        if not self._last:  # no controller was asked after the end
+            folder, now = RunFolder(self._spec.name, self.url), time.time()
+            self._last = folder.status(folder.report(now), now)
         return dict(self._last)
 
     def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
@@ -250,7 +254,6 @@ class Run:
             stored = self._stored()
             if stored is None:
                 raise
-            self._last = status_of(stored, self._spec.labels)
             return stored
         end = outcome.result or error_of(outcome)
         self._end = end  # from here on no thread asks the controller
@@ -339,51 +342,6 @@ def ray_ends_with_us() -> bool:
     from elastic_dp.cluster.ray import private
 
     return private.owns_cluster()
-
-
-def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the status of a run of which only the result is left."""
-    return status_without_controller(
-        "over",
-        f"finished after step {result.step}: {result.reason}",
-        result.step,
-        generation=result.generations,
-        exact=result.exact,
-        inexact_because=result.inexact_because,
-        metrics=dict(result.metrics),
-        led_s=result.wall_s,
-        labels=dict(labels),
-    )
-
-
-def status_without_controller(phase: str, reason: str, step: int, **known: Any) -> dict[str, Any]:
-    """Return a status with every field of a live run's. What only a controller knows is None, 0 or
-    empty, unless it is `known`.
-    """
-    unknown: dict[str, Any] = {
-        "generation": 0,
-        "world_size": 0,
-        "size": 0,
-        "size_limit": None,
-        "min_workers": 0,
-        "exact": None,
-        "inexact_because": (),
-        "sharding": None,
-        "workers": {},
-        "metrics": {},
-        "failed": False,
-        "max_steps": None,
-        "led_s": 0.0,
-        "newest_event": None,
-        "newest_checkpoint": None,
-        "waits_for": "",
-        "avoided_nodes": {},
-        "goodput": None,
-        "rows_per_s": None,
-        "cache": {},
-        "labels": {},
-    }
-    return {"phase": phase, "reason": reason, "step": step} | unknown | known
 
 
 def error_of(outcome: RunOutcome) -> Exception:

@@ -45,7 +45,6 @@ from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import GroupRecords, Rendezvous
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
-from elastic_dp.storage.disk_cache import on_cached_read
 from elastic_dp.storage.retry import on_retry
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink
@@ -124,7 +123,6 @@ class Worker:
         self._session: WorkerSession | None = None
         self._page = SharedMemoryPage()
         on_retry(self._page.count_retry)
-        on_cached_read(self._page.count_cached)
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
         self._gangs: Any = None

@@ -215,9 +215,6 @@ class HeartbeatReceived:
     # seconds by what the worker did, for reports alone (`telemetry.phase_clock.PhaseTimes`)
     times: tuple[float, ...] = ()
     store_retries: int = 0  # requests to stores that the worker has retried, for reports alone
-    # bytes of data that it read from the cache on its disk, and from the store because they were
-    # not there, for reports alone
-    cache_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

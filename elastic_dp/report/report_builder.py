@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_dp.report.metric_curves import MetricCurves
 from elastic_dp.report.report_model import (
@@ -27,6 +27,7 @@ from elastic_dp.report.report_model import (
 )
 from elastic_dp.report.verdict import verdict
 from elastic_dp.report.worker_histories import WorkerHistories
+from elastic_dp.run_record import Result
 from elastic_dp.telemetry.data_rates import DataRates
 from elastic_dp.telemetry.goodput import GoodputMeter
 from elastic_dp.urls import redact_url
@@ -42,14 +43,6 @@ SILENT_S = 60.0
 SILENT_S_PER_WORKER = 0.3
 _COMMITTED = re.compile(r"checkpoint of step (\d+) is (?:committed|sealed)")
 _ENDS = re.compile(r"generation \d+ ends: (.*)", re.DOTALL)
-
-
-class StoredEnd(NamedTuple):
-    """How the last start that finished ended, as the result in the folder says."""
-
-    step: int
-    reason: str
-    inexact_because: tuple[str, ...]
 
 
 class ReportBuilder:
@@ -88,12 +81,12 @@ class ReportBuilder:
         now: float,
         *,
         stored: Collection[int] | None = None,
-        result: StoredEnd | None = None,
+        result: Result | None = None,
     ) -> Report:
         """Return the report at `now` (of `time.time`), or at the end of the run.
 
-        `stored`: the steps whose checkpoints are in the store. `result`: what the folder's
-        `result.json` says, if there is one.
+        `stored`: the steps whose checkpoints are in the store. `result`: the one in
+        the folder, if there is one.
         """
         if result is not None and result.step < self._step:
             result = None  # of an earlier start
@@ -120,7 +113,7 @@ class ReportBuilder:
             last_line=self._now,
             goodput=self._goodput.goodput(None if over else until),
             rows_per_s=self._rates.rows_per_s,
-            cache=self._rates.cache,
+            exact=result.exact if result else None,
             inexact_because=tuple(map(_text, result.inexact_because if result else ())),
             curves=self._curves.points(),
             band=list(group.band),

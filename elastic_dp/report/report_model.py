@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 
 _DIGITS = 6  # significant digits of a number in JSON that is no time
@@ -155,7 +154,7 @@ class Report:
     last_line: float
     goodput: Goodput
     rows_per_s: float | None = None  # in the last minute of reports
-    cache: CacheBytes = field(default_factory=CacheBytes)
+    exact: bool | None = None  # None: it has no result
     inexact_because: tuple[str, ...] = ()
     curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     band: list[GroupSize] = field(default_factory=list)

@@ -6,17 +6,18 @@ somebody has replaced the folder, and all of it is read again.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import threading
 import time
+from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.errors import FileDamaged, RunMismatch
-from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
+from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import Report
-from elastic_dp.run_record import read_result
-from elastic_dp.storage import ObjectMissing, ObjectRewritten, StorageURL, Store
+from elastic_dp.report.run_status import status_of_report
+from elastic_dp.run_record import Result, read_result
+from elastic_dp.storage import ObjectMissing, ObjectRewritten, Store
 from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail
 
 _TIMEOUT_S = 15.0  # of one request
@@ -26,13 +27,14 @@ _LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoint
 class RunFolder:
     """The folder of one run. All methods may be called from any thread."""
 
-    def __init__(self, name: str, url: StorageURL) -> None:
+    def __init__(self, name: str, url: str) -> None:
         self._name, self._url = name, url
         self._store = Store(url, timeout_s=_TIMEOUT_S)
         self._lock = threading.Lock()
         self._looked_at = -float("inf")
         self._stored: frozenset[int] = frozenset()
-        self._result: StoredEnd | None = None
+        self._result: Result | None = None
+        self._damage: Exception | None = None  # of the result
         self._forget()
 
     @property
@@ -51,6 +53,14 @@ class RunFolder:
             self._look()
             return self._builder.build(now, stored=self._stored, result=self._result)
 
+    def status(self, report: Report, now: float) -> dict[str, Any]:
+        """Return the status that a report of this folder gives. Raises FileDamaged or RunMismatch
+        if the result cannot be read.
+        """
+        if self._damage is not None:
+            raise self._damage
+        return status_of_report(report, now)
+
     # ------------------------------------------------------------------------------ private
 
     def _forget(self) -> None:
@@ -66,8 +76,9 @@ class RunFolder:
         if time.monotonic() < self._looked_at + _LOOK_S:
             return
         self._stored = frozenset(name.step for name in Catalog(self._store).names())
-        with contextlib.suppress(FileDamaged, RunMismatch):
-            self._result = None
-            if (result := read_result(self._url)) is not None:
-                self._result = StoredEnd(result.step, result.reason, result.inexact_because)
+        self._result = self._damage = None
+        try:
+            self._result = read_result(self._url)
+        except (FileDamaged, RunMismatch) as error:
+            self._damage = error
         self._looked_at = time.monotonic()

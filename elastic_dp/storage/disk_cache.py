@@ -40,14 +40,6 @@ _WRITE_S = 60.0  # a temporary file that is older was left by a killed process
 _MAPPED_BYTES = 1 << 20  # a smaller range is read: the number of maps of a process is limited
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAME = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]+)?\.ranges")
-_on_read: list[Callable[[int, int], None]] = []
-
-
-def on_cached_read(tell: Callable[[int, int], None]) -> None:
-    """Calls `tell(from_cache, from_store)` with the bytes of each read through any cache of this
-    process, on the thread that reads.
-    """
-    _on_read.append(tell)
 
 
 class DiskCache:
@@ -86,13 +78,10 @@ class DiskCache:
         """
         path = self._dataset / _digest(key)
         content = self._cached(path, nbytes)
-        found = content is not None
         if content is None:
             self._missed_at = time.monotonic()
             content = fetch()
             self._keep(path, memoryview(content).cast("B"))
-        for tell in _on_read:
-            tell(nbytes if found else 0, 0 if found else nbytes)
         return content
 
     def close(self) -> None:

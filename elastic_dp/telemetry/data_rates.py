@@ -1,31 +1,15 @@
-"""How fast a run gets rows, and how much of its data came from caches on the disks of workers, from
-the lines of its journal."""
+"""How fast a run gets rows, from the lines of its journal."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 _WINDOW_S = 60.0  # of the rate: so many seconds up to the newest report
 _APART_S = 1.0  # between two reports that are remembered
-
-
-@dataclass(frozen=True, slots=True)
-class CacheBytes:
-    """Bytes of data that workers with a cache have read. `from_cache`: from the disk, so they were
-    not read from the store. `from_store`: what the cache did not have.
-    """
-
-    from_cache: int = 0
-    from_store: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.from_cache + self.from_store
 
 
 class DataRates:
@@ -34,8 +18,6 @@ class DataRates:
     def __init__(self) -> None:
         self._rows_per_step: dict[int, int] = {}  # by the step after which it holds
         self._points: deque[tuple[float, int]] = deque()  # (time, committed steps)
-        self._of_worker: dict[str, tuple[int, int]] = {}
-        self._of_former_starts = CacheBytes()  # whose workers had the same names
 
     @property
     def rows_per_s(self) -> float | None:
@@ -47,27 +29,12 @@ class DataRates:
         (began, first), (ended, last) = self._points[0], self._points[-1]
         return (self._rows_until(last) - self._rows_until(first)) / (ended - began)
 
-    @property
-    def cache(self) -> CacheBytes:
-        """The sum over all workers so far, also those that are gone."""
-        counts = [*self._of_worker.values()]
-        return CacheBytes(
-            self._of_former_starts.from_cache + sum(count for count, _ in counts),
-            self._of_former_starts.from_store + sum(count for _, count in counts),
-        )
-
     def line(self, line: Mapping[str, Any]) -> None:
-        """Take a line of the journal. Lines that say nothing about data, or that another program
+        """Take a line of the journal. Lines that say nothing about rows, or that another program
         has damaged, are ignored.
         """
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self._take(line)
-
-    def report(self, worker: str, counts: Sequence[int]) -> None:
-        """Take what a worker has read so far: bytes from its cache, and from the store."""
-        from_cache, from_store = map(int, counts)
-        before = self._of_worker.get(worker, (0, 0))
-        self._of_worker[worker] = max(before[0], from_cache), max(before[1], from_store)
 
     def reached(self, now: float, step: int) -> None:
         """Take the number of committed steps at `now`."""
@@ -92,7 +59,6 @@ class DataRates:
         match line.get("event"):
             case "ControllerStarted":
                 if not line["takes_over"]:
-                    self._of_former_starts, self._of_worker = self.cache, {}
                     self._points.clear()
                 first, later = int(line.get("rows_per_step", 0)), line.get("rows_later", {})
                 growth = {int(step): int(rows) for step, rows in later.items()}
@@ -101,5 +67,3 @@ class DataRates:
                 self._points.clear()
             case "TimesReported":
                 self.reached(float(line["time"]), int(line["step"]))
-                for worker, counts in line.get("cache_bytes", {}).items():
-                    self.report(worker, counts)

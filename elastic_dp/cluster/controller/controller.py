@@ -34,7 +34,6 @@ from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatSer
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.runs.controller_state import (
     ControllerStateStore,
-    LossCounted,
     pending_requests,
     time_left_s,
 )
@@ -217,7 +216,6 @@ class Controller:
             "max_steps": self.spec.max_steps,
             "led_s": max(0.0, now - self.state_store.state.started_at),
             "rows_per_s": self.times.rows_per_s(),
-            "cache": dataclasses.asdict(self.times.cache()),
             **self.newest_events.status(now),
         }
 
@@ -477,7 +475,6 @@ class Controller:
                 expected = self.report.has_ended or worker in self.exits.released
                 if worker in self.exits.evicted or not expected:
                     self.state_store.count_loss()
-                    self.journal.event(LossCounted(self.state_store.state.lost))
         interrupted = isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON
         if interrupted and self._store is not None:  # nobody waits for a store that stays away
             self._store.raise_when_late()

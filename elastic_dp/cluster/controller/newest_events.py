@@ -19,6 +19,7 @@ class NewestEvents:
     def __init__(self, journal: Journal) -> None:
         self._event: tuple[float, str] | None = None
         self._checkpoint: tuple[float | None, int] | None = None
+        self._duration_s: float | None = None  # of the last commit
         journal.listen(self._line)
 
     def status(self, now: float) -> dict[str, Any]:
@@ -30,7 +31,8 @@ class NewestEvents:
         if (checkpoint := self._checkpoint) is not None:
             saved_at, step = checkpoint
             age_s = None if saved_at is None else max(0.0, now - saved_at)
-            found["newest_checkpoint"] = {"step": step, "age_s": age_s}
+            checkpoint = {"step": step, "age_s": age_s, "duration_s": self._duration_s}
+            found["newest_checkpoint"] = checkpoint
         return found
 
     def _line(self, line: Mapping[str, Any]) -> None:
@@ -40,6 +42,7 @@ class NewestEvents:
                     self._event = line["time"], line["text"]
             case "CheckpointCommitted":
                 self._checkpoint = line["time"], line["step"]
+                self._duration_s = line.get("duration_s") or self._duration_s
             case "CheckpointFound":
                 step = line["step"]
                 same = self._checkpoint is not None and self._checkpoint[1] == step

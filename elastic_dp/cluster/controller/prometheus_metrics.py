@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.workers.worker_state import Stage
-from elastic_dp.sampling import StepSchedule
-from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
@@ -37,7 +34,6 @@ class MetricKind:
 PARTS = ("data", "compute", "collective", "other", "checkpoint")
 CAUSES = ("loss", "planned")
 PROCESSES = ("controller", "workers")
-ORIGINS = ("cache", "store")
 _CATEGORIES = tuple(asdict(Goodput()))
 _BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -77,13 +73,6 @@ METRICS = (
         "process",
         PROCESSES,
     ),
-    MetricKind(
-        "elastic_dp_cached_data_bytes",
-        "data that workers with `cache_dir` have read: from the disk, which the store did not "
-        "send, and from the store",
-        "origin",
-        ORIGINS,
-    ),
 )
 
 _KIND = {kind.name: kind for kind in METRICS}
@@ -96,14 +85,10 @@ class Sink(Protocol):
 
 
 class PrometheusMetrics:
-    """The metrics of one run. `started_at` (of `time.time`) is when the run began."""
+    """The metrics of one run."""
 
-    def __init__(self, spec: JobSpec, journal: Journal, started_at: float, stored: bool) -> None:
-        self._schedule = StepSchedule(spec.micro_batches_by_step)
-        self._micro_batch_size = spec.data.micro_batch_size
+    def __init__(self, journal: Journal, stored: bool) -> None:
         self._stored = stored  # only a run with a folder has checkpoints
-        self._committed_at = started_at
-        self._duration_s = math.nan
         self._was_lost = False  # since the last generation
         self._generation = 0
         self._paused_s = 0.0  # of all workers, when that generation was sampled for the first time
@@ -117,7 +102,6 @@ class PrometheusMetrics:
         goodput: Goodput,
         times: PhaseTimes,
         retries: Mapping[str, int],
-        cache: CacheBytes,
         sink: Sink,
     ) -> None:
         """Put the values at `now` (of `time.time`) into `sink`. `status` is the controller's."""
@@ -132,10 +116,10 @@ class PrometheusMetrics:
         put("elastic_dp_world_size", size)
         put("elastic_dp_wanted_workers", status["size"])
         put("elastic_dp_generation", status["generation"])
+        if status["rows_per_s"] is not None:
+            put("elastic_dp_rows_per_second", status["rows_per_s"])
         for process, number in retries.items():
             put("elastic_dp_store_retries", number, process)
-        put("elastic_dp_cached_data_bytes", cache.from_cache, "cache")
-        put("elastic_dp_cached_data_bytes", cache.from_store, "store")
         loss = status["metrics"].get("loss")
         if isinstance(loss, int | float):
             put("elastic_dp_loss", loss)
@@ -145,8 +129,10 @@ class PrometheusMetrics:
         for category, seconds in asdict(goodput).items():
             put("elastic_dp_goodput_seconds", seconds, category)
         if self._stored:
-            put("elastic_dp_checkpoint_age_seconds", max(0.0, now - self._committed_at))
-            put("elastic_dp_checkpoint_duration_seconds", self._duration_s)
+            newest = status["newest_checkpoint"] or {}
+            age_s = newest.get("age_s")
+            put("elastic_dp_checkpoint_age_seconds", status["led_s"] if age_s is None else age_s)
+            put("elastic_dp_checkpoint_duration_seconds", newest.get("duration_s") or math.nan)
         if status["phase"] == "running" and status["generation"] > self._generation:
             self._changed(int(status["generation"]), size, times, put)
         if self._before is not None:
@@ -159,9 +145,6 @@ class PrometheusMetrics:
         """What has been done since the last sample."""
         assert self._before is not None
         then, before, spent = self._before
-        taken = self._schedule.total(step) - self._schedule.total(before)
-        rows = max(0, taken) * self._micro_batch_size
-        put("elastic_dp_rows_per_second", rows / max(now - then, 1e-3))
         delta = times.plus(spent, -1)
         done = sum((delta.data, delta.compute, delta.collective, delta.other))
         if step > before and done > 0:
@@ -181,9 +164,4 @@ class PrometheusMetrics:
 
     def _line(self, line: Mapping[str, Any]) -> None:
         """Take a line of the journal; called by the thread that wrote it."""
-        match line.get("event") or line.get("command"):
-            case "AbortGeneration":
-                self._was_lost = True
-            case "CheckpointCommitted":
-                self._duration_s = line.get("duration_s") or self._duration_s
-                self._committed_at = line["time"]
+        self._was_lost |= line.get("command") == "AbortGeneration"

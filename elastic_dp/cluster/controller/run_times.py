@@ -1,5 +1,5 @@
-"""What workers do with their time, how fast they get rows, how many requests to stores they retry
-and what their caches save, from their heartbeats; and the goodput of the run.
+"""What workers do with their time, how fast they get rows, and how many requests to stores they
+retry, from their heartbeats; and the goodput of the run.
 
 A heartbeat is only remembered. The journal gets the times of all workers at intervals, and those of
 a worker before its end, so that all but the retries is a function of the journal.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerId
-from elastic_dp.telemetry.data_rates import CacheBytes, DataRates
+from elastic_dp.telemetry.data_rates import DataRates
 from elastic_dp.telemetry.goodput import (
     ControllerStarted,
     Goodput,
@@ -36,7 +36,6 @@ class RunTimes:
         self._retries: dict[WorkerId, int] = {}  # also of workers that are gone
         self._meter, self._rates = GoodputMeter(), DataRates()
         self._newest: dict[WorkerId, tuple[float, ...]] = {}  # not in the journal yet
-        self._cache_bytes: dict[WorkerId, tuple[int, int]] = {}  # of workers that have a cache
         self._step = 0
         self._due = time.monotonic() + INTERVAL_S
         journal.listen(self._line)
@@ -55,9 +54,6 @@ class RunTimes:
         self._retries[event.worker] = max(known, event.store_retries)
         with self._lock:
             self._rates.reached(time.time(), self._step)
-            if any(event.cache_bytes):
-                self._cache_bytes[event.worker] = event.cache_bytes
-                self._rates.report(event.worker, event.cache_bytes)
         if event.times:
             self._newest[event.worker] = event.times
         if time.monotonic() >= self._due:
@@ -95,11 +91,6 @@ class RunTimes:
         with self._lock:
             return self._rates.rows_per_s
 
-    def cache(self) -> CacheBytes:
-        """Return what all workers of the run have read through caches. Any thread may call it."""
-        with self._lock:
-            return self._rates.cache
-
     @property
     def store_retries(self) -> int:
         """How many requests to stores all workers have retried. Any thread may call it."""
@@ -113,8 +104,7 @@ class RunTimes:
         self._meter.reached(self._step)
 
     def _write(self, newest: dict[WorkerId, tuple[float, ...]]) -> None:
-        cached = {w: self._cache_bytes[w] for w in newest if w in self._cache_bytes}
-        self._journal.event(TimesReported(self._step, newest, cached))
+        self._journal.event(TimesReported(self._step, newest))
 
     def _line(self, line: dict[str, Any]) -> None:
         if line.get("event") == "CheckpointFound":

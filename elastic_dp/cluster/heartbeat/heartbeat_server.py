@@ -168,13 +168,7 @@ def _event_of(
         float(message["virtual_s"]),
         tuple(float(seconds) for seconds in message.get("times", ())),
         int(message.get("store_retries", 0)),
-        _pair(message.get("cache_bytes", (0, 0))),
     )
-
-
-def _pair(counts: Any) -> tuple[int, int]:
-    one, other = counts
-    return int(one), int(other)
 
 
 def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:

@@ -60,7 +60,6 @@ class Page(ctypes.Structure):
         ("fault_text", ctypes.c_char * 1024),
         ("times", ctypes.c_double * 9),  # `telemetry.phase_clock.PhaseClock.state`
         ("store_retries", ctypes.c_int64),
-        ("cached_bytes", ctypes.c_int64 * 2),  # from the cache on the disk, and from the store
     ]
 
     def controller_address(self) -> tuple[str, int, bytes]:
@@ -332,7 +331,6 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
                     "virtual_s": page.virtual_s,
                     "times": page.times_until(now),
                     "store_retries": page.store_retries,
-                    "cache_bytes": list(page.cached_bytes),
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

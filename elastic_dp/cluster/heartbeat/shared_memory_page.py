@@ -72,14 +72,6 @@ class SharedMemoryPage:
         with self._counting:
             self._page.store_retries += 1
 
-    def count_cached(self, from_cache: int, from_store: int) -> None:
-        """Count bytes of data that were read through the cache on the disk. Any thread may call
-        it.
-        """
-        with self._counting:
-            self._page.cached_bytes[0] += from_cache
-            self._page.cached_bytes[1] += from_store
-
     def renewed_at(self) -> float:
         return float(self._page.renewed_at)
 

@@ -8,25 +8,21 @@ train: a run that ends releases it.
 
 from __future__ import annotations
 
-import heapq
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.cluster.run_handle import status_of, status_without_controller
-from elastic_dp.cluster.runs.run_history import address_of
-from elastic_dp.cluster.worker_logs import not_given, read_logs
+from elastic_dp.cluster.runs.run_history import address_of, total_steps_of
+from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.errors import ClusterError
-from elastic_dp.run_record import read_result, run_names, run_url
+from elastic_dp.report.report_model import Report
+from elastic_dp.report.report_reader import RunFolder
+from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail, read_events
+from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.wording import did_you_mean
-
-_FOLLOW_S = 1.0  # between two looks at the folder
 
 
 class EndedRun:
@@ -48,6 +44,7 @@ class EndedRun:
                 f"no run named {name!r} is at {self._store.url}: it has no run.json"
                 + did_you_mean(name, run_names(where))
             )
+        self._folder = RunFolder(name, self.url)
         self.holder = self._read_holder()
 
     @property
@@ -55,61 +52,44 @@ class EndedRun:
         """Whether a cluster holds the run's lease. A killed cluster has not released it, either."""
         return bool(self.holder)
 
-    def status(self) -> dict[str, Any]:
-        """Return the status, with the fields of a live run's."""
-        result = read_result(self.url)
-        if result is not None and not self.may_be_live:
-            return status_of(result, {})
-        committed = Catalog(self._store).names()
-        said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
-        address = address_of(self.url)
-        where = "a cluster that does not answer here"
+    def look(self) -> tuple[dict[str, Any], Report]:
+        """Return the status, with the fields of a live run's, and the report."""
+        now, self.holder = time.time(), self._read_holder()
+        report = self._folder.report(now)
+        status = self._folder.status(report, now) | {"max_steps": total_steps_of(self.url)}
+        if report.is_over and not self.may_be_live:
+            return status, report
+        address, where = address_of(self.url), "a cluster that does not answer here"
         if address is not None:
             where = f"the Ray cluster at {address}: --address asks that one"
         held = f"{self.holder} holds its lease, and may train on {where}; "
-        return status_without_controller(
-            "unfinished",
-            (held if self.may_be_live else "it has no result; ")
-            + f"the last event is: {said[-1] if said else 'none'}",
-            committed[-1].step if committed else 0,  # what it would go on from
-        )
+        newest = status["newest_event"] or {"text": "none"}
+        reason = (held if self.may_be_live else "it has no result; ") + "the last event is: "
+        return status | {"phase": "unfinished", "reason": reason + newest["text"]}, report
+
+    def status(self) -> dict[str, Any]:
+        return self.look()[0]
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield every event, command and metric, by time. With `follow`, also those that a cluster
-        adds, as long as one holds the lease.
-        """
-        return self._follow_events() if follow else read_events(self.url)
+        """Yield every event, command and metric, by time."""
+        self._check_end(follow)
+        return read_events(self.url)
 
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """Yield (worker, line) of what all workers printed. With `follow`, also what is added, as
-        long as a cluster holds the lease.
-        """
-        if not follow:
-            yield from read_logs(self._store, worker, tail)
-            return
-        is_live, lines = bool(self._read_holder()), list(read_logs(self._store, worker, None))
-        given, left = Counter(lines), Counter(name for name, _ in lines)
-        for name, line in lines:
-            if left[name] <= tail:
-                yield name, line
-            left[name] -= 1
-        while is_live:
-            time.sleep(_FOLLOW_S)
-            is_live = bool(self._read_holder())  # before the lines, so none is missed at the end
-            lines = list(not_given(read_logs(self._store, worker, None), given))
-            given.update(lines)
-            yield from lines
+        """Yield (worker, line) of what all workers printed."""
+        self._check_end(follow)
+        return read_logs(self._store, worker, tail)
 
-    def _follow_events(self) -> Iterator[dict[str, Any]]:
-        tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
-        is_live = True
-        while is_live:
-            is_live = bool(self._read_holder())  # before the lines, so none is missed at the end
-            yield from heapq.merge(*(tail.lines() for tail in tails), key=lambda line: line["time"])
-            if is_live:
-                time.sleep(_FOLLOW_S)
+    def _check_end(self, follow: bool) -> None:
+        """Raise ClusterError if a run that may be live is to be followed."""
+        if follow and self.may_be_live:
+            raise ClusterError(
+                f"--follow asks the run's controller, and {self.holder}, which holds the lease of "
+                f"{self.name}, does not answer here: leave --follow out for what its folder holds, "
+                "or use elastic-dp status --watch"
+            )
 
     def _read_holder(self) -> str:
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()

@@ -57,7 +57,6 @@ function clock(time, digits = 0) {
 
 const when = (time) => (time === null ? "" : el("time", { datetime: new Date(time * 1000).toISOString() }, clock(time)));
 
-const bytes = (number) => (number < 2 ** 30 ? `${(number / 2 ** 20).toFixed(1)} MiB` : `${(number / 2 ** 30).toFixed(1)} GiB`);
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
@@ -172,8 +171,6 @@ const SHOW = {
       ["trained for", duration(report.led_s) || "unknown"],
     ];
     if (report.rows_per_s !== null) tiles.push(["rows per second", Math.round(report.rows_per_s).toLocaleString("en")]);
-    const cached = report.cache.from_cache, data = cached + report.cache.from_store;
-    if (data) tiles.push(["data from caches", percent(cached / data)], ["not read from the store", bytes(cached)]);
     fill($("verdict-body"), ...report.verdict.map((sentence) => el("p", {}, sentence)),
       el("dl", { class: "tiles" }, tiles.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { id: `tile-${name.replaceAll(" ", "-")}` }, value)))));
   },

@@ -18,7 +18,7 @@ from elastic_dp.cluster.worker import Request
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.rendezvous import GroupName, GroupRecords, MemberRecord
-from elastic_dp.report.run_overview import Health, overview_of_status
+from elastic_dp.report.run_status import Health, health_of
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.coordinator.scenarios import Scenario
@@ -97,8 +97,8 @@ def test_status_counts_no_member_that_is_lost() -> None:
     for left, worker in ((1, "w2"), (0, "w1")):
         scenario.lost(worker)
         assert controller.status()["world_size"] == left
-    overview = overview_of_status("gone", controller.status())
-    assert (overview.health, overview.world_size) == (Health.CONCERN, 0)
+    status = controller.status()
+    assert (health_of(status)[0], status["world_size"]) == (Health.CONCERN, 0)
     controller.heartbeats.close()
 
 

@@ -81,7 +81,6 @@ class Run:
             "virtual_s": 0.1,
             "times": [0.1] * 7,
             "store_retries": 1,
-            "cache_bytes": [1, 1],
         }
         made.heartbeats.receive(channel.sign(self.beat, message), ("127.0.0.1", 9))
         self.settle()

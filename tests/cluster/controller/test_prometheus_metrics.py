@@ -4,11 +4,8 @@ import math
 
 import pytest
 
-import elastic_dp as edp
 from elastic_dp.cluster.controller.prometheus_metrics import PrometheusMetrics
-from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import AbortGeneration
-from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import Goodput
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.phase_clock import PhaseTimes
@@ -20,6 +17,9 @@ STATUS = {
     "size": 3,
     "generation": 1,
     "metrics": {"loss": 0.5, "name": "x"},
+    "rows_per_s": 16.0,
+    "led_s": 10.0,
+    "newest_checkpoint": None,
     "workers": {"w1": "member", "w2": "member", "w3": "starting"},
 }
 
@@ -43,23 +43,15 @@ def journal():
 
 @pytest.fixture
 def metrics(journal):
-    spec = JobSpec(
-        name="seen",
-        data=edp.DataConfig("nowhere", micro_batch_size=4),
-        scaling=edp.ScalingConfig(max_workers=4),
-        max_steps=9,
-    )
-    return PrometheusMetrics(spec, journal, started_at=100.0, stored=True)
+    return PrometheusMetrics(journal, stored=True)
 
 
-NOTHING, NO_TIMES, NO_CACHE = Goodput(), PhaseTimes(), CacheBytes()
+NOTHING, NO_TIMES = Goodput(), PhaseTimes()
 
 
-def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, cache=NO_CACHE, **status):
+def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, **status):
     sink = Sink() if sink is None else sink
-    exported.sample(
-        now, STATUS | status, goodput, times, {"controller": 7, "workers": 4}, cache, sink
-    )
+    exported.sample(now, STATUS | status, goodput, times, {"controller": 7, "workers": 4}, sink)
     return sink
 
 
@@ -77,6 +69,7 @@ def test_metrics_say_step_loss_workers_and_goodput(metrics):
         ("workers", "evicted"): 0,
         ("goodput_seconds", "useful"): 3.0,
         ("goodput_seconds", "redone"): 0.0,
+        ("rows_per_second", ""): 16.0,
         ("checkpoint_age_seconds", ""): 10.0,
         ("store_retries", "controller"): 7,
         ("store_retries", "workers"): 4,
@@ -84,17 +77,10 @@ def test_metrics_say_step_loss_workers_and_goodput(metrics):
         assert values[name] == value, name
 
 
-def test_bytes_of_caches_are_told_by_where_they_came_from(metrics):
-    values = sample(metrics, 110.0, cache=CacheBytes(from_cache=3, from_store=4)).values
-    assert values["cached_data_bytes", "cache"] == 3
-    assert values["cached_data_bytes", "store"] == 4
-
-
-def test_rows_per_second_and_parts_of_a_step_are_those_since_the_last_sample(metrics):
+def test_parts_of_a_step_are_those_since_the_last_sample(metrics):
     sample(metrics, 110.0)
     spent = PhaseTimes(data=2.0, compute=12.0, collective=4.0, other=1.0, checkpoint=1.0)
     values = sample(metrics, 120.0, times=spent, step=30).values  # two workers, 10 s each
-    assert values["rows_per_second", ""] == 20 * 4 * 4 / 10
     parts = {part: values["step_part_seconds", part] for part in ("data", "compute", "checkpoint")}
     assert parts == pytest.approx({"data": 0.05, "compute": 0.3, "checkpoint": 0.025})
     assert sum(v for (n, _), v in values.items() if n == "step_part_seconds") == pytest.approx(0.5)
@@ -113,12 +99,10 @@ def test_pause_is_observed_once_with_its_cause_and_the_start_is_none(metrics, jo
     assert second == ("elastic_dp_pause_seconds", "planned", pytest.approx(0.1))
 
 
-def test_checkpoint_age_and_duration_follow_the_commit(metrics, journal):
-    commit = {"time": 130.0, "event": "CheckpointCommitted", "step": 9, "duration_s": 3.0}
-    metrics._line(commit)
-    metrics._line(commit | {"duration_s": 0.0})  # the commit is told again
-    values = sample(metrics, 140.0).values
-    assert values["checkpoint_age_seconds", ""] == 10.0
+def test_checkpoint_age_and_duration_are_those_of_the_newest(metrics):
+    newest = {"step": 9, "age_s": 4.0, "duration_s": 3.0}
+    values = sample(metrics, 140.0, newest_checkpoint=newest).values
+    assert values["checkpoint_age_seconds", ""] == 4.0
     assert values["checkpoint_duration_seconds", ""] == 3.0
 
 

@@ -1,7 +1,6 @@
 """Times of workers, from their heartbeats to the journal and the goodput of a run."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from elastic_dp.coordinator.messages import (
     TrainingPosition,
     WorkerLost,
 )
-from elastic_dp.telemetry.data_rates import CacheBytes
 from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import eventually
@@ -72,26 +70,6 @@ def test_times_of_a_worker_are_in_the_journal_before_its_end():
     journal.event(WorkerLost("w1", "gone"))
     kinds = [(line["event"], line.get("times")) for line in journal.since(None, 0)[1]]
     assert kinds == [("TimesReported", {"w1": (1.0, 2.0)}), ("WorkerLost", None)]
-
-
-def test_bytes_of_caches_are_in_the_journal_and_stay_when_a_worker_is_gone():
-    journal = Journal(None)
-    times = RunTimes(journal)
-    times.begin(2, takes_over=False, rows_by_step={0: 24, 7: 48})
-    times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(5, 7)))
-    times.heard(beat("w2", 3, 1.0))
-    assert times.cache() == CacheBytes(5, 7)
-    times.heard(replace(beat("w1", 3, 2.0), cache_bytes=(6, 7)))
-    times.lost("w1")
-    times.flush()
-    lines = journal.since(None, 0)[1]
-    assert (lines[0]["rows_per_step"], lines[0]["rows_later"]) == (24, {"7": 48})
-    assert [line["cache_bytes"] for line in lines[1:]] == [{"w1": (6, 7)}, {}]
-    assert times.cache() == CacheBytes(6, 7)
-    # another start has a w1 of its own
-    times.begin(2, takes_over=False, rows_by_step={0: 24, 7: 48})
-    times.heard(replace(beat("w1", 3, 1.0), cache_bytes=(1, 1)))
-    assert times.cache() == CacheBytes(7, 8)
 
 
 def test_many_heartbeats_make_one_line():

@@ -83,31 +83,6 @@ def test_worker_tells_how_many_requests_to_stores_it_has_retried(server, heard):
         sidecar.wait()
 
 
-def test_worker_tells_how_many_bytes_its_cache_had_and_how_many_the_store(server, heard):
-    page = SharedMemoryPage()
-    page.point_at(server.address)
-    server.start()
-    sidecar = page.start_sidecar("w1", SECRET, 0.01)
-    try:
-        eventually(lambda: heard)
-        assert heard[0].cache_bytes == (0, 0)
-        page.count_cached(0, 1 << 40)
-        page.count_cached(5, 0)
-        page.count_cached(2, 1)
-        eventually(lambda: heard[-1].cache_bytes == (7, (1 << 40) + 1))
-    finally:
-        sidecar.kill()
-        sidecar.wait()
-
-
-@pytest.mark.parametrize("counts", [None, 1, [1], [1, 2, 3], ["x", 1]])
-def test_counts_that_are_no_pair_of_numbers_are_refused(counts, server, heard):
-    server.receive(signed(server, 1, BEAT | {"cache_bytes": counts}), SOURCE)
-    assert not heard
-    server.receive(signed(server, 2, BEAT), SOURCE)  # by a sidecar that does not know of it
-    assert [event.cache_bytes for event in heard] == [(0, 0)]
-
-
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_hundred_thousand_and_a_million_mutated_datagrams_reach_nobody(times, server, heard):
     rng = random.Random(7)

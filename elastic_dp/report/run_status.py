@@ -1,0 +1,111 @@
+"""The status of a run, as its folder tells it, and the health of a run by its status.
+
+The status of a live run is its controller's (`Run.status`). Both have the same fields. Ages are
+seconds, so that it does not matter how far the clocks of two machines differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from elastic_dp.report.report_model import Report, RunPhase
+from elastic_dp.report.verdict import concerns, workers_train
+
+
+class Health(StrEnum):
+    """What an operator has to know first."""
+
+    HEALTHY = "healthy"
+    STARTING = "starting"  # no worker has trained yet
+    CONCERN = "needs a look"
+    SILENT = "silent"  # not ended, but nothing was written for a while
+    FINISHED = "finished"
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # its controller or its folder does not answer
+
+
+def status_of_report(report: Report, now: float) -> dict[str, Any]:
+    """Return what a run's folder holds, at `now` (of `time.time`), by the names of `Run.status`.
+
+    What only a controller knows is None, 0 or empty.
+    """
+    saved = max(report.checkpoints, key=lambda row: row.step, default=None)
+    curves = {name: [p for p in points if p.counts] for name, points in report.curves.items()}
+    newest = [(one.text, one.time) for one in (report.decisions[-1:] or report.events[-1:])]
+    reason = report.reason
+    if report.is_over:
+        reason = f"{report.phase} after step {report.step}: {reason}"
+        newest = [(reason, report.last_line)]
+    event = {"text": newest[0][0], "age_s": _age(now, newest[0][1])} if newest else None
+    return {
+        "phase": "over" if report.is_over else "unfinished",
+        "reason": reason,
+        "report": {"phase": report.phase.value, "reason": report.reason, "starts": report.starts},
+        "step": report.step,
+        "generation": report.generation,
+        "world_size": report.present,
+        "size": report.wanted,
+        "size_limit": None,
+        "min_workers": 0,
+        "exact": report.exact,
+        "inexact_because": report.inexact_because,
+        "sharding": None,
+        "workers": {},
+        "metrics": {n: points[-1].value for n, points in curves.items() if points},
+        "failed": report.phase is RunPhase.FAILED,
+        "max_steps": None,
+        "led_s": report.led_s,
+        "newest_event": event,
+        "newest_checkpoint": saved and {"step": saved.step, "age_s": _age(now, saved.time)},
+        "waits_for": "",
+        "avoided_nodes": {},
+        "goodput": report.goodput.fraction if report.goodput.total else None,
+        "rows_per_s": report.rows_per_s,
+    }
+
+
+def loss_of(status: Mapping[str, Any]) -> float | None:
+    """Return the newest loss: NaN if it was not finite, None if none was logged."""
+    logged = status.get("metrics", {}).get("loss", "")
+    if logged is None:
+        return math.nan
+    is_number = isinstance(logged, int | float) and not isinstance(logged, bool)
+    return float(logged) if is_number else None
+
+
+def health_of(status: Mapping[str, Any]) -> tuple[Health, str]:
+    """Return the health of a run and the reason for it."""
+    reason, waits_for = str(status.get("reason", "")), status.get("waits_for")
+    report = status.get("report", {})
+    match report.get("phase", status.get("phase")):
+        case "unknown":
+            return Health.UNKNOWN, reason
+        case "over":
+            return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
+        case "finished" | "failed" as ended:
+            return Health(ended), report["reason"]
+        case "silent":
+            return Health.SILENT, "its cluster may be gone, or it waits for nodes"
+    if report and not report["starts"] and status["step"]:  # it has no group
+        return Health.HEALTHY, "it trains in one process"
+    reason = report.get("reason", reason)
+    if not status.get("generation"):
+        return Health.STARTING, waits_for or reason
+    goodput, limit = status.get("goodput"), status.get("size_limit")
+    present, wanted = int(status["world_size"]), int(status["size"] if limit is None else limit)
+    loss = loss_of(status)
+    is_finite = loss is None or math.isfinite(loss)
+    led_s, goodput = float(status.get("led_s", 0.0)), 1.0 if goodput is None else goodput
+    found = concerns(present, wanted, is_finite, led_s, goodput)
+    health = Health.CONCERN if found else Health.HEALTHY
+    why = ", ".join(found) or workers_train(present, wanted)
+    if limit is not None:
+        why = f"{why}, {status['size']} wanted: runs of higher priority come first"
+    return health, f"{why}; it waits for a node: {waits_for}" if waits_for else why
+
+
+def _age(now: float, at: float | None) -> float | None:
+    return None if at is None else max(0.0, now - at)
