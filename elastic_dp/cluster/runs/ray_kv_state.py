@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:  # they import torch, and the command line asks here who owns 
     from elastic_dp.train.fault_injection import WorkerFault
 
 _OWNED = b"elastic_dp/owned"
-_ENDED = b"elastic_dp_ended/"  # followed by the run: when it was forgotten
-_CLAIMS_KEPT_S = 24 * 3600.0
 _CLAIMS = 8  # that are kept of a run; one would do
 _PIECE = 16 << 20  # bytes; the GCS refuses messages of some hundred megabytes
 
@@ -43,7 +40,6 @@ class StoredJob:
 
 
 def store_job(run: str, job: StoredJob) -> None:
-    _forget_claims()
     whole = pickle.dumps(job)
     pieces = range(0, len(whole), _PIECE)
     for number, first in enumerate(pieces):
@@ -61,21 +57,12 @@ def load_job(run: str) -> StoredJob:
 def forget(run: str) -> None:
     """Delete the job and the state when the run is over.
 
-    The newest claim stays for a day: a controller that was frozen all the time must find it.
+    The newest claim stays: a controller that was frozen all the time must find it.
     """
     private.kv_delete(_key(run, "job"), is_prefix=True)
     private.kv_delete(_key(run, "facts/"), is_prefix=True)
-    if _numbers(run, "generation/"):
-        private.kv_put(_ENDED + run.encode(), str(time.time()).encode())
-
-
-def _forget_claims() -> None:
-    """Delete the claims of runs that have ended long ago."""
-    for key in private.kv_list(_ENDED):
-        at, run = private.kv_get(key), key.removeprefix(_ENDED).decode()
-        if at is not None and time.time() > float(at) + _CLAIMS_KEPT_S:
-            private.kv_delete(_key(run, "generation/"), is_prefix=True)
-            private.kv_delete(key)
+    for earlier in _numbers(run, "generation/")[:-1]:
+        private.kv_delete(_key(run, f"generation/{earlier}"))
 
 
 def mark_owner() -> None:
