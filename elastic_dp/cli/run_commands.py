@@ -99,10 +99,10 @@ def logs(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Print what the workers of a run have printed: the running ones or, after its end, all of
-    them; or, with --events, every event, command and metric.
+    """Print what the workers of a run have printed, up to some seconds ago; or, with --events,
+    every event, command and metric.
 
-    The run's folder keeps the output of all workers: logs/WORKER.log and, for workers that died,
+    The run's folder has the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
     printed = events

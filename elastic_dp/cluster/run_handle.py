@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
-from elastic_dp.cluster.worker_logs import lines_of, not_given, read_logs
+from elastic_dp.cluster.worker_logs import follow_logs, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import Result, RunOutcome, read_result
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal_reader import read_events
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
@@ -74,6 +73,7 @@ class Run:
         if not self._last:  # no controller was asked after the end
             folder, now = RunFolder(self._spec.name, self.url), time.time()
             self._last = folder.status(folder.report(now), now)
+            del self._last["report"]  # what only a folder says
         return dict(self._last)
 
     def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
@@ -183,45 +183,13 @@ class Run:
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """Yield (worker, line) of what the running workers, or one of them, have printed.
-
-        These are the last `tail` lines of each stream. With `follow` also new lines until the run
-        ends, and then what its folder has beyond them. After the end of the run, what its folder
-        holds of all workers.
+        """Yield (worker, line) of what all workers, or one of them, have printed: the last `tail`
+        lines of each, up to some seconds ago, from the run's folder. With `follow` also new lines
+        until the run ends.
         """
-        if self._end is not None:
-            yield from read_logs(Store(self.url), worker, tail)
-            return
-        after: dict[str, dict[str, int]] = {}
-        given: Counter[tuple[str, str]] = Counter()
-        while True:
-            printed = self._printed(after)
-            if (
-                worker is not None
-                and worker not in printed
-                and not after
-                and (printed or not follow)
-            ):
-                raise SpecError(
-                    f"worker is {worker!r}, must be one that is up: "
-                    f"{', '.join(printed) or 'none'}; what "
-                    f"others printed is in {redact_url(self.url)}/logs"
-                )
-            for each, streams in printed.items():
-                if worker in (None, each):
-                    for _, text in streams.values():
-                        found = [(each, line) for line in lines_of(text)]
-                        given.update(found)
-                        yield from found if each in after else found[-tail:]
-            after |= {
-                each: {s: end for s, (end, _) in got.items()} for each, got in printed.items()
-            }
-            if not follow:
-                return
-            if not self._goes_on(_FOLLOW_S):
-                break
-        with contextlib.suppress(SpecError):  # a worker that has no file there
-            yield from not_given(read_logs(Store(self.url), worker, tail), given)
+        if follow and self._end is None:
+            return follow_logs(Store(self.url), worker, tail, lambda: self._goes_on(_FOLLOW_S))
+        return read_logs(Store(self.url), worker, tail)
 
     def result(self, *, progress: ProgressPrinter | None = None) -> Result:
         """Wait for the end and return the result. Raises UserCodeError, another TrainError, or
@@ -270,14 +238,6 @@ class Run:
             if self._end is None and self._stored() is None:
                 raise
             return False  # another thread, or another driver, has taken the result
-
-    def _printed(self, after: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, str]]]:
-        try:
-            return dict(self._ask("printed", after))
-        except ClusterError:
-            if not after or self._goes_on(0.0):
-                raise
-            return {}
 
     def _stored(self) -> Result | None:
         """Return the result in the run's folder, if it is newer than this driver."""

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from elastic_dp.errors import SpecError, StorageError
@@ -44,18 +44,23 @@ EVERY_S = 5.0
 HEAD_BYTES = 64 << 10
 TAIL_BYTES = 192 << 10
 _FILE = re.compile(r"(.+?)(\.last)?\.log")
+_LEFT_OUT = re.compile(r"… \d+ bytes are left out here …")
 _OF_RAY = (":job_id:", ":actor_name:", ":task_name:")  # its notes on whose output follows
 
 
 def read_logs(
-    store: Store, worker: str | None = None, tail: int | None = 100
+    store: Store,
+    worker: str | None = None,
+    tail: int | None = 100,
+    known: dict[str, tuple[str, list[str]]] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield (worker, line) from a run's folder: the last `tail` lines of each file, or all of them.
 
-    Lines of `w2.last.log` are yielded as `w2.last`. Raises SpecError for a worker without a file.
+    Lines of `w2.last.log` are yielded as `w2.last`. `known` keeps what was read, by path and
+    version, for the next call. Raises SpecError for a worker without a file.
     """
-    names = [entry.path.rpartition("/")[2] for entry in store.find(path_in(store, "logs/"))]
-    found = [match for name in names if (match := _FILE.fullmatch(name))]
+    entries = {e.path.rpartition("/")[2]: e for e in store.find(path_in(store, "logs/"))}
+    found = [match for name in entries if (match := _FILE.fullmatch(name))]
     files = sorted(found, key=lambda match: (_by_number(match[1]), match[2] or ""))
     workers = list(dict.fromkeys(match[1] for match in files))
     if worker is not None and worker not in workers:
@@ -63,28 +68,56 @@ def read_logs(
             f"worker is {worker!r}, must be one of those in {store.url}/logs: "
             f"{', '.join(workers) or 'none'}"
         )
+    known = {} if known is None else known
     for match in files:
         if worker in (None, match[1]):
-            with contextlib.suppress(ObjectMissing):  # deleted since it was listed
-                text = bytes(store.read_all(_path(store, match[0]))).decode(errors="replace")
-                for line in lines_of(text)[-tail if tail else None :]:
-                    yield match[0].removesuffix(".log"), line
+            entry = entries[match[0]]
+            if known.get(entry.path, ("",))[0] != entry.version or not entry.version:
+                with contextlib.suppress(ObjectMissing):  # deleted since it was listed
+                    text = bytes(store.read_all(entry.path)).decode(errors="replace")
+                    # without Ray's own notes
+                    lines = [line for line in text.splitlines() if not line.startswith(_OF_RAY)]
+                    known[entry.path] = entry.version, lines
+            for line in known.get(entry.path, ("", []))[1][-tail if tail else None :]:
+                yield match[0].removesuffix(".log"), line
 
 
-def lines_of(text: str) -> list[str]:
-    """Return the lines of a worker's output, without the notes that Ray writes into it."""
-    return [line for line in text.splitlines() if not line.startswith(_OF_RAY)]
-
-
-def not_given(
-    lines: Iterable[tuple[str, str]], given: Counter[tuple[str, str]]
+def follow_logs(
+    store: Store, worker: str | None, tail: int, goes_on: Callable[[], bool]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a run's folder that a reader does not have.
+    """Yield what `read_logs` does, and what is added while the run goes on. `goes_on` waits for a
+    moment before it answers; what is there after its last answer is yielded, too.
+    """
+    known: dict[str, tuple[str, list[str]]] = {}
+    lines = list(read_logs(store, None, None, known))
+    left = Counter(name for name, _ in lines)
+    for name, line in lines:
+        if left[name] <= tail and worker in (None, name.removesuffix(".last")):
+            yield name, line
+        left[name] -= 1
+    is_live = True
+    while is_live:
+        is_live, before = goes_on(), lines
+        lines = list(read_logs(store, None, None, known))
+        for name, line in _added(lines, before):
+            if worker in (None, name.removesuffix(".last")):
+                yield name, line
+    if worker is not None:
+        next(read_logs(store, worker), None)  # raises if it has no file
+
+
+def _added(
+    lines: Iterable[tuple[str, str]], before: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines that were not there before.
 
     `w2.last.log` may repeat lines of `w2.log`, which are not yielded twice.
     """
-    left, known = given.copy(), set(given)
+    left = Counter(before)
+    known = set(left)
     for name, line in lines:
+        if _LEFT_OUT.fullmatch(line):  # another number of bytes each time
+            continue
         if left[name, line] > 0:
             left[name, line] -= 1
         elif name == (worker := name.removesuffix(".last")) or (worker, line) not in known:

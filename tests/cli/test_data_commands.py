@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cli import entry_point
+from elastic_dp.cluster.runs import ended_run as ended_run_module
 from elastic_dp.cluster.runs.ended_run import EndedRun
-from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
 from tests.checkpoint.states import save, train_state
@@ -215,15 +215,54 @@ def test_logs_of_an_ended_run_are_those_of_all_its_workers(ended_run):
     assert "worker is 'w3', must be one of those in" in refused and "w1, w2, w10" in refused
 
 
-def test_folder_of_a_live_run_is_not_followed(ended_run, tmp_path):
-    shutil.copytree(ended_run / "mine", tmp_path / "mine")
-    holder = Holder(Store(str(tmp_path / "mine")), Lease("another", "3"), lambda: 0.0, lambda: 0.0)
+@pytest.fixture
+def live_folder(ended_run, monkeypatch):
+    """The folder of a run whose cluster does not answer here. Each poll of a follower
+    is one call of a function that the test sets."""
+    path = ended_run / "followed"
+    shutil.copytree(ended_run / "mine", path / "mine")
+    store = Store(str(path / "mine"))
+    holder = Holder(store, Lease("another", "token 3"), lambda: 0.0, lambda: 0.0)
     holder.acquire()
-    run_here = EndedRun("mine", tmp_path)
-    for follow in (run_here.events, run_here.logs):
-        with pytest.raises(ClusterError, match="another, which holds the lease of mine, does not"):
-            follow(follow=True)
-        assert list(follow())
+    polls = []
+
+    def poll(_):
+        polls.pop(0)()
+        if not polls:
+            holder.release()
+
+    monkeypatch.setattr(ended_run_module.time, "sleep", poll)
+    yield path, polls
+    shutil.rmtree(path)
+
+
+def add_to(path, text):
+    with open(path, "a") as file:
+        file.write(text)
+
+
+def test_events_of_a_folder_are_followed_until_its_lease_is_released(live_folder):
+    path, polls = live_folder
+    file = path / "mine" / "events.jsonl"
+    line = json.dumps({"time": 4.0, "command": "Explain", "text": "words 4.0"}) + "\n"
+    polls += [lambda: add_to(file, line[:9]), lambda: add_to(file, line[9:]), lambda: None]
+    run_here = EndedRun("mine", path)
+    assert [each["time"] for each in run_here.events(follow=True)] == [1.0, 2.0, 3.0, 4.0]
+    assert not polls
+
+
+def test_logs_of_a_folder_are_followed_until_its_lease_is_released(live_folder):
+    path, polls = live_folder
+    logs = path / "mine" / "logs"
+    polls += [
+        lambda: add_to(logs / "w2.log", "w2 2\nnew\n"),
+        lambda: (logs / "w3.log").write_text("first\n"),
+        lambda: (logs / "w3.last.log").write_text("first\nlast\n"),
+    ]
+    lines = list(EndedRun("mine", path).logs(tail=1, follow=True))
+    before = [(w, f"{w} 2") for w in ("w1", "w2", "w2.last", "w10")]
+    after = [("w2", "w2 2"), ("w2", "new"), ("w3", "first"), ("w3.last", "last")]
+    assert lines == before + after
 
 
 def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):

@@ -65,37 +65,25 @@ def result_of(url):
     return Result(**texts, **numbers, exact=True, inexact_because=(), skipped=(), metrics={})
 
 
-def test_followed_logs_end_when_the_run_ends(monkeypatch, tmp_path):
-    url = str(tmp_path)
-    run = Run(spec_of(), url, controller=object())
-
-    def ask(method, *args):
-        if method == "printed":
-            return {"w1": {"out": (4, "" if args[0] else "one\n")}}
-        write_result(url, result_of(url), RunLimits())  # and another driver takes it
-        raise ClusterError("the controller is gone")
-
-    monkeypatch.setattr(run, "_ask", ask)
-    assert list(run.logs(follow=True)) == [("w1", "one")]
-
-
-def test_followed_logs_wait_for_the_first_worker_and_end_with_what_the_folder_has(
-    monkeypatch, tmp_path
-):
+def test_logs_are_followed_until_the_run_ends_and_then_to_their_end(monkeypatch, tmp_path):
     run = Run(spec_of(), str(tmp_path), controller=object())
-    answers = [{}, {"w1": {"out": (4, "one\n")}}, {"w1": {"out": (8, "two\n")}, "w2": {}}]
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "w1.log").write_text("one\ntwo\ntwo\n")
-    (tmp_path / "logs" / "w2.log").write_text("only here\n")
+    logs = tmp_path / "logs"
+    logs.mkdir()
 
     def ask(method, *args):
-        if method == "printed":
-            return answers.pop(0)
-        return None if answers else "the outcome"
+        printed = (logs / "w1.log").exists()
+        (logs / "w1.log").write_text("one\ntwo\ntwo\n" if printed else "one\n")
+        if not printed:
+            return None
+        (logs / "w2.log").write_text("only here\n")
+        write_result(str(tmp_path), result_of(str(tmp_path)), RunLimits())  # by another driver
+        raise ClusterError("the controller is gone")
 
     monkeypatch.setattr(run, "_ask", ask)
     lines = [("w1", "one"), ("w1", "two"), ("w1", "two"), ("w2", "only here")]
     assert list(run.logs(follow=True)) == lines
+    with pytest.raises(SpecError, match=r"must be one of those in .*: w1, w2"):
+        list(run.logs("w3"))
 
 
 def test_the_result_of_a_run_that_had_ended_is_its_own(tmp_path):

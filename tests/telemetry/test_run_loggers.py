@@ -235,7 +235,7 @@ def test_tensorboard_has_each_step_once_and_the_events(tmp_path):
     texts = [e.tensor_proto.string_val[0] for e in shown.Tensors("run_events/text_summary")]
     assert [text.split(b":")[0] for text in texts] == [b"start", b"loss", b"checkpoint"]
     torn.write_bytes(torn.read_bytes()[:-3])  # as a driver that was killed leaves it
-    drive(TensorBoardLogger(tmp_path / "tb"), tmp_path / "run", [metrics(6)])
+    drive(TensorBoardLogger(tmp_path / "tb"), tmp_path / "run", [*RUN, metrics(6)])
     shown = EventAccumulator(str(folder)).Reload()
     assert [each.step for each in shown.Scalars("loss")] == [*STEPS, 6]
 

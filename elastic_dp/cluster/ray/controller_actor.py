@@ -4,7 +4,6 @@ from the state in the GCS.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import importlib
@@ -12,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,7 +46,6 @@ from elastic_dp.train.log_sender import LoggedCall
 
 _SHARING = "elastic_dp.extensions.sharing.cluster_sharing"  # has a class that is an Admission
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
-_PRINTED_S = 5.0  # how long workers may take to return what they printed
 
 
 class Admission(Protocol):
@@ -243,20 +241,6 @@ class ControllerActor:
         if worker in present:
             self._worker_group.kill(worker)
         return present
-
-    @ray.method(concurrency_group="follow")
-    def printed(
-        self, after: Mapping[WorkerId, Mapping[str, int]]
-    ) -> dict[WorkerId, dict[str, tuple[int, str]]]:
-        """Return what each running worker has printed since these offsets."""
-        actors = self._worker_group.actors()
-        asked = {worker: a.printed.remote(after.get(worker, {})) for worker, a in actors.items()}
-        ray.wait([*asked.values()], num_returns=len(asked), timeout=_PRINTED_S)
-        found = {}
-        for worker, answer in asked.items():
-            with contextlib.suppress(ray.exceptions.RayError):
-                found[worker] = ray.get(answer, timeout=0)
-        return found
 
     def _processes(self) -> dict[WorkerId, tuple[int, str]]:
         actors = self._worker_group.actors()

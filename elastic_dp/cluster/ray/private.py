@@ -73,14 +73,6 @@ def actors_in(*states: str) -> Iterator[ActorEntry]:
         yield from map(_entry, ray._private.state.actors(actor_state_name=state).values())
 
 
-def output_files() -> dict[str, str]:
-    """Return the files to which this process prints. Read in Ray 2.60:
-    `Worker.get_out_file_path`, `Worker.get_err_file_path`.
-    """
-    own = ray._private.worker.global_worker
-    return {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
-
-
 def owns_cluster() -> bool:
     """Return whether this process started the Ray cluster, so that both end together. Read in Ray
     2.60: `ray._private.worker._global_node`.

@@ -7,21 +7,18 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 import ray
 
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
-from elastic_dp.cluster.ray import private, worker_placement
+from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.cluster.worker import GANGS, Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
 from elastic_dp.device.gpu import visible_to_processes
 from elastic_dp.train.generations.worker_progress import LogCall
-
-_PRINTED_BYTES = 1 << 20  # the newest output that one call returns
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
@@ -69,14 +66,6 @@ class WorkerActor:
             self._link.post(self._placed)
         self._worker.deliver(command)
 
-    @ray.method(concurrency_group="control")
-    def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-        """Return the complete lines that were printed to stdout and stderr after these offsets, and
-        their end offsets.
-        """
-        paths = private.output_files()
-        return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}
-
 
 def _environments(processes: int) -> list[dict[str, str]]:
     """Return the variables of each process of this worker. Raises ClusterError."""
@@ -94,11 +83,3 @@ def _home() -> WorkerLocation:
         labels.get(worker_placement.MARKET) == "spot",
         str(labels.get(worker_placement.ZONE, "")),
     )
-
-
-def _lines(path: str, after: int) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = file.seek(max(after, end - _PRINTED_BYTES))
-        whole, _, _ = file.read(end - start).rpartition(b"\n")
-    return start + len(whole) + bool(whole), whole.decode(errors="replace")

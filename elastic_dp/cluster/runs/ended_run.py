@@ -8,6 +8,7 @@ train: a run that ends releases it.
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,14 +16,16 @@ from typing import Any
 
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.runs.run_history import address_of, total_steps_of
-from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.cluster.worker_logs import follow_logs, read_logs
 from elastic_dp.errors import ClusterError
 from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.journal_reader import read_events
+from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail, read_events
 from elastic_dp.wording import did_you_mean
+
+_FOLLOW_S = 1.0  # between two looks at the folder
 
 
 class EndedRun:
@@ -71,25 +74,33 @@ class EndedRun:
         return self.look()[0]
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield every event, command and metric, by time."""
-        self._check_end(follow)
-        return read_events(self.url)
+        """Yield every event, command and metric, by time. With `follow`, also those that a cluster
+        adds, as long as one holds the lease.
+        """
+        return self._follow_events() if follow else read_events(self.url)
 
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """Yield (worker, line) of what all workers printed."""
-        self._check_end(follow)
+        """Yield (worker, line) of what all workers printed. With `follow`, also what is added, as
+        long as a cluster holds the lease.
+        """
+        if follow and self._read_holder():
+            return follow_logs(self._store, worker, tail, self._goes_on)
         return read_logs(self._store, worker, tail)
 
-    def _check_end(self, follow: bool) -> None:
-        """Raise ClusterError if a run that may be live is to be followed."""
-        if follow and self.may_be_live:
-            raise ClusterError(
-                f"--follow asks the run's controller, and {self.holder}, which holds the lease of "
-                f"{self.name}, does not answer here: leave --follow out for what its folder holds, "
-                "or use elastic-dp status --watch"
-            )
+    def _follow_events(self) -> Iterator[dict[str, Any]]:
+        tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
+        is_live = bool(self._read_holder())
+        while True:
+            yield from heapq.merge(*(tail.lines() for tail in tails), key=lambda line: line["time"])
+            if not is_live:
+                return
+            is_live = self._goes_on()
+
+    def _goes_on(self) -> bool:
+        time.sleep(_FOLLOW_S)
+        return bool(self._read_holder())
 
     def _read_holder(self) -> str:
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
