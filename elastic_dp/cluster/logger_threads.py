@@ -46,19 +46,20 @@ class LoggerThreads:
         url: str,
     ) -> None:
         functions = [each for each in loggers if not isinstance(each, RunLogger)]
-        self._functions = _Functions(functions) if functions else None
+        self._functions = [_Functions(functions)] if functions else []
         of_tools = [each for each in loggers if isinstance(each, RunLogger)]
         self._followers = [_Follower(each, name, url) for each in of_tools]
 
     def put(self, line: Line) -> None:
         """Pass on a line of the journal."""
-        if self._functions is not None and not ("event" in line or "command" in line):
-            self._functions.put(line)
+        if not ("event" in line or "command" in line):
+            for each in self._functions:
+                each.put(line)
 
     def close(self) -> None:
         """Wait until all lines are logged, at most 30 s. The folder has the run's last line."""
         until = time.monotonic() + CLOSE_S
-        threads = [*self._followers, *([self._functions] if self._functions else [])]
+        threads: list[_Functions | _Follower] = [*self._followers, *self._functions]
         for each in threads:
             each.close()
         for each in threads:

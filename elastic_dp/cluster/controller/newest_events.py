@@ -31,8 +31,8 @@ class NewestEvents:
         if (checkpoint := self._checkpoint) is not None:
             saved_at, step = checkpoint
             age_s = None if saved_at is None else max(0.0, now - saved_at)
-            checkpoint = {"step": step, "age_s": age_s, "duration_s": self._duration_s}
-            found["newest_checkpoint"] = checkpoint
+            newest = {"step": step, "age_s": age_s, "duration_s": self._duration_s}
+            found["newest_checkpoint"] = newest
         return found
 
     def _line(self, line: Mapping[str, Any]) -> None:
