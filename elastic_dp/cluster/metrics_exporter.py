@@ -19,28 +19,12 @@ from elastic_dp.threads import background
 INTERVAL_S = 2.0
 
 
-class RaySink:
-    """Implements `prometheus_metrics.Sink`."""
-
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._made = {kind.name: _made(kind) for kind in METRICS}
-
-    def put(self, kind: MetricKind, value: float, label: str) -> None:
-        tags = {"run": self._run} | ({kind.label: label} if kind.label else {})
-        metric = self._made[kind.name]
-        if isinstance(metric, ray_metrics.Histogram):
-            metric.observe(value, tags)
-        else:
-            metric.set(value, tags)
-
-
 class MetricsExporter:
     """Exports the metrics of a controller until its run has ended, and then once more."""
 
     def __init__(self, controller: Controller, run: str) -> None:
-        self._controller = controller
-        self._sink = RaySink(run)
+        self._controller, self._run = controller, run
+        self._made = {kind.name: _made(kind) for kind in METRICS}
         self._metrics = PrometheusMetrics(controller.journal, stored=controller.url is not None)
 
     def start(self) -> None:
@@ -54,8 +38,16 @@ class MetricsExporter:
             controller.times.goodput(),
             controller.times.times(),
             controller.store_retries,
-            self._sink,
+            self._put,
         )
+
+    def _put(self, kind: MetricKind, value: float, label: str) -> None:
+        tags = {"run": self._run} | ({kind.label: label} if kind.label else {})
+        metric = self._made[kind.name]
+        if isinstance(metric, ray_metrics.Histogram):
+            metric.observe(value, tags)
+        else:
+            metric.set(value, tags)
 
     def _export(self) -> None:
         ended: threading.Event = self._controller.ended

@@ -114,11 +114,6 @@ class GoodputMeter:
         """The last committed step that was reported."""
         return self._step
 
-    @property
-    def unknown(self) -> float:
-        """Worker-seconds of workers that are gone, of which they never reported what they did."""
-        return self._died_with + self._left_with + self._finished_with
-
     def line(self, line: Mapping[str, Any]) -> None:
         """Take a line of the journal. Lines that say nothing about times, or that another program
         has damaged, are ignored.

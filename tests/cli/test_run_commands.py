@@ -87,20 +87,6 @@ def test_option_that_would_change_nothing_is_refused(words, error, tmp_path):
     assert said.exit_code == 2 and error in json.loads(said.stdout)["error"]
 
 
-def test_shell_completion_knows_the_verbs():
-    words = {"COMP_WORDS": "elastic-dp st", "COMP_CWORD": "1"}
-    environment = {"_ELASTIC_DP_COMPLETE": "complete_bash", **words}
-    said = CliRunner().invoke(app, [], prog_name="elastic-dp", env=environment)
-    assert said.output.split() == ["status", "stop"]
-    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output
-
-
-def test_follow_has_the_short_form_of_tail():
-    commands = typer.main.get_command(app).commands
-    [follow] = [p for p in commands["logs"].params if p.name == "follow"]
-    assert follow.opts == ["--follow", "-f"]
-
-
 class Followed:
     """A run that gets SIGTERM while it is followed; Ray's calls raise a plain KeyboardInterrupt
     for it."""
@@ -276,15 +262,3 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
     cluster_connection.connect("a:1")
     assert os.environ.get("RAY_AUTH_MODE") == wanted
     assert bool(read_again) is (wanted == "token")
-
-
-def test_help_of_a_verb_says_where_it_goes_without_an_address():
-    """Which differs: `run` starts a Ray, the others look for a cluster."""
-    verbs = typer.main.get_command(app).commands
-
-    def told(name):
-        return next(p.help for p in verbs[name].params if "--address" in p.opts)
-
-    assert "a Ray of the run's own" in told("run")
-    for name in ("status", "logs", "scale", "stop"):
-        assert "HOST:6379. Default: the one that the run's folder names" in told(name)

@@ -5,26 +5,8 @@ import signal
 
 import pytest
 
-import elastic_dp as edp
 from elastic_dp.cluster.console import sigterm_interrupts
 from elastic_dp.errors import Interrupted
-from elastic_dp.telemetry.progress import ProgressPrinter
-from tests.runs import Points
-from tests.train.jobs import plain
-
-
-def test_progress_of_a_run_by_epochs_has_its_number_of_steps(tmp_path, monkeypatch):
-    expected = []
-    monkeypatch.setattr(ProgressPrinter, "expect", lambda self, total: expected.append(total))
-    trainer = edp.ElasticTrainer(
-        plain,
-        name="by-epochs",
-        storage_path=str(tmp_path),
-        data=edp.MapStyleData(Points(64), micro_batch_size=4, epochs=3),
-        scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
-    )
-    assert trainer.fit(local=True).step == 24
-    assert expected == [24]
 
 
 def test_sigterm_inside_a_call_of_ray_exits_as_sigterm_and_not_as_ctrl_c():

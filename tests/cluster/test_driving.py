@@ -1,41 +1,12 @@
 """What a driver asks of a run, where its controller answers as it must here."""
 
-import types
-
 import pytest
-from typer.testing import CliRunner
 
 import elastic_dp as edp
-from elastic_dp import cli
-from elastic_dp.cli import run_commands
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.run_record import Result, RunLimits, write_result
 from tests.runs import spec_of
-
-
-class Asked:
-    """A run that writes down what is asked of it."""
-
-    def __init__(self):
-        self.asked = []
-
-    def stop(self, reason):
-        self.asked.append("stop")
-
-    def checkpoint(self):
-        self.asked.append("checkpoint")
-
-    def result(self):
-        return types.SimpleNamespace(step=7, path="s3://runs/job")
-
-
-def test_the_end_and_its_checkpoint_are_one_request(monkeypatch):
-    run = Asked()
-    monkeypatch.setattr(run_commands, "find_live_run", lambda *_: run)
-    told = CliRunner().invoke(cli.app, ("stop", "job"))
-    assert told.exit_code == 0, told.output
-    assert run.asked == ["stop"]
 
 
 @pytest.mark.parametrize("is_new", [False, True])

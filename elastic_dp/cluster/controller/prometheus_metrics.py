@@ -8,9 +8,9 @@ the values that the table lists.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_dp.coordinator.workers.worker_state import Stage
 from elastic_dp.telemetry.goodput import Goodput
@@ -78,12 +78,6 @@ METRICS = (
 _KIND = {kind.name: kind for kind in METRICS}
 
 
-class Sink(Protocol):
-    """Where values go. A metric with bounds is a histogram, all others are gauges."""
-
-    def put(self, kind: MetricKind, value: float, label: str) -> None: ...
-
-
 class PrometheusMetrics:
     """The metrics of one run."""
 
@@ -102,13 +96,14 @@ class PrometheusMetrics:
         goodput: Goodput,
         times: PhaseTimes,
         retries: Mapping[str, int],
-        sink: Sink,
+        sink: Callable[[MetricKind, float, str], None],
     ) -> None:
-        """Put the values at `now` (of `time.time`) into `sink`. `status` is the controller's."""
+        """Pass the values at `now` (of `time.time`) to `sink`, with their label. `status` is the
+        controller's."""
 
         def put(name: str, value: float, label: str = "") -> None:
             if math.isfinite(value):
-                sink.put(_KIND[name], value, label)
+                sink(_KIND[name], value, label)
 
         step, size = int(status["step"]), int(status["world_size"])
         put("elastic_dp_running", float(status["phase"] != "over"))

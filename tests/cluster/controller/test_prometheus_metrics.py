@@ -51,7 +51,7 @@ NOTHING, NO_TIMES = Goodput(), PhaseTimes()
 
 def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, **status):
     sink = Sink() if sink is None else sink
-    exported.sample(now, STATUS | status, goodput, times, {"controller": 7, "workers": 4}, sink)
+    exported.sample(now, STATUS | status, goodput, times, {"controller": 7, "workers": 4}, sink.put)
     return sink
 
 
