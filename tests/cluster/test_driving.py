@@ -14,6 +14,7 @@ def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_ne
     from elastic_dp.cluster.runs import attach
 
     monkeypatch.setattr(attach, "find_or_start", lambda *_: (object(), is_new))
+    monkeypatch.setattr(attach, "address", lambda: "head:6379")  # or Ray would start
     shards = tmp_path / "data"
     shards.mkdir()
     rows(shards)
