@@ -94,6 +94,7 @@ ALLOWED = {
         *(
             "errors",
             "config",
+            "checkpoint",
             "coordinator.messages",
             "device",
             "distributed",
@@ -285,7 +286,7 @@ def test_start_imports_no_library_that_it_does_not_need(imported, without, found
 # Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
 # smaller lowers the first number; the test prints what is left to do.
 BUDGETS = {
-    "checkpoint": (2_920, 2_800),
+    "checkpoint": (2_860, 2_800),
     "cli": (1_550, 1_000),
     "cluster": (6_210, 4_800),
     "config": (1_350, 950),
@@ -302,7 +303,7 @@ BUDGETS = {
     "storage": (1_780, 1_250),
     "telemetry": (1_070, 750),
     "testing": (815, 600),
-    "train": (11_900, 6_000),
+    "train": (11_550, 6_000),
     "ui": (315, 400),
 }
 

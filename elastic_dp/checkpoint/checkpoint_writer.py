@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, blob_path
@@ -41,6 +41,26 @@ class WorkerBlobs:
     def digest(self) -> str:
         """That of what all members hold."""
         return self.manifest.common_digest
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlobs:
+    """What one member has written of a checkpoint.
+
+    - `members` are those that shared the writing, by rank; a member that is a step behind may have
+      others.
+    - `metadata` is what the member knows of the commit record's.
+    - `stall_s` is how long the snapshot blocked this member's training, in seconds.
+    - `took_s` is the time from the begin of the snapshot to this report, in seconds.
+    - `lineage_id` is the generation in which the run of this state began or went back.
+    """
+
+    blobs: WorkerBlobs
+    members: tuple[str, ...]
+    metadata: CommitMetadata = field(default_factory=CommitMetadata)
+    stall_s: float = 0.0
+    took_s: float = 0.0
+    lineage_id: int = 0
 
 
 def write_blobs(

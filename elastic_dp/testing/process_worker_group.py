@@ -25,6 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import (
@@ -53,7 +54,6 @@ from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.log_sender import LogSender

@@ -4,37 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.train.generations.worker_progress import LogCall
 
-
-@dataclass(frozen=True, slots=True)
-class WrittenBlobs:
-    """What one member has written of a checkpoint.
-
-    - `members` are those that shared the writing, by rank; a member that is a step behind may have
-      others.
-    - `naming` has the tensors' names (checkpoint/state_dict_names.py), `versions` the software that
-      wrote them.
-    - `job` and `data` are fingerprints of the code and the data set.
-    - `stall_s` is how long the snapshot blocked this member's training, in seconds.
-    - `took_s` is the time from the begin of the snapshot to this report, in seconds.
-    - `lineage_id` is the generation in which the run of this state began or went back.
-    """
-
-    blobs: WorkerBlobs
-    members: tuple[WorkerId, ...]
-    naming: Mapping[str, Any]
-    versions: Mapping[str, str]
-    stall_s: float
-    lineage_id: int = 0
-    job: str = ""
-    data: str = ""
-    took_s: float = 0.0
+if TYPE_CHECKING:
+    from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 
 
 class ControllerLink(Protocol):

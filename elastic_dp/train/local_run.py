@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     Event,
@@ -31,7 +32,6 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CommitterActions,
 )
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.generations.worker_progress import LogCall

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,6 @@ from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
-from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
@@ -57,6 +56,9 @@ from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.step.work_shares import WorkShares
+
+if TYPE_CHECKING:
+    from elastic_dp.train.state.previous_step import PreviousStep
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -35,12 +35,6 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-from elastic_dp.train.checkpointing.worker_checkpointer import (
-    CheckpointedParts,
-    FollowerCheckpoints,
-    WorkerCheckpointer,
-)
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
 from elastic_dp.train.fault_injection import FaultInjector
@@ -74,6 +68,12 @@ from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.training_parts import StepBuild, StepsArguments, TrainingParts
 from elastic_dp.train.user_loop import UserLoop
+
+if TYPE_CHECKING:
+    from elastic_dp.train.checkpointing.worker_checkpointer import (
+        FollowerCheckpoints,
+        WorkerCheckpointer,
+    )
 
 _LOOK_AGAIN_S = 0.02
 
@@ -237,6 +237,8 @@ class WorkerSession:
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints, given)
         elif self.gang is not None and self.gang.helps_to_gather:
+            from elastic_dp.train.checkpointing.worker_checkpointer import FollowerCheckpoints
+
             self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
         self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
@@ -515,6 +517,9 @@ class WorkerSession:
         return self.is_source or not self.loop.read_is_source
 
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer, given: StepsArguments) -> None:
+        from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
+        from elastic_dp.train.checkpointing.worker_checkpointer import CheckpointedParts
+
         told = self.total_steps if self.loop.read_total_steps else None
         job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
         names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.cluster.controller.run_report import RunReport
@@ -84,7 +85,6 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
 )
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.interruption import INTERRUPTED_REASON, TIME_IS_UP
 from elastic_dp.train.log_sender import LoggedCall
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import ray
 
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.distributed.rendezvous import MemberRecord
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.log_sender import LoggedCall, LogSender
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import cloudpickle
 import ray
 
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.metrics_exporter import MetricsExporter
 from elastic_dp.cluster.outage_notice import OutageNotice
@@ -41,7 +42,6 @@ from elastic_dp.distributed.rendezvous import MemberRecord
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.log_sender import LoggedCall
 
 _SHARING = "elastic_dp.extensions.sharing.cluster_sharing"  # has a class that is an Admission

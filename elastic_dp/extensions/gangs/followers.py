@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.worker import FollowerProcess, connects_devices
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
@@ -42,7 +43,6 @@ from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import WrittenBlobs
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang import Gang

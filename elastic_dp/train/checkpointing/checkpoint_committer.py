@@ -21,11 +21,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_commit
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
@@ -44,7 +44,6 @@ from elastic_dp.train.checkpointing.pending_checkpoints import (
     PendingCheckpoints,
 )
 from elastic_dp.train.checkpointing.run_claim import RunClaim
-from elastic_dp.train.controller_link import WrittenBlobs
 
 _AGAIN_S = 2.0
 _REMEMBERED = 1_000  # steps whose metrics are kept
@@ -316,12 +315,9 @@ class CheckpointCommitter:
         losses, observed_s = self._schedule.observed(time.monotonic())
         with self._logging:
             logged = dict(self._logged.get(step, {}))
-        return CommitMetadata(
-            job=written.job,
-            data=written.data,
-            versions=written.versions,
+        return replace(
+            written.metadata,
             metrics={k: float(v) for k, v in logged.items() if isinstance(v, int | float)},
-            naming=written.naming,
             saved_at=time.time(),
             losses=losses,
             observed_s=observed_s,

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
@@ -33,7 +33,7 @@ from elastic_dp.errors import LeaseLost, StorageError
 def commit_without_controller(
     catalog: Catalog,
     snapshot: Snapshot,
-    metadata: Callable[[CommitMetadata | None], CommitMetadata],
+    metadata: CommitMetadata,
     *,
     worker: str,
     token: str,
@@ -41,9 +41,8 @@ def commit_without_controller(
 ) -> str:
     """Writes and commits the snapshot. Returns the outcome as a text for the log.
 
-    `token` is that of the controller's lease. `metadata` receives the metadata of the newest
-    commit, or None, and returns that of the new one. The function waits for the lease up to
-    `lease_s`, or a multiple of that if there are other orphans.
+    `token` is that of the controller's lease. `metadata`: what the worker knows of it. The function
+    waits for the lease up to `lease_s`, or a multiple of that if there are other orphans.
     """
     lease = Lease(f"orphan {worker}", f"{token}.{worker}", lease_s)
     holder = Holder(catalog.store, lease, time.monotonic, time.time)
@@ -89,7 +88,7 @@ def _may_follow(record: Record, token: str) -> bool:
 def _commit(
     catalog: Catalog,
     snapshot: Snapshot,
-    metadata: Callable[[CommitMetadata | None], CommitMetadata],
+    metadata: CommitMetadata,
     holder: Holder,
     worker: str,
 ) -> str:
@@ -99,9 +98,7 @@ def _commit(
         return f"step {newest.step} is already committed"
     fence = holder.lease.fence
     catalog.claim(fence, newest)
-    before = (
-        None if newest is None else next((commit.metadata for commit in catalog.commits()), None)
-    )
+    before = next((commit.metadata for commit in catalog.commits()), CommitMetadata())
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
         names_of_all = snapshot.manifest(executor).headers
         blobs = write_blobs(
@@ -109,5 +106,7 @@ def _commit(
         )
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # raises LeaseLost if another worker was faster
-    write_commit(catalog, [blobs], fence, metadata(before))
+    losses, observed_s = before.losses, before.observed_s
+    metadata = replace(metadata, saved_at=time.time(), losses=losses, observed_s=observed_s)
+    write_commit(catalog, [blobs], fence, metadata)
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 from elastic_dp.checkpoint.checkpoint_writer import (
     WorkerBlobs,
+    WrittenBlobs,
     differences,
     owed_blobs,
     written_manifest,
 )
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import StateDiffers
-from elastic_dp.train.controller_link import WrittenBlobs
 
 _NAMED = 5  # differences that an error names
 _WEIGHTS = ("step.parameters", "step.buffers", "step.optimizer")

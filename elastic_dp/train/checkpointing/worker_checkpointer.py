@@ -24,7 +24,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types
-from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs
+from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -42,7 +42,7 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
-from elastic_dp.train.controller_link import ControllerLink, WrittenBlobs
+from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
@@ -95,9 +95,7 @@ class WorkerCheckpointer:
         self._members: tuple[WorkerId, ...] = ()
         self._holders: tuple[WorkerId, ...] = ()  # the members among whom pieces are divided
         self._lineage_id = 0
-        self._naming: dict[str, Any] = {}
-        self._versions: dict[str, str] = {}
-        self._job = self._data = ""
+        self._metadata = CommitMetadata()
         self._prepared = False  # for the first snapshot
 
     def request(self) -> None:
@@ -121,10 +119,13 @@ class WorkerCheckpointer:
         """
         self._parts, state = given, given.state
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
-        self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
-        self._job, self._data = software.pop("code", ""), signature.data
-        self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
+        self._metadata = CommitMetadata(
+            job=software.pop("code", ""),
+            data=signature.data,
+            versions=software | {"python": platform.python_version(), "kind": signature.kind},
+            naming=naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)},
+        )
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
 
@@ -273,7 +274,7 @@ class WorkerCheckpointer:
         said = commit_without_controller(
             self._catalog,
             self._uploader.snapshot,
-            self._about,
+            self._metadata,
             worker=self._worker,
             token=self._lease_token,
             lease_s=self._lease_s,
@@ -291,18 +292,6 @@ class WorkerCheckpointer:
     def _needs_no_help(self) -> None:
         if self._parts.state.in_parts:
             self._parts.control.agreed(False)
-
-    def _about(self, before: CommitMetadata | None) -> CommitMetadata:
-        losses, observed_s = (0, 0.0) if before is None else (before.losses, before.observed_s)
-        return CommitMetadata(
-            job=self._job,
-            data=self._data,
-            versions=self._versions,
-            naming=self._naming,
-            saved_at=time.time(),
-            losses=losses,
-            observed_s=observed_s,
-        )
 
     def restore(
         self,
@@ -336,9 +325,10 @@ class WorkerCheckpointer:
             needs_of=lambda manifest: holders.needs(manifest, *among),
         )
         commit = read.commit
-        check_job(commit.metadata, self._naming["job"], self._data, commit.step)
+        mine = self._metadata
+        check_job(commit.metadata, mine.naming["job"], mine.data, commit.step)
         tree = read.tree(holders.common(commit.manifest))
-        kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
+        kind = group.gather_bytes(mine.versions["kind"].encode())[0].decode()
         check_fits(tree, commit.metadata.naming, state)
         warnings = self._changes_since(commit, tree["step"], kind)
         if group.rank == 0:  # the others would report the same
@@ -365,15 +355,15 @@ class WorkerCheckpointer:
                 f"goes on from step {commit.step} on {kind!r}, another kind of machine than "
                 f"{kinds[-2]!r}"
             )
-        made = commit.metadata.naming.get("made", {})
-        if texts := changed_hyperparameters(made, self._naming["made"]):
+        then, now = commit.metadata.naming.get("made", {}), self._metadata.naming["made"]
+        if texts := changed_hyperparameters(then, now):
             changes.append(
                 f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
                 "count, as after load_state_dict; to change them in this run, set them in the "
                 "loop's body"
             )
-        changes += changed_options(made, self._naming["made"], commit.step)
-        return changes + changed_total_steps(made, self._naming["made"], commit.step)
+        changes += changed_options(then, now, commit.step)
+        return changes + changed_total_steps(then, now, commit.step)
 
     def close(self) -> None:
         """Waits until the upload under way has ended."""
@@ -383,13 +373,10 @@ class WorkerCheckpointer:
         written = WrittenBlobs(
             blobs,
             self._members,
-            self._naming,
-            self._versions,
-            self._stall_s + self._uploader.snapshot.copied_s,
-            self._lineage_id,
-            self._job,
-            self._data,
+            metadata=self._metadata,
+            stall_s=self._stall_s + self._uploader.snapshot.copied_s,
             took_s=time.monotonic() - self._began_at,
+            lineage_id=self._lineage_id,
         )
         self._link.wrote(self._worker, written)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -31,6 +30,9 @@ from elastic_dp.train.state.state_payload import (
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
+
+if TYPE_CHECKING:
+    from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 
 # What a step changes has the same bits on all members at one step, so any of them can send it. What
 # the loop body changes may differ, so all of it comes from the source.

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +29,11 @@ from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
-from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from elastic_dp.train.state.previous_step import PreviousStep
 
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 

@@ -15,7 +15,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
-from elastic_dp.checkpoint.checkpoint_writer import write_blobs
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs, write_blobs
 from elastic_dp.checkpoint.lease import Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
@@ -26,7 +26,6 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CommitterActions,
 )
 from elastic_dp.train.checkpointing.pending_checkpoints import BlobsRequest
-from elastic_dp.train.controller_link import WrittenBlobs
 from tests.patience import PATIENCE_S, eventually
 
 TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
@@ -76,7 +75,7 @@ class Stage:
         if self.snapshot.step != step:
             self.snapshot.take(step, TREE)
         blobs = blobs_of(self, worker, members, parts)
-        written = WrittenBlobs(blobs, members, {}, {}, 0.0, lineage_id=lineage_id, took_s=took_s)
+        written = WrittenBlobs(blobs, members, lineage_id=lineage_id, took_s=took_s)
         self.committer.wrote(worker, written)
         return written
 
@@ -317,7 +316,7 @@ def report(stage, worker, tree, parts):
     stage.snapshot.take(5, tree)
     members = ("w1", "w2", "w3")
     blobs = blobs_of(stage, worker, members, parts)
-    stage.committer.wrote(worker, WrittenBlobs(blobs, members, {}, {}, 0.0))
+    stage.committer.wrote(worker, WrittenBlobs(blobs, members))
 
 
 def report_shares(stage, trees):
@@ -414,26 +413,6 @@ def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_pa
     first.committer.close()
 
 
-def test_holder_is_gone_only_where_its_process_ids_are_ours(monkeypatch):
-    """Pods with `hostNetwork` share the host's name, and process 1 of each is another."""
-    ours = run_claim._this_process()
-    host, machine, pid, began = ours.split("/")
-    later = f"{int(began) + 1}"
-    for holder, gone in (
-        (ours, False),
-        (f"{host}/{machine}/{pid}/{later}", True),  # the id is used again
-        (f"{host}/{machine}0/{pid}/{later}", False),  # of another pod, or before a reboot
-        (f"{host}//{pid}/{later}", False),
-        (f"{host}/{pid}", False),
-        (f"{host}/{machine}/{pid}/", False),
-    ):
-        assert run_claim._is_gone(types.SimpleNamespace(holder=holder)) is gone, holder
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(run_claim.os, "stat", lambda path: types.SimpleNamespace(st_ino=1))
-        in_another_pod = run_claim._machine()
-    assert in_another_pod != machine
-
-
 def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
     first = Stage(str(tmp_path), lease_s=0.6)
     assert first.goes_on_from() is None
@@ -466,7 +445,7 @@ def test_last_checkpoint_of_members_that_differ_and_are_gone_has_the_weights(tmp
     assert "shadow" in str(error)
 
 
-def test_only_a_process_of_this_machine_that_has_ended_counts_as_gone():
+def test_only_a_process_of_this_machine_that_has_ended_counts_as_gone(monkeypatch):
     """Pods in the network of their host share its name, and neither process ids nor a namespace."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     host, machine = socket.gethostname(), run_claim._machine()
@@ -481,3 +460,6 @@ def test_only_a_process_of_this_machine_that_has_ended_counts_as_gone():
     others = [f"{host}/{pid}", f"{host}/another/{pid}/{began}", f"{host}//{pid}/{began}", "", "/"]
     assert is_gone(holders[0]) and not any(map(is_gone, others))
     assert not is_gone(run_claim._this_process())
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(run_claim.os, "stat", lambda path: types.SimpleNamespace(st_ino=1))
+        assert run_claim._machine() != machine, "of another pod"

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
-from elastic_dp.train.controller_link import WrittenBlobs
+from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from tests.checkpoint.sharded_states import held_by_two, pieces_of, whole_state, write_sharded
 from tests.checkpoint.states import same
 from tests.patience import PATIENCE_S, eventually
@@ -28,7 +28,7 @@ class Reports:
     def of(self, worker, *, writes):
         """Reports that a worker wrote the blobs with these names."""
         blobs = dataclasses.replace(self.blobs[worker], written=frozenset(writes))
-        written = WrittenBlobs(blobs, MEMBERS, {}, {}, 0.0)
+        written = WrittenBlobs(blobs, MEMBERS)
         self._stage.committer.wrote(worker, written)
 
     def planned(self, worker, by):
@@ -44,17 +44,6 @@ def committed(stage):  # noqa: F811
     (name,) = stage.catalog.names()
     assert verify(stage.catalog, name) == []
     assert same(load(stage.catalog, stage.catalog.read(name)), TREE)
-
-
-def test_checkpoint_is_committed_when_all_have_written_their_units(stage):  # noqa: F811
-    reports = Reports(stage)
-    for worker in ("0", "1"):
-        reports.of(worker, writes=reports.own(worker))
-    stage.comes_to_rest()
-    assert stage.catalog.names() == []
-    reports.of("2", writes=reports.own("2"))
-    committed(stage)
-    assert stage.asked.empty()
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -5,6 +5,7 @@ checkpoint leaves out changes the final weights or a logged value.
 """
 
 import dataclasses
+import json
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,6 +14,7 @@ import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
+from elastic_dp.errors import CheckpointError
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations import state_transfer
@@ -174,6 +176,18 @@ def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
     # All members are told, as any may be about to go; who hears it after the others kept one asks
     # once more.
     assert 1 <= len(steps_of(tmp_path)) <= 3
+
+
+def test_run_with_checkpoints_of_an_earlier_version_is_refused_with_the_way_out(tmp_path):
+    local(job(steps=5), average_and_plateau, url=str(tmp_path))
+    for path in tmp_path.glob("checkpoints/seals/step-*"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"elastic_dp_checkpoint": 6}))
+    files = {path: path.read_bytes() for path in tmp_path.glob("checkpoints/**/*step*/*")}
+    with pytest.raises(CheckpointError, match=r"format 6: .* Export it with the version"):
+        local(job(steps=10), average_and_plateau, url=str(tmp_path))
+    with pytest.raises(CheckpointError, match="load the file into the model"):
+        edp.load_state(str(tmp_path))
+    assert {path: path.read_bytes() for path in files} == files != {}
 
 
 @pytest.mark.parametrize(("kept", "has_state"), [(True, True), (False, True), (True, False)])
