@@ -444,18 +444,11 @@ class ElasticTrainer:
         start.write(store)
         if before is None:
             return []
-        odd = [*start.limits_changed(before, raised=False), *start.code_changed(before)]
-        notes = [
-            f"since the last start of this run: {text}"
-            for text in (
-                *start.limits_changed(before, raised=True),
-                *start.growth_changed(before),
-                *start.settings_changed(before),
-                *odd,
-            )
-        ]
-        for note in notes[len(notes) - len(odd) :]:
-            console.warn_at_call(note)
+        notes = []
+        for text, may_be_a_mistake in start.changes(before):
+            notes.append(f"since the last start of this run: {text}")
+            if may_be_a_mistake:
+                console.warn_at_call(notes[-1])
         return notes
 
 

@@ -223,53 +223,12 @@ def test_global_batch_is_the_one_of_as_many_processes():
     assert job.spec.data.tail == "short" and job.spec.data.shuffle
 
 
-@pytest.mark.parametrize("name", ["train", "data"])
-def test_argument_that_the_module_gives_is_refused(name):
-    with pytest.raises(SpecError, match=f"{name} is given, but it comes from the module"):
-        integration.LightningTrainer(jobs.Classifier(), datamodule=jobs.PointsData(), **{name: 3})
-
-
-def test_batch_that_grows_is_refused_since_epochs_are_counted_in_one_size():
-    scaling = edp.ScalingConfig(virtual_workers={0: 2, 5: 4})
-    with pytest.raises(SpecError, match=r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"):
-        integration.LightningTrainer(
-            jobs.Classifier(), datamodule=jobs.PointsData(), scaling=scaling
-        )
-
-
 def test_sharded_optimizer_is_passed_on_and_refused_with_loss_scaling():
     options = {"datamodule": jobs.PointsData(), "sharding": "optimizer", **QUIET}
     trainer = integration.LightningTrainer(jobs.Classifier(), name="job", **options)
     assert trainer.spec.sharding == "optimizer"
     with pytest.raises(SpecError, match=r"the precision is fp16.*use bf16"):
         integration.LightningTrainer(jobs.Classifier(), precision="16-mixed", **options)
-
-
-def test_workers_of_several_processes_are_refused():
-    scaling = edp.ScalingConfig(processes_per_worker=2)
-    with pytest.raises(SpecError, match="processes_per_worker is 2, which LightningTrainer does"):
-        integration.LightningTrainer(
-            jobs.Classifier(), datamodule=jobs.PointsData(), scaling=scaling
-        )
-
-
-@pytest.mark.slow
-def test_sharded_optimizer_has_the_weights_of_one_that_is_not(tmp_path):
-    three = edp.ScalingConfig(min_workers=3, max_workers=3, threads_per_worker=1)
-    options = {"scaling": three, "max_epochs": 2, "accumulate_grad_batches": 2, **QUIET}
-    calm = fit(jobs.Classifier(), tmp_path, name="calm", **options)
-    trainer = integration.LightningTrainer(
-        jobs.Classifier(),
-        datamodule=jobs.PointsData(),
-        storage_path=str(tmp_path),
-        name="sharded",
-        failure=PATIENT,
-        sharding="optimizer",
-        **options,
-    )
-    outcome, _ = group(trainer.spec, trainer.train, url=str(trainer.url), timeout_s=500)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == calm.weights_sha256
 
 
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
@@ -332,6 +291,12 @@ def test_argument_that_cannot_be_had_is_refused_by_name(name):
         )
 
 
+SCALINGS = [
+    ({"virtual_workers": {0: 2, 5: 4}}, r"virtual_workers is \{0: 2, 5: 4\}, but the Trainer"),
+    ({"processes_per_worker": 2}, "processes_per_worker is 2, which .*Trainer does not work with"),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -339,7 +304,10 @@ def test_argument_that_cannot_be_had_is_refused_by_name(name):
         ({"stroage_path": "runs"}, "no option 'stroage_path'. Did you mean 'storage_path'"),
         ({"limit_train_batch": 3}, "Did you mean 'limit_train_batches'"),
         ({"ckpt_path": "last"}, "ckpt_path is given, .*under the same name goes on"),
+        ({"train": 3}, "train is given, but it comes from the module"),
+        ({"data": 3}, "data is given, but it comes from the module"),
         ({"scaling": 4}, "scaling is a int, must be a ScalingConfig"),
+        *(({"scaling": edp.ScalingConfig(**scaling)}, words) for scaling, words in SCALINGS),
         ({"accumulate_grad_batches": {0: 2}}, "accumulate_grad_batches is .* whole number"),
         ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0, must be .* at least 1"),
         ({"log_every_n_steps": -1}, "log_every_n_steps is -1"),

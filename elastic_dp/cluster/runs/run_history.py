@@ -54,34 +54,24 @@ class StartRecord:
         code = code_fingerprint(train)
         return cls(code, python, limits, total_steps, growth, sharding=spec.sharding, ray=ray)
 
-    def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
-        """Return the changed limits in words: the raised ones, which continue a run, or all
-        others.
-        """
-        names = [field.name for field in dataclasses.fields(RunLimits)]
-        pairs = [(n, getattr(self.limits, n), getattr(before.limits, n)) for n in names]
-        return [
-            f"{name} is {now} now, was {then}"
-            for name, now, then in pairs
-            if now != then and (then is not None and (now is None or now > then)) == raised
-        ]
-
-    def growth_changed(self, before: StartRecord) -> list[str]:
-        """Return how the growth of the batch has changed, in words."""
-        if before.growth == self.growth:
-            return []
-        now, then = (
-            ", ".join(f"{number} after step {steps}" for steps, number in each.items())
-            for each in (self.growth, before.growth)
-        )
-        unchanged = "as for the first step"
-        return [f"virtual_workers is {now or unchanged} now, was {then or unchanged}"]
-
-    def settings_changed(self, before: StartRecord) -> list[str]:
-        """Return the change of `sharding`, in words."""
-        if before.sharding == self.sharding:
-            return []
-        return [f"sharding is {self.sharding!r} now, was {before.sharding!r}"]
+    def changes(self, before: StartRecord) -> list[tuple[str, bool]]:
+        """Return each change in words, and whether it may be a mistake; such changes come last."""
+        found = [(text, True) for text in self.code_changed(before)]
+        for name in (each.name for each in dataclasses.fields(RunLimits)):
+            now, then = getattr(self.limits, name), getattr(before.limits, name)
+            if now != then:
+                is_raised = then is not None and (now is None or now > then)
+                found.insert(0, (f"{name} is {now} now, was {then}", not is_raised))
+        if before.growth != self.growth:
+            now, then = (
+                ", ".join(f"{number} after step {steps}" for steps, number in each.items())
+                or "as for the first step"
+                for each in (self.growth, before.growth)
+            )
+            found.append((f"virtual_workers is {now} now, was {then}", False))
+        if before.sharding != self.sharding:
+            found.append((f"sharding is {self.sharding!r} now, was {before.sharding!r}", False))
+        return sorted(found, key=lambda change: change[1])
 
     def code_changed(self, before: StartRecord) -> list[str]:
         """Return changes of Python and of the code, in words."""

@@ -5,7 +5,7 @@ import gc
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,18 @@ from tests.runs import spec_of
 from tests.train.jobs import clipped_average_norm
 
 
+@pytest.fixture
+def controller() -> Iterator[Controller]:
+    spec = JobSpec(name="job", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    made = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+    yield made
+    made.heartbeats.close()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_collector_waits_while_an_event_is_handled(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    controller: Controller, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = JobSpec(name="quiet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     collecting = []
 
     def handle(event: m.Event, now: float) -> list[m.Command]:
@@ -47,13 +53,12 @@ def test_the_collector_waits_while_an_event_is_handled(
     else:
         assert controller._decide(m.DeadlineReached()) == []
     assert collecting == [False] and gc.isenabled()
-    controller.heartbeats.close()
 
 
-def test_controller_does_not_wait_for_a_released_worker_without_a_node() -> None:
+def test_controller_does_not_wait_for_a_released_worker_without_a_node(
+    controller: Controller,
+) -> None:
     """Otherwise its demand for a node would live on until it is evicted."""
-    spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller._worker_group = workers = Told()
     for worker in ("w1", "w2"):
         controller._execute(m.StartWorker(worker))
@@ -65,14 +70,12 @@ def test_controller_does_not_wait_for_a_released_worker_without_a_node() -> None
         *("ReleaseWorker", "kill w1"),  # it is told, so that its end is no failure of its node
         "ReleaseWorker",
     ]
-    controller.heartbeats.close()
 
 
-def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
-    spec = JobSpec(
-        name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
-    )
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why(
+    controller: Controller,
+) -> None:
+    controller.spec = dataclasses.replace(controller.spec, exact=False)
     scenario = Scenario(exact=False)
     controller.coordinator = scenario.coordinator
     assert (controller.status()["exact"], controller.status()["inexact_because"]) == (False, ())
@@ -81,13 +84,10 @@ def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
     scenario.wait(0.1)
     because = "steps were made on several kinds of machine: an abacus | kind"
     assert controller.status()["inexact_because"] == (because,)
-    controller.heartbeats.close()
 
 
-def test_status_counts_no_member_that_is_lost() -> None:
+def test_status_counts_no_member_that_is_lost(controller: Controller) -> None:
     """A run that has lost all its workers and waits for nodes has none, as its report says."""
-    spec = JobSpec(name="gone", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     scenario = Scenario()
     scenario.committed = 0
     controller.coordinator = scenario.coordinator
@@ -99,12 +99,9 @@ def test_status_counts_no_member_that_is_lost() -> None:
         assert controller.status()["world_size"] == left
     status = controller.status()
     assert (health_of(status)[0], status["world_size"]) == (Health.CONCERN, 0)
-    controller.heartbeats.close()
 
 
-def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
-    spec = JobSpec(name="dies", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+def test_the_second_word_of_a_death_is_recorded_where_it_says_why(controller: Controller) -> None:
     controller.state_store.record(m.StartWorker("w1"))
     short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
     for event in (m.WorkerLost("w1", "its sidecar says so"), short, short, m.WorkerLost("w1", "?")):
@@ -113,14 +110,11 @@ def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
     said = [line["reason"] for line in lines if line["event"] == "WorkerLost"]
     assert said == ["its sidecar says so", "Ray killed it"]
     assert controller.state_store.state.lost == 1
-    controller.heartbeats.close()
 
 
-def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
+def test_last_words_are_kept_of_who_died_before_it_was_told_to_go(controller: Controller) -> None:
     """Last words are a message of their own, and come when the death may be waiting in the
     inbox."""
-    spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller._worker_group = Told()
     kept: list[tuple[str, str]] = []
     controller._crash_logs = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
@@ -132,12 +126,9 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     for worker in ("w1", "w2", "w3"):
         controller._write_crash_log(worker, "words")
     assert kept == [("w1", "words"), ("w3", "words")]
-    controller.heartbeats.close()
 
 
-def test_controller_sends_what_all_members_get_in_one_call() -> None:
-    spec = JobSpec(name="all", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+def test_controller_sends_what_all_members_get_in_one_call(controller: Controller) -> None:
     sent: list[Sequence[str]] = []
     workers = types.SimpleNamespace(send=lambda workers, *_: sent.append(workers))
     controller._worker_group = workers  # type: ignore[assignment]
@@ -146,12 +137,11 @@ def test_controller_sends_what_all_members_get_in_one_call() -> None:
     controller._execute(m.FormGeneration(m.Membership(2, members, "w0", 5.0)))
     controller._execute(m.PrepareGroup(3, 1, ("w0", "w2"), 5.0))
     assert [list(workers) for workers in sent] == [["w0", "w1", "w2"], ["w0", "w2"]]
-    controller.heartbeats.close()
 
 
-def test_controller_sends_the_records_of_all_members_and_names_those_that_are_missing() -> None:
-    spec = JobSpec(name="meet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
+def test_controller_sends_the_records_of_all_members_and_names_those_that_are_missing(
+    controller: Controller,
+) -> None:
     sent: list[tuple[Sequence[str], object]] = []
     workers = types.SimpleNamespace(send=lambda workers, command: sent.append((workers, command)))
     controller._worker_group = workers  # type: ignore[assignment]
@@ -170,10 +160,10 @@ def test_controller_sends_the_records_of_all_members_and_names_those_that_are_mi
     names, records = sent[-1]
     assert list(names) == ["w0", "w1", "w2"] and isinstance(records, GroupRecords)
     assert [key for key, _ in records.values] == ["0", "1", "2"]
-    controller.heartbeats.close()
 
 
 def test_superseded_controller_touches_no_worker_and_writes_nothing(
+    controller: Controller,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Errors of Ray before it learns of its successor end nothing."""
@@ -192,15 +182,12 @@ def test_superseded_controller_touches_no_worker_and_writes_nothing(
             raise errors.pop()
         return False
 
-    spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, Journal(None), host="127.0.0.1", secret=b"secret")
     controller.state_store.claim = claim  # type: ignore[method-assign]
     monkeypatch.setattr(controller.state_store, "save", save)
     controller._worker_group = workers = Told()
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()
     assert not [told for told in workers.told if not told.startswith("start")]
-    controller.heartbeats.close()
 
 
 class Told:
