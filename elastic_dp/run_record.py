@@ -57,7 +57,7 @@ class Result:
     - `workers_lost`: processes lost before the end, without those that were released.
     - `wall_s`: seconds from start to end.
 
-    These three count the last start of the run; its report counts all of them.
+    On a cluster these three count all starts of the run, also those whose head node was lost.
     """
 
     name: str

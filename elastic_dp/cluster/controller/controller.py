@@ -35,6 +35,7 @@ from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatSer
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.runs.controller_state import (
     ControllerStateStore,
+    LossCounted,
     pending_requests,
     time_left_s,
 )
@@ -475,6 +476,7 @@ class Controller:
                 expected = self.report.has_ended or worker in self.exits.released
                 if worker in self.exits.evicted or not expected:
                     self.state_store.count_loss()
+                    self.journal.event(LossCounted(self.state_store.state.lost))
         interrupted = isinstance(event, StopRequested) and event.reason == INTERRUPTED_REASON
         if interrupted and self._store is not None:  # nobody waits for a store that stays away
             self._store.raise_when_late()

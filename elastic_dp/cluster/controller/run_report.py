@@ -61,10 +61,10 @@ class RunReport:
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
         """Complete the outcome when everything has ended; it has a result unless the run failed."""
-        outcome = self.outcome
-        outcome.wall_s = time.time() - state.started_at
-        outcome.workers_lost = state.lost
-        outcome.generations = max(outcome.generations, generations)
+        outcome, earlier = self.outcome, state.earlier
+        outcome.wall_s = time.time() - state.started_at + earlier.wall_s
+        outcome.workers_lost = state.lost + earlier.workers_lost
+        outcome.generations = max(outcome.generations, generations + earlier.generations)
         if outcome.error is None:
             outcome.result = Result(
                 name=self._spec.name,

@@ -4,6 +4,7 @@ from the state in the GCS.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -26,6 +27,7 @@ from elastic_dp.cluster.ray import private
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
+from elastic_dp.cluster.runs.controller_state import RunTotals
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
@@ -39,8 +41,11 @@ from elastic_dp.coordinator.messages import (
     WorkerId,
 )
 from elastic_dp.distributed.rendezvous import MemberRecord
+from elastic_dp.errors import StorageError
 from elastic_dp.run_record import RunOutcome
+from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import Journal, JournalPosition
+from elastic_dp.telemetry.journal_reader import read_journal
 from elastic_dp.threads import background
 from elastic_dp.train.log_sender import LoggedCall
 
@@ -82,6 +87,10 @@ class ControllerActor:
         self._state_store = state_store = RayKvStateStore(run)
         host = ray.util.get_node_ip_address()
         since = state_store.state.started_at if state_store.inherited else None
+        if not state_store.inherited:
+            with contextlib.suppress(StorageError, OSError):  # then the result counts this start
+                events = read_journal(Store(job.url), "events")
+                state_store.state.earlier = RunTotals.of(events)
         self._journal = Journal(job.url, since=since)
         compare = partial(job.record.check_or_write, job.url, None)
         check = None if state_store.inherited else compare  # once, when the run begins

@@ -13,6 +13,7 @@ import pickle
 import secrets
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,47 @@ from elastic_dp.coordinator.messages import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class LossCounted:
+    """An event: how many workers this start has lost so far."""
+
+    workers_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunTotals:
+    """Generations, lost workers and seconds of several starts together.
+
+    They come from the run's journal: a head node that is lost takes everything else with it.
+    """
+
+    generations: int = 0
+    workers_lost: int = 0
+    wall_s: float = 0.0
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> RunTotals:
+        """Add up the starts on clusters. The time of a start ends with its last event."""
+        total, start, began_at, until = cls(), cls(), None, 0.0
+        for line in events:
+            if line.get("event") == "ControllerStarted" and not line.get("takes_over"):
+                total = total if began_at is None else total._with(start, until - began_at)
+                start, began_at = cls(), float(line["time"])
+            elif line.get("command") == "FormGeneration":
+                start = cls(int(line["generation"]), start.workers_lost)
+            elif line.get("event") == "LossCounted":
+                start = cls(start.generations, int(line["workers_lost"]))
+            until = float(line["time"])
+        return total if began_at is None else total._with(start, until - began_at)
+
+    def _with(self, start: RunTotals, wall_s: float) -> RunTotals:
+        return RunTotals(
+            generations=self.generations + start.generations,
+            workers_lost=self.workers_lost + start.workers_lost,
+            wall_s=self.wall_s + wall_s,
+        )
+
+
 @dataclass
 class ControllerState:
     """What a successor must know. Times are of `time.time`, because the successor may be on another
@@ -53,6 +95,7 @@ class ControllerState:
     # workers that were requested and not released; whether each was up
     here: dict[WorkerId, bool] = field(default_factory=dict)
     lost: int = 0
+    earlier: RunTotals = field(default_factory=RunTotals)  # of starts before this one
     stepped: bool = False  # a step was made
     at_most: int | None = None  # later steps are wrong, and no generation has gone back yet
     outcome: Any = None  # how the run ended
