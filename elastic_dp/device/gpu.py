@@ -204,12 +204,6 @@ def open_gpu_generators(device: torch.device) -> None:
         torch.cuda.init()
 
 
-def seed_gpus(seed: int) -> None:
-    """Seeds the generators of the GPUs that are in use."""
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
 def random_state(device: torch.device) -> torch.Tensor | None:
     return torch.cuda.get_rng_state(device) if is_gpu(device) else None
 

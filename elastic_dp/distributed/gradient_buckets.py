@@ -85,12 +85,12 @@ class GradientBucket:
 
 
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
-_is_none = functools.partial(operator.is_, None)
+is_given = functools.partial(operator.is_not, None)
 
 
 def all_present(gradients: Gradients) -> bool:
     """Returns whether each parameter has a gradient."""
-    return not any(map(_is_none, gradients))
+    return all(map(is_given, gradients))
 
 
 class SumsOfOneKind(NamedTuple):
@@ -102,9 +102,10 @@ class SumsOfOneKind(NamedTuple):
     last: int
     first_blocks: list[int]
 
-    def rounded(self, gradients: Gradients, node: Node) -> Gradients:
-        """Returns a list in which the gradients of these parameters are rounded."""
-        if self.last - self.first == len(gradients) and all_present(gradients):
+    def rounded(self, gradients: Gradients, node: Node, is_complete: bool) -> Gradients:
+        """Returns a list in which the gradients of these parameters are rounded. `is_complete`:
+        none is absent."""
+        if is_complete and self.last - self.first == len(gradients):
             return [*self.rounding.round(gradients, node, self.first_blocks)]  # type: ignore[arg-type]
         there = self._present(gradients)
         rounded = [*gradients]
@@ -117,10 +118,12 @@ class SumsOfOneKind(NamedTuple):
             rounded[i] = one
         return rounded
 
-    def accumulate(self, sums: Gradients, gradients: Gradients, node: Node) -> None:
-        """Adds gradients of these parameters to their sums, where both are there."""
-        is_all = self.last - self.first == len(gradients)
-        if is_all and all_present(gradients) and all_present(sums):
+    def accumulate(
+        self, sums: Gradients, gradients: Gradients, node: Node, is_complete: bool
+    ) -> None:
+        """Adds gradients of these parameters to their sums, where both are there. `is_complete`:
+        none is absent."""
+        if is_complete and self.last - self.first == len(gradients):
             self.rounding.accumulate(sums, gradients, node, self.first_blocks)  # type: ignore[arg-type]
             return
         both = [i for i in self._present(gradients) if sums[i] is not None]

@@ -23,6 +23,7 @@ The invariants are:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -37,6 +38,7 @@ from elastic_dp.distributed.gradient_buckets import (
     GradientLayout,
     Gradients,
     all_present,
+    is_given,
 )
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_order import GradientOrder
@@ -47,14 +49,18 @@ from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
 _gradient = attrgetter("grad")
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+_is_sparse = attrgetter("is_sparse")
 
 
 class SubtreeSum(NamedTuple):
-    """The sum of a whole subtree of this worker's leaves. `addresses`: of the memory it lies in."""
+    """The sum of a whole subtree of this worker's leaves. `addresses`: of the memory it lies in.
+    `is_complete`: every parameter has a gradient."""
 
     node: Node
     gradients: Gradients
     addresses: set[int]
+    is_complete: bool
 
 
 class GradientReducer:
@@ -235,11 +241,11 @@ class GradientReducer:
         `merges`: how many sums before it the node is added to. `is_last`: no leaf comes after it.
         """
         self._begin(node, merges, is_last)
-        self._note_used(gradients, 0)
+        is_complete = self._note_used(gradients, 0)
         if is_last:
             self._last = gradients  # `send` takes it
         else:
-            self._push(gradients)
+            self._push(gradients, is_complete)
 
     def add_leaf(
         self, leaf: Leaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
@@ -262,13 +268,13 @@ class GradientReducer:
 
     def check_after_loss(self) -> None:
         """Raises LossError or ModelError if there are gradients, or hooks of other code."""
-        for p in self._all:
-            if p.grad is not None:
-                raise LossError(
-                    f"the loss function left a gradient in model.{self._names[p]}.grad: it called "
-                    "backward(), or assigned it. Return the loss, whose backward pass is run for "
-                    "you; within a loss use torch.autograd.grad"
-                )
+        if any(map(is_given, map(_gradient, self._all))):
+            p = next(p for p in self._all if p.grad is not None)
+            raise LossError(
+                f"the loss function left a gradient in model.{self._names[p]}.grad: it called "
+                "backward(), or assigned it. Return the loss, whose backward pass is run for "
+                "you; within a loss use torch.autograd.grad"
+            )
         self._refuse_hooks()
 
     def after_leaf(
@@ -278,7 +284,8 @@ class GradientReducer:
         Returns them, by parameter, if they are `observed`, which needs a step that is not `early`.
         """
         self._running = False
-        self.check_after_backward()
+        if self._layout.frozen:
+            self.check_after_backward()
         for bucket in self._layout.buckets[: self._next if is_last else 0]:
             for p in bucket.parameters:
                 if p.grad is not None:  # it came after its bucket was sent
@@ -287,7 +294,8 @@ class GradientReducer:
         if observed:
             found |= {p: local_of(p.grad) for p in self._layout.parameters}
         if not is_last:
-            self._push(self._take(self._layout.parameters, 0))
+            gradients = self._take(self._layout.parameters)
+            self._push(gradients, self._note_used(gradients, 0))
         return found
 
     def check_after_backward(self) -> None:
@@ -348,10 +356,10 @@ class GradientReducer:
 
     def _refuse_hooks(self) -> None:
         """Raises ModelError if a parameter has a post-accumulate-grad hook of other code."""
-        parameters, ours = self._layout.parameters, self._own_hooks
-        found = [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
-        if found != ours:
-            p = next(p for p, n, own in zip(parameters, found, ours, strict=True) if n != own)
+        parameters = self._layout.parameters
+        if sum(map(len, filter(None, map(_hooks_of, parameters)))) != len(self._hooks):
+            pairs = zip(parameters, self._own_hooks, strict=True)
+            p = next(p for p, own in pairs if len(_hooks_of(p) or ()) != own)
             raise ModelError(
                 f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums "
                 "of as many micro-batches as this worker happens to run. Use register_hook, "
@@ -359,53 +367,63 @@ class GradientReducer:
                 "clip_norm=, or optimizer.register_step_pre_hook"
             )
 
-    def _take(self, parameters: Sequence[torch.nn.Parameter], first: int) -> Gradients:
-        """Takes the gradients of parameters from `first` on. Raises ModelError."""
+    def _take(self, parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+        """Takes the gradients of these parameters. Raises ModelError."""
         gradients: Gradients = list(map(_gradient, parameters))
         for p in parameters:
             p.grad = None
         if self._sharded:
             pairs = zip(gradients, parameters, strict=True)
             gradients = [local_of(placed_like(gradient, p)) for gradient, p in pairs]
-        for p, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and gradient.is_sparse:
-                name = self._names[p]
-                raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
-        self._note_used(gradients, first)
+        if True in map(_is_sparse, filter(is_given, gradients)):
+            there = zip(parameters, gradients, strict=True)
+            name = next(self._names[p] for p, g in there if g is not None and g.is_sparse)
+            raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
         return gradients
 
-    def _note_used(self, gradients: Gradients, first: int) -> None:
-        if all_present(gradients):
+    def _note_used(self, gradients: Gradients, first: int) -> bool:
+        """Notes which parameters, from `first` on, have a gradient. Returns whether all have."""
+        is_complete = all_present(gradients)
+        if is_complete:
             self._used[first : first + len(gradients)] = b"\1" * len(gradients)
-            return
-        for index, gradient in enumerate(gradients, first):
-            if gradient is not None:
-                self._used[index] = 1
+        else:
+            for index, gradient in enumerate(gradients, first):
+                if gradient is not None:
+                    self._used[index] = 1
+        return is_complete
 
-    def _push(self, own: Gradients) -> None:
+    def _push(self, own: Gradients, is_complete: bool) -> None:
         """Adds a leaf, or a finished node in its place, to the sums that it completes."""
-        if self._stack:
-            self._check_memory(own, 0)
+        addresses = _addresses(own)
+        self._check_memory(own, addresses, 0)
         node, completed = self._node, self._stack[len(self._stack) - self._merges :]
         gradients = own
         for kind in self._layout.kinds:
-            gradients = kind.rounded(gradients, node)
+            gradients = kind.rounded(gradients, node, is_complete)
         for below in reversed(completed):
             node = (below.node[0], node[1])
             for kind in self._layout.kinds:
-                kind.accumulate(below.gradients, gradients, node)
-            gradients = _either(below.gradients, gradients)
+                kind.accumulate(below.gradients, gradients, node, is_complete and below.is_complete)
+            if below.is_complete:
+                gradients = below.gradients
+            else:
+                pairs = zip(below.gradients, gradients, strict=True)
+                gradients = [b if a is None else a for a, b in pairs]
+            is_complete = is_complete or below.is_complete or all_present(gradients)
         if graphs_are_replayed():  # the next replay writes to the memory of these gradients
             pairs = zip(gradients, own, strict=True)
             gradients = [g.clone() if g is not None and g is old else g for g, old in pairs]
         del self._stack[len(self._stack) - len(completed) :]
-        self._stack.append(SubtreeSum(node, gradients, _addresses(gradients)))
+        if completed and completed[0].is_complete:
+            addresses = completed[0].addresses  # which all was added to
+        elif not all(map(operator.is_, gradients, own)):
+            addresses = _addresses(gradients)
+        self._stack.append(SubtreeSum(node, gradients, addresses, is_complete))
         self._merges = 0
 
-    def _check_memory(self, gradients: Gradients, first: int) -> None:
+    def _check_memory(self, gradients: Gradients, addresses: set[int], first: int) -> None:
         """Raises ModelError if a gradient, of parameters from `first` on, lies in the memory of a
-        sum on the stack."""
-        addresses = _addresses(gradients) if self._stack else set()
+        sum on the stack. `addresses`: of the gradients."""
         for one in self._stack:
             if not addresses.isdisjoint(one.addresses):
                 index = next(
@@ -450,8 +468,12 @@ class GradientReducer:
         for views, one in zip(of_subtrees, complete, strict=False):
             self._sum_up(bucket, views, one.gradients[here], one.node, ())
         given = self._last
-        leaf = self._take(bucket.parameters, bucket.first) if given is None else given[here]
-        self._check_memory(leaf, bucket.first)
+        if given is None:
+            leaf = self._take(bucket.parameters)
+            self._note_used(leaf, bucket.first)
+        else:
+            leaf = given[here]
+        self._check_memory(leaf, _addresses(leaf), bucket.first)
         below = self._stack[len(complete) :]
         self._in_last[here] = self._sum_up(bucket, of_subtrees[-1], leaf, self._node, below)
         self._next += 1
@@ -478,6 +500,9 @@ class GradientReducer:
         for one in reversed(below):
             node = (one.node[0], node[1])
             sums = one.gradients[bucket.first : bucket.last]
+            if one.is_complete and False not in there:
+                rounding.accumulate(views, sums, node, blocks)  # type: ignore[arg-type]
+                continue
             present = [value is not None for value in sums]
             both = [a and b for a, b in zip(there, present, strict=True)]
             if True in both:
@@ -514,12 +539,4 @@ def _chosen(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
 
 def _addresses(gradients: Gradients) -> set[int]:
     """Returns where gradients begin in memory. An empty one has the address 0, and no memory."""
-    there = gradients if all_present(gradients) else [g for g in gradients if g is not None]
-    return {*map(torch.Tensor.data_ptr, there)} - {0}  # type: ignore[arg-type]
-
-
-def _either(one: Gradients, other: Gradients) -> Gradients:
-    """Returns the gradients of `one`, and those of `other` where it has none."""
-    if all_present(one):
-        return one
-    return [b if a is None else a for a, b in zip(one, other, strict=True)]
+    return {*map(torch.Tensor.data_ptr, filter(is_given, gradients))} - {0}  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic_dp.train.controller_link import HeartbeatStatus
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.generations.generation_groups import GenerationGroups
@@ -25,6 +27,11 @@ class PhaseReporter:
         membership = self._groups.membership
         generation = 0 if membership is None else membership.generation
         self._status.write(generation, self._progress.position.step, phase)
+
+    @property
+    def points(self) -> Callable[[str, int], None] | None:
+        """`pass_point`, for code that runs in each micro-batch; None: no fault is planned."""
+        return self.pass_point if self._faults.plan else None
 
     def pass_point(self, name: str, step: int | None = None) -> None:
         """Passes a named point at which a test may have planned a fault."""

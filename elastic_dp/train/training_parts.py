@@ -215,7 +215,7 @@ class StepBuild:
             shares,
             control,
             self.speed,
-            reporter.pass_point,
+            reporter.points,
             exact=spec.exact,
             keeps_finished=self.gang is None,  # its processes have not finished the same
             micro_batches=self.micro_batches_of,

@@ -89,7 +89,8 @@ class InnerSteps:
                     runner.meanwhile()
                 except GroupError as error:
                     lost.append(error)
-            runner.pass_point(point, step)
+            if runner.points is not None:
+                runner.points(point, step)
 
         runner, step, v = turn.runner, turn.step, turn.virtual_worker
         found: PseudoGradients = {}

@@ -15,7 +15,7 @@ A look at all attributes of a module takes some hundred nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from operator import itemgetter
+from operator import call, itemgetter
 from typing import Any
 
 from torch import nn
@@ -41,6 +41,7 @@ class ModuleAttributes:
         self._sizes: list[int] = []
         self._readers: list[Callable[[dict[str, Any]], Any]] = []
         self._places: list[int] = []  # of the modules that have attributes to watch
+        self._watched: list[dict[str, Any]] = []  # theirs
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
         self.begin()
 
@@ -89,20 +90,19 @@ class ModuleAttributes:
     # ------------------------------------------------------------------------------ private
 
     def _find_attributes(self) -> None:
-        self._readers, self._places = [], []
+        self._readers, self._places, self._watched = [], [], []
         for place, held in enumerate(self._dicts):
             keys = [
                 key for key, value in held.items() if type(value) in _PLAIN and key not in _OF_TORCH
             ]
             if keys:
                 self._places.append(place)
+                self._watched.append(held)
                 self._readers.append(itemgetter(*keys))
 
     def _read(self) -> list[Any]:
         try:
-            return [
-                read(self._dicts[n]) for read, n in zip(self._readers, self._places, strict=True)
-            ]
+            return list(map(call, self._readers, self._watched))
         except KeyError:  # an attribute is gone
             return []
 

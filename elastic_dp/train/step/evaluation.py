@@ -27,7 +27,6 @@ from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
 from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_device
-from elastic_dp.train.step.precision import autocast
 from elastic_dp.train.worker_session import WorkerSession
 
 # batch -> (loss, weight, metrics, rows that were skipped because they cannot be decoded)
@@ -134,7 +133,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with autocast(session.micro_batches.precision, session.device):
+    with session.micro_batches.autocast():
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     result = MicroBatchResult(float(loss), weight, metrics)
     return result.loss, result.weight, result.metrics, left_out

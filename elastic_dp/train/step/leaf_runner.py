@@ -78,12 +78,14 @@ class OnePass:
 
     def run(self, turn: Turn) -> None:
         runner, step, v = turn.runner, turn.step, turn.virtual_worker
-        loss = result = None
+        points, loss, result = runner.points, None, None
         if self.data.rows(step, v) > 0:
-            runner.pass_point("before_forward", step)
+            if points is not None:
+                points("before_forward", step)
             batch = self.micro_batches.batch(step, v)
             loss, result = self.micro_batches.forward(batch, step, v, turn.expected)
-            runner.pass_point("forward", step)
+            if points is not None:
+                points("forward", step)
             runner.gradients.before_backward()
         if runner.meanwhile is not None:
             runner.meanwhile()
@@ -92,7 +94,8 @@ class OnePass:
         else:
             if turn.is_last:
                 runner.send_first()
-            runner.pass_point("backward", step)
+            if points is not None:
+                points("backward", step)
             loss.backward()
         runner.add(turn, result, contributes=loss is not None)
 
@@ -123,7 +126,7 @@ class LeafRunner:
     shares: WorkShares
     control: WorkerControl
     speed: ComputeSpeed
-    pass_point: Callable[[str, int], None]
+    points: Callable[[str, int], None] | None  # of `PhaseReporter`
     exact: bool
     keeps_finished: bool = True
     micro_batches: Callable[[int], int] = lambda step: 1  # of a virtual worker, by step

@@ -43,7 +43,7 @@ def parse_loss(
             "the micro-batch, e.g. "
             "loss.mean()"
         )
-    number = _number(gathered(weight))
+    number = float(rows) if weight is rows else _number(gathered(weight))
     if number is None or not 0 <= number <= LARGEST_WEIGHT:
         what = _described(weight) if number is None else number
         raise LossError(

@@ -89,7 +89,8 @@ class MicroBatchRunner:
     ) -> None:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._device, self._seed, self._speed, self._report = device, seed, speed, report
-        self._exact, self.precision = exact, precision
+        self._exact, self.autocast = exact, autocast(precision, device)
+        self._asynchronous = accelerator_of(device).asynchronous
         # The number by which random ones are drawn.
         self._key = gang.micro_batch if gang is not None else int
         self._is_trial = False  # this is the micro-batch before the first step
@@ -148,7 +149,7 @@ class MicroBatchRunner:
         versions = loop_body_guard.versions()
         loop_body_guard.is_in_loss = True
         try:
-            with autocast(self.precision, self._device):
+            with self.autocast():
                 returned = self._loss_fn(self._state.model, batch)
         finally:
             loop_body_guard.is_in_loss = False
@@ -158,7 +159,7 @@ class MicroBatchRunner:
         rows = self._data.rows(step, v) - self._data.masked(step, v)
         # The host would wait for the device at each value, so `StepRunner` reads all together.
         unread: dict[str | None, torch.Tensor] = {}
-        later = accelerator_of(self._device).asynchronous and not self._is_trial
+        later = self._asynchronous and not self._is_trial
         loss, weight, metrics = parse_loss(returned, rows, unread if later else None)
         if later:
             unread[None] = outside_graphs(loss.detach())

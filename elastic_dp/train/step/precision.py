@@ -8,6 +8,8 @@ scaled.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +32,14 @@ def check_precision(precision: Any) -> None:
         raise SpecError(f"precision is {precision!r}, must be {', '.join(names)} or {last}")
 
 
-def autocast(precision: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass."""
+def autocast(
+    precision: str | None, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Returns what makes the context of a forward pass."""
     dtype = AUTOCAST_DTYPES[precision]
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    if dtype is None:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, device.type, dtype=dtype)
 
 
 def new_loss_scale(precision: str | None) -> LossScale | None:
