@@ -26,6 +26,9 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _VARIABLES = ("NVIDIA_TF32_OVERRIDE", _CUBLAS)
 
+# Whether this process has used one. Not a function of its own: each micro-batch asks.
+gpus_are_in_use = torch.cuda.is_initialized
+
 
 def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
@@ -202,6 +205,11 @@ def _multiply(device: torch.device) -> None:
 def open_gpu_generators(device: torch.device) -> None:
     if is_gpu(device):
         torch.cuda.init()
+
+
+def seed_gpus(seed: int) -> None:
+    """Seeds the generators of all GPUs, which are in use."""
+    torch.cuda.manual_seed_all(seed)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:

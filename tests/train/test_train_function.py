@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from elastic_dp.data.pipeline import global_generators
 from elastic_dp.errors import LoopError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train import train_function
@@ -23,7 +24,7 @@ def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
     nevertheless."""
     opened, seeds = [], []
     monkeypatch.setattr(torch.cuda, "init", lambda: opened.append(True))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(opened))
+    monkeypatch.setattr(global_generators, "gpus_are_in_use", lambda: bool(opened))
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     spec = spec_of()
     spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, seed=seed))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from elastic_dp.device.gpu import open_gpu_generators
+from elastic_dp.device.gpu import gpus_are_in_use, open_gpu_generators, seed_gpus
 
 
 def seed_everything(seed: int) -> None:
@@ -15,8 +15,8 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
     # Not torch.manual_seed: it formats a stack trace for a device that is not in use yet (0.4 ms).
     torch.default_generator.manual_seed(seed % (1 << 63))
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed % (1 << 63))
+    if gpus_are_in_use():
+        seed_gpus(seed % (1 << 63))
 
 
 def open_generators(device: torch.device) -> None:
