@@ -14,8 +14,7 @@ _LEAST_S = {
     "storage_timeout_s": 0.0,
 }
 _LEAST = {
-    **dict.fromkeys(("max_losses_without_progress", "max_losses_of_micro_batch"), 1),
-    **{"compare_weights_every": 1, "max_out_of_memory": 0, "max_user_errors": 0},
+    **{"compare_weights_every": 1, "max_losses_without_progress": 1, "max_user_errors": 0},
 }
 
 
@@ -38,9 +37,8 @@ class FailureConfig:
       of this, and after every step that is checkpointed; None: never. If they differ, all members
       are replaced, and the run goes back to the newest checkpoint from before. (Not with
       `exact=False`, where machines of different kinds may differ.)
-    - `max_losses_without_progress`: lost workers.
-    - `max_out_of_memory`: workers that ran out of memory.
-    - `max_losses_of_micro_batch`: workers that died while running the same micro-batch.
+    - `max_losses_without_progress`: lost workers. Less is allowed of workers that ran out of memory
+      (5), and of those that died while running the same micro-batch (5).
     - `max_user_errors`: exceptions of user code that are retried on a new worker. 0: the first one
       fails the run; errors of this package always do.
     - `storage_timeout_s`: how long a store may be unavailable at the start; during a run, how long
@@ -51,7 +49,7 @@ class FailureConfig:
       stop asking (default: 60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait
       for a lost head).
 
-    The four `max_…` budgets limit failures in a row, without a committed step in between, before
+    The `max_…` budgets limit failures in a row, without a committed step in between, before
     the run fails; the pauses between attempts grow. Failures at the same time count as one. A
     worker whose node is preempted counts against no budget.
     """
@@ -61,8 +59,6 @@ class FailureConfig:
     hang_timeout_s: float | None = None
     compare_weights_every: int | None = 50
     max_losses_without_progress: int = 50
-    max_losses_of_micro_batch: int = 5
-    max_out_of_memory: int = 5
     max_user_errors: int = 0
     storage_timeout_s: float = 60.0
     run_lease_s: float = 60.0

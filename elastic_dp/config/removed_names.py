@@ -23,6 +23,13 @@ REMOVED_NAMES = {
         "FailureConfig.heartbeat_interval_s does not exist any more: it is 0.25 s, or an eighth of "
         "heartbeat_timeout_s if that is less"
     ),
+    "max_out_of_memory": (
+        "FailureConfig.max_out_of_memory does not exist any more: it is 5 workers in a row; lower "
+        "micro_batch_size, or request more memory with resources_per_worker"
+    ),
+    "max_losses_of_micro_batch": (
+        "FailureConfig.max_losses_of_micro_batch does not exist any more: it is 5"
+    ),
     "labels": "labels= does not exist any more: put them into config=, or into the run's name",
     "release_timeout_s": (
         "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"

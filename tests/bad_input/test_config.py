@@ -322,8 +322,10 @@ def test_checkpoint_config_out_of_range_is_refused(options, words):
     ("options", "words"),
     [
         ({"max_user_errors": -1}, "max_user_errors is -1"),
-        ({"max_out_of_memory": 0.5}, "max_out_of_memory is 0.5, must be a whole number"),
-        ({"max_losses_of_micro_batch": 0}, "max_losses_of_micro_batch is 0"),
+        ({"max_user_errors": 0.5}, "max_user_errors is 0.5, must be a whole number"),
+        ({"max_losses_without_progress": 0}, "max_losses_without_progress is 0"),
+        ({"max_out_of_memory": 0}, "max_out_of_memory does not exist any more: it is 5"),
+        ({"max_losses_of_micro_batch": 1}, "max_losses_of_micro_batch does not exist any more"),
         ({"heartbeat_interval_s": 0.1}, "it is 0.25 s, or an eighth of heartbeat_timeout_s"),
         ({"lease_s": 3.0}, "lease_s does not exist any more: it is 2 × heartbeat_timeout_s"),
         ({"release_timeout_s": 3.0}, "release_timeout_s does not exist any more"),

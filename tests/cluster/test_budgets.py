@@ -2,11 +2,13 @@
 named."""
 
 import dataclasses
+import functools
 import os
 import signal
 
 import pytest
 
+from elastic_dp.cluster.controller import controller
 from elastic_dp.cluster.heartbeat.heartbeat_server import _lost
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import oom_kills
 from elastic_dp.cluster.run_handle import error_of
@@ -23,7 +25,13 @@ def job(**failure):
     return dataclasses.replace(spec, failure=failure, checkpoint=CheckpointConfig(every_steps=1))
 
 
-def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever():
+def allow(monkeypatch, **limits):
+    """Let the controller's limits be these."""
+    made = functools.partial(controller.FailureLimits, **limits)
+    monkeypatch.setattr(controller, "FailureLimits", made)
+
+
+def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever(monkeypatch):
     poison = 100
 
     def crashes(model, batch):
@@ -36,7 +44,8 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever():
         for _ in ctx.steps(model, adamw(model), crashes):
             pass
 
-    spec = job(max_losses_of_micro_batch=1)
+    allow(monkeypatch, max_losses_of_micro_batch=1)
+    spec = job()
     at = next(
         (step, v)
         for step in range(1, 9)

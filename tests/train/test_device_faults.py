@@ -12,7 +12,7 @@ from elastic_dp.coordinator.messages import Cause
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CollectiveFailed
 from elastic_dp.train.worker_session import WorkerSession
-from tests.cluster.test_budgets import is_first, job
+from tests.cluster.test_budgets import allow, is_first, job
 from tests.runs import group, lines_of, local
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
@@ -76,8 +76,9 @@ def asserts_at_a_row(ctx):
         pass
 
 
-def test_a_row_that_trips_a_device_side_assert_is_named_by_its_micro_batch():
-    outcome, _ = group(job(max_losses_of_micro_batch=1), asserts_at_a_row)
+def test_a_row_that_trips_a_device_side_assert_is_named_by_its_micro_batch(monkeypatch):
+    allow(monkeypatch, max_losses_of_micro_batch=1)
+    outcome, _ = group(job(), asserts_at_a_row)
     assert "2 workers died one after another while running virtual worker" in outcome.error
 
 
@@ -113,8 +114,9 @@ def never_has_memory(ctx):
         pass
 
 
-def test_a_model_that_never_fits_uses_up_the_budget_of_memory():
-    outcome, _ = group(job(max_out_of_memory=0), never_has_memory)
+def test_a_model_that_never_fits_uses_up_the_budget_of_memory(monkeypatch):
+    allow(monkeypatch, max_out_of_memory=0)
+    outcome, _ = group(job(), never_has_memory)
     assert "workers ran out of memory 1 time" in outcome.error
     assert "Tried to allocate 2.00 GiB" in outcome.error
 

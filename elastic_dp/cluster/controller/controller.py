@@ -598,8 +598,6 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
         release_timeout_s=failure.lease,
         limits=FailureLimits(
             max_losses_without_progress=failure.max_losses_without_progress,
-            max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
-            max_out_of_memory=failure.max_out_of_memory,
             max_user_errors=failure.max_user_errors,
         ),
         stabilization_s=scaling.stabilization_s,

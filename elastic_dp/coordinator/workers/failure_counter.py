@@ -152,8 +152,7 @@ class FailureBudgets:
                 f"workers ran out of memory {counted(self.memory.incidents, 'time')} without "
                 f"a step in between; last: {last}. Lower micro_batch_size or "
                 "DataConfig.memory_bytes (a checkpoint needs memory for another copy of the "
-                'state), request more with resources_per_worker={"memory": …}, or raise '
-                "FailureConfig.max_out_of_memory"
+                'state), or request more with resources_per_worker={"memory": …}'
             )
         if self.losses.exhausted:
             return (
