@@ -24,44 +24,18 @@ FAILURES = 3
 WITHIN_S = 1800.0
 
 
-class NodeFailureHistory:
-    """The recent failures by node. Times are of one clock, in seconds; node ids are never reused.
+class NodeAvoidance:
+    """Thread-safe. `needs` are the resources of one worker.
 
     After three failures within 30 minutes, a node is avoided for 30 minutes from the last one. If
     every node that could hold a worker is bad, none is avoided, because a run must not stop where
     it could continue (and a step that kills every worker makes every node look bad).
     """
 
-    def __init__(self) -> None:
-        self._failures: dict[str, list[float]] = {}
-
-    def failed(self, node: str, now: float) -> bool:
-        """Record the loss of a worker. Return whether the node becomes bad by it."""
-        before = self._is_bad(node, now)
-        self._failures.setdefault(node, []).append(now)
-        return not before and self._is_bad(node, now)
-
-    def failures(self, node: str, now: float) -> int:
-        """Return the number of recent failures."""
-        recent = [at for at in self._failures.get(node, ()) if at > now - WITHIN_S]
-        self._failures[node] = recent
-        return len(recent)
-
-    def avoided(self, candidates: Collection[str], now: float) -> list[str]:
-        """Return the nodes to avoid among `candidates`, the nodes that could hold a worker."""
-        bad = sorted(node for node in candidates if self._is_bad(node, now))
-        return bad if len(bad) < len(candidates) else []
-
-    def _is_bad(self, node: str, now: float) -> bool:
-        return self.failures(node, now) >= FAILURES
-
-
-class NodeAvoidance:
-    """Thread-safe. `needs` are the resources of one worker."""
-
     def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
         self._needs, self._say = needs, say
-        self._avoidance, self._lock = NodeFailureHistory(), threading.Lock()
+        self._failures: dict[str, list[float]] = {}  # by node, whose ids are never reused
+        self._lock = threading.Lock()
         # The placement_preferences of a worker, and the nodes that were excluded for it.
         self._excluded: dict[WorkerId, tuple[list[Labels], list[str]]] = {}
         self.avoided: dict[str, int] = {}  # node -> failures, as of the last look
@@ -97,11 +71,12 @@ class NodeAvoidance:
             return  # the worker was never placed
         node = entry.node
         with self._lock:
-            is_new = self._avoidance.failed(node, time.monotonic())
-        if is_new and node in self._avoided_nodes([]):
+            before = self._recent(node)
+            self._failures[node] = [*before, time.monotonic()]
+        if len(before) == FAILURES - 1 and node in self._avoided_nodes([]):
             self._say(
-                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} "
-                "failed on it within 30 minutes"
+                f"node {node} is avoided for now: {counted(FAILURES, 'worker')} failed on it "
+                "within 30 minutes"
             )
 
     def _avoided_nodes(self, asked: list[Labels]) -> list[str]:
@@ -113,10 +88,13 @@ class NodeAvoidance:
             and not worker_placement.why_none_matches(asked, [node["Labels"]])
         }
         with self._lock:
-            now = time.monotonic()
-            avoided = self._avoidance.avoided(candidates, now)
-            self.avoided = {node: self._avoidance.failures(node, now) for node in avoided}
-        return avoided
+            failures = {node: len(self._recent(node)) for node in sorted(candidates)}
+        bad = {node: count for node, count in failures.items() if count >= FAILURES}
+        self.avoided = avoided = bad if len(bad) < len(candidates) else {}
+        return [*avoided]
+
+    def _recent(self, node: str) -> list[float]:
+        return [at for at in self._failures.get(node, ()) if at > time.monotonic() - WITHIN_S]
 
 
 def can_hold(needs: Mapping[str, float], node: Mapping[str, Any]) -> bool:
