@@ -14,14 +14,11 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app, status_command
 from elastic_dp.cli.run_tables import overview_facts
 from elastic_dp.cli.status_command import SeenRun, run_facts
-from elastic_dp.cluster.controller.newest_events import NewestEvents
-from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
 from elastic_dp.errors import LoopError, StorageError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_status import Health, health_of
 from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.journal import Journal
 from tests.checkpoint.states import save, train_state
 from tests.cli.recorded import recorded, runs_after_a_night
 from tests.report.journals import night
@@ -303,22 +300,3 @@ def test_overview_of_a_controller_that_does_not_answer_is_unknown():
     unknown = {"phase": "unknown", "reason": "no answer"}
     assert health_of(unknown) == (Health.UNKNOWN, "no answer")
     assert ("last event", "no answer") in overview_facts(unknown | {"health": "unknown"})
-
-
-def test_status_of_a_controller_has_the_newest_decision_and_checkpoint():
-    journal = Journal(None)
-    newest = NewestEvents(journal)
-    assert newest.status(0.0) == {"newest_event": None, "newest_checkpoint": None}
-    journal.event(CheckpointFound(7))
-    journal.command(Explain("starting"))
-    (line,) = [line for line in journal.since(None, 0.0)[1] if "text" in line]
-    journal.command(Explain("starting"))
-    found = newest.status(line["time"] + 5.0)
-    assert found["newest_event"] == {"text": "starting", "age_s": pytest.approx(5.0)}
-    assert found["newest_checkpoint"] == {"step": 7, "age_s": None, "duration_s": None}
-    committed = {"step": 9, "age_s": 0.0, "duration_s": 3.0}
-    for duration_s in (3.0, 0.0):  # the commit is told again
-        journal.event(CheckpointCommitted(9, duration_s))
-        assert newest.status(0.0)["newest_checkpoint"] == committed
-    journal.event(CheckpointFound(None))
-    assert newest.status(0.0)["newest_checkpoint"] is None

@@ -27,7 +27,6 @@ from typing import Any
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.metric_log import MetricLog
-from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
@@ -119,7 +118,6 @@ class Controller:
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricLog(journal)
         self.times = RunTimes(journal)
-        self.newest_events = NewestEvents(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
         self.committer: CheckpointCommitter | None = None  # of a run with a folder, once open
@@ -217,7 +215,7 @@ class Controller:
             "max_steps": self.spec.max_steps,
             "led_s": max(0.0, now - self.state_store.state.started_at),
             "rows_per_s": self.times.rows_per_s(),
-            **self.newest_events.status(now),
+            **_newest(self.journal, now),
         }
 
     def requested_sizes(self) -> tuple[int, int]:
@@ -576,6 +574,24 @@ class Controller:
         """
         self._worker_group.send([command.worker], command)
         self._worker_group.kill(command.worker)
+
+
+def _newest(journal: Journal, now: float) -> dict[str, Any]:
+    """Return the newest decision and the newest checkpoint, with their ages by the clock that wrote
+    the journal. The age of a checkpoint from which the run went on is not known.
+    """
+    kinds = ("Explain", "CheckpointCommitted", "CheckpointFound")
+    said, committed, found = (journal.newest.get(kind) for kind in kinds)
+    event = said and {"text": said["text"], "age_s": max(0.0, now - said["time"])}
+    checkpoint = committed and {
+        "step": committed["step"],
+        "age_s": max(0.0, now - committed["time"]),
+        "duration_s": committed.get("duration_s"),
+    }
+    went_on = found is not None and (not committed or found["time"] >= committed["time"])
+    if found and went_on and not (committed and committed["step"] == found["step"]):
+        checkpoint = found["step"] and {"step": found["step"], "age_s": None, "duration_s": None}
+    return {"newest_event": event, "newest_checkpoint": checkpoint or None}
 
 
 def _main_group(membership: Membership) -> GroupName:

@@ -101,6 +101,25 @@ def test_status_counts_no_member_that_is_lost(controller: Controller) -> None:
     assert (health_of(status)[0], status["world_size"]) == (Health.CONCERN, 0)
 
 
+def test_status_has_the_newest_decision_and_the_newest_checkpoint(controller: Controller) -> None:
+    def newest(key: str) -> dict[str, object] | None:
+        value = controller.status()[f"newest_{key}"]
+        return value and {k: v for k, v in value.items() if k != "age_s" or v is None}
+
+    journal, unknown = controller.journal, {"age_s": None, "duration_s": None}
+    assert (newest("event"), newest("checkpoint")) == (None, None)
+    journal.event(m.CheckpointFound(7))
+    journal.command(m.Explain("starting"))
+    assert (newest("event"), newest("checkpoint")) == ({"text": "starting"}, {"step": 7, **unknown})
+    journal.event(m.CheckpointCommitted(9, 3.0))
+    assert newest("checkpoint") == {"step": 9, "duration_s": 3.0}
+    for step, expected in ((9, {"step": 9, "duration_s": 3.0}), (8, {"step": 8, **unknown})):
+        journal.event(m.CheckpointFound(step))
+        assert newest("checkpoint") == expected
+    journal.event(m.CheckpointFound(None))
+    assert newest("checkpoint") is None
+
+
 def test_the_second_word_of_a_death_is_recorded_where_it_says_why(controller: Controller) -> None:
     controller.state_store.record(m.StartWorker("w1"))
     short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
