@@ -288,7 +288,7 @@ def test_start_imports_no_library_that_it_does_not_need(imported, without, found
 BUDGETS = {
     "checkpoint": (2_860, 2_800),
     "cli": (1_550, 1_000),
-    "cluster": (6_210, 4_800),
+    "cluster": (6_180, 4_800),
     "config": (1_350, 950),
     "coordinator": (4_900, 4_200),
     "data": (8_780, 5_600),

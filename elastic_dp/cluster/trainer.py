@@ -36,7 +36,7 @@ from elastic_dp.config import (
     MapStyleData,
     ScalingConfig,
 )
-from elastic_dp.config.removed_names import REMOVED_NAMES
+from elastic_dp.config.removed_names import refuses_removed_names
 from elastic_dp.coordinator.messages import (
     Explain,
     FailRun,
@@ -76,6 +76,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _unnamed: dict[str, ElasticTrainer] = {}  # runs of this process that their script has named
 
 
+@refuses_removed_names
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
@@ -129,12 +130,7 @@ class ElasticTrainer:
         loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
         runtime_env: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        **removed: Any,
     ) -> None:
-        for name in removed:
-            if name in REMOVED_NAMES:
-                raise SpecError(REMOVED_NAMES[name])
-            raise TypeError(f"ElasticTrainer() got an unexpected keyword argument {name!r}")
         check_function("train", train, 1, "one argument (ctx)")
         for field, given in {
             "config": config,
