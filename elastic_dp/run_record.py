@@ -282,6 +282,10 @@ class RunOutcome:
     wall_s: float = 0.0
 
 
+def default_storage_path() -> str:
+    return os.path.expanduser("~/elastic_dp_runs")
+
+
 def run_url(
     name: str,
     storage_path: str | os.PathLike[str],

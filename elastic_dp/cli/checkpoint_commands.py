@@ -18,6 +18,7 @@ from elastic_dp.cli.run_options import (
     StorageOption,
     StoragePath,
     find_live_run,
+    name_and_path,
     out,
     storage_options,
 )
@@ -147,6 +148,7 @@ def save(
     as_json: Json = False,
 ) -> None:
     """Let a live run make a checkpoint of one of its next steps."""
+    name, storage_path = name_and_path(name, storage_path)
     find_live_run(name, address, storage_path, storage_option).checkpoint()
     done = "a checkpoint of one of the next steps will be made"
     print(json.dumps({"name": name}) if as_json else done)

@@ -16,7 +16,8 @@ from elastic_dp.cli.run_options import (
     Name,
     StorageOption,
     StoragePath,
-    find_live_run,
+    find_run,
+    name_and_path,
     storage_options,
 )
 from elastic_dp.errors import SpecError
@@ -75,8 +76,9 @@ def report(
         )
     if not live and control:
         raise SpecError("--control is of a served page: add --live")
+    name, storage_path = name_and_path(name, storage_path)
     if storage_path is None:
-        found = find_live_run(name, address, None, None).url
+        found = find_run(name, address, None, None).url
         assert isinstance(found, StorageURL)  # as `attach` finds it
         url = found
     else:
@@ -92,7 +94,9 @@ def report(
         from elastic_dp.cluster.runs import attach
 
         with asking:
-            return attach.find_live(name, url, address)
+            found = attach.find_live(name, url, address)
+            attach.check_may_steer(found, storage_path)
+            return found
 
     secret = "" if token else secrets.token_urlsafe(32)
 

@@ -30,6 +30,7 @@ from elastic_dp.cli.run_options import (
     StoragePath,
     find_live_run,
     find_run,
+    name_and_path,
     out,
 )
 from elastic_dp.errors import ElasticError, Interrupted, SpecError
@@ -106,6 +107,7 @@ def logs(
     logs/WORKER.last.log.
     """
     printed = events
+    name, storage_path = name_and_path(name, storage_path)
     found = find_run(name, address, storage_path, storage_option)
     with _sigterm_exits():
         for record in found.events(follow=follow) if events else ():
@@ -153,6 +155,7 @@ def scale(
         raise SpecError("--within-s is the time of the worker that --drain names")
     if drain is not None and kill is not None:
         raise SpecError("--drain lets a worker leave, and --kill does not: give one of them")
+    name, storage_path = name_and_path(name, storage_path)
     found = find_live_run(name, address, storage_path, storage_option)
     if drain is not None:
         found.drain(drain, within_s)
@@ -187,6 +190,7 @@ def stop(
     """End a run after one of its next steps, with a checkpoint. Running it again continues from
     there.
     """
+    name, storage_path = name_and_path(name, storage_path)
     found = find_live_run(name, address, storage_path, storage_option)
     found.stop(reason)
     if not wait:

@@ -6,12 +6,13 @@ is found by its storage path, without a cluster.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from elastic_dp.errors import ClusterError
+from elastic_dp.errors import ClusterError, SpecError
 
 if TYPE_CHECKING:
     from elastic_dp.cluster.run_handle import Run
@@ -22,15 +23,16 @@ Address = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="The Ray cluster, as HOST:6379. Default: the one that the run's folder names, then "
-        "the only one of this user on this machine.",
+        help="The Ray cluster, as HOST:6379. Default: the one of this user on this machine that "
+        "has the run.",
     ),
 ]
 StoragePath = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="The run's storage_path; finds a run that has ended, without a cluster.",
+        help="The run's storage_path; finds a run that has ended, without a cluster. "
+        "Default: ~/elastic_dp_runs, too.",
     ),
 ]
 StorageOption = Annotated[
@@ -42,7 +44,7 @@ StorageOption = Annotated[
         "of the machine can read a command's arguments: put secrets into the environment.",
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.")]
 
 
 def out() -> Console:
@@ -60,23 +62,41 @@ def storage_options(said: list[str] | None) -> dict[str, Any] | None:
     return options or None
 
 
+def name_and_path(name: str, storage_path: str | None) -> tuple[str, str | None]:
+    """Return the run's name and storage path. RUN may be its folder, which is both."""
+    if "/" not in name:
+        return name, storage_path
+    if storage_path is not None:
+        raise SpecError(f"{name} is a folder: leave out --storage-path, or give the run's name")
+    storage_path, _, name = name.rstrip("/").rpartition("/")
+    return name, storage_path or "/"
+
+
 def find_run(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
 ) -> Run | EndedRun:
     """Return the run. If its folder says that no cluster has it, return what the folder holds,
-    without Ray.
+    without Ray. Without a storage path, a live run of any folder comes before one in the default
+    folder, unless `address` is given: only that cluster is asked then.
     """
-    ended = None
-    if storage_path is not None:
-        from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.run_record import default_storage_path
 
+    ended = url = None
+    if storage_path is not None:
         ended = EndedRun(name, storage_path, storage_options(storage_option))
         if not ended.may_be_live:
             return ended
-    from elastic_dp.cluster.runs.attach import find_live
+        url = ended.url
+    elif address is None:
+        with contextlib.suppress(ClusterError):
+            ended = EndedRun(name, default_storage_path())
+    from elastic_dp.cluster.runs.attach import SeveralRuns, find_live
 
     try:
-        return find_live(name, None if ended is None else ended.url, address)
+        return find_live(name, url, address)
+    except SeveralRuns:
+        raise
     except ClusterError:
         if ended is None:
             raise
@@ -86,13 +106,16 @@ def find_run(
 def find_live_run(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
 ) -> Run:
-    """Return the run, which must be live. Raises ClusterError, which says how an ended run ended if
-    its storage path is given.
+    """Return the run to steer it. Raises ClusterError if it is not live, and says how it ended if
+    its folder is known, or if it is the run of another user.
     """
     from elastic_dp.cluster.run_handle import Run
 
     found = find_run(name, address, storage_path, storage_option)
     if isinstance(found, Run):
+        from elastic_dp.cluster.runs.attach import check_may_steer
+
+        check_may_steer(found, storage_path)
         return found
     status = found.status()
     raise ClusterError(

@@ -21,6 +21,7 @@ from elastic_dp.cli.run_options import (
     StorageOption,
     StoragePath,
     find_run,
+    name_and_path,
     storage_options,
 )
 from elastic_dp.cli.run_tables import (
@@ -57,7 +58,8 @@ class SeenRun(NamedTuple):
 
 def status(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="The run's name. Default: all runs.")
+        str | None,
+        typer.Argument(metavar="[RUN]", help="The run's name, or its folder. Default: all runs."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Print it again every second, until Ctrl-C.")
@@ -70,6 +72,8 @@ def status(
     """Print the health of a run and the reason for it, how far it is, and its workers, or how it
     ended; without RUN one line for each run of the cluster, or at --storage-path.
     """
+    if name is not None:
+        name, storage_path = name_and_path(name, storage_path)
     where = address, storage_path, storage_option
     look = _look_at_all(*where) if name is None else _look_at_one(name, *where)
     with contextlib.suppress(KeyboardInterrupt):

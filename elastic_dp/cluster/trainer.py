@@ -54,6 +54,7 @@ from elastic_dp.run_record import (
     Result,
     RunLimits,
     RunRecord,
+    default_storage_path,
     run_url,
     stored_index,
     stored_result,
@@ -151,7 +152,7 @@ class ElasticTrainer:
         self.train = train
         job: dict[str, Any] = {
             "name": _name_of_script(train) if name is None else name,
-            "storage_path": os.path.expanduser("~/elastic_dp_runs")
+            "storage_path": default_storage_path()
             if storage_path is None
             else os.fspath(storage_path),
             "data": data,

@@ -167,7 +167,7 @@ GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids"
         ([GCS, raylet("a:1", 1.0)], "a:1"),
         (
             [raylet("b:2", 2.0), raylet("a:1", 1.0)],
-            "choose one by --address or RAY_ADDRESS, or a run's by its storage path: b:2, a:1",
+            "choose one by --address or RAY_ADDRESS: b:2, a:1",
         ),
         ([raylet("a:1", 1.0), raylet("a:1", 3.0)], "a:1"),  # two nodes
         ([raylet("a:1", 1.0), raylet("b:2", 2.0, OTHERS)], "a:1"),

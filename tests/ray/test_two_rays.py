@@ -103,11 +103,13 @@ def test_verb_finds_the_run_of_a_folder_on_the_older_ray_and_kills_its_worker(tw
     assert "w1" in asked("status", "job", "--json", "--storage-path", newer)["workers"]
 
 
-def test_verb_that_knows_no_folder_refuses_to_choose_between_two_rays(two):
-    _, addresses = two
-    for words in (["stop", "job"], ["status"], ["status", "jib"]):
+def test_verb_that_knows_only_a_name_that_both_rays_have_refuses_to_choose(two):
+    paths, addresses = two
+    assert set(addresses) <= cluster_connection.clusters_here().keys()
+    for words in (["stop", "job"], ["status"], ["status", "job"], ["status", "jib"]):
         said = asked(*words, code=2)
-        assert all(address in said for address in addresses) and "--address" in said
+        assert all(address in said for address in addresses)
+    assert all(f"{path}/job" in asked("scale", "job", "2", code=2) for path in paths)
     rows = asked("status", "--json", "--address", addresses[0])
     assert [row["name"] for row in rows] == ["job"]
     said = asked("status", "jib", "--address", addresses[0], code=2)
@@ -121,6 +123,9 @@ def test_run_that_has_ended_is_told_by_its_folder_whatever_the_other_ray_has(two
     assert asked("status", "job", "--json", "--storage-path", older)["phase"] == "over"
     assert "is not live" in asked("stop", "job", "--storage-path", older, code=2)
     assert asked("status", "job", "--json", "--address", newer)["phase"] == "running"
+    # Only the other one is live by that name.
+    assert asked("status", "job", "--json")["phase"] == "running"
+    assert asked("status", older / "job", "--json")["phase"] == "over"
 
 
 JOB = """

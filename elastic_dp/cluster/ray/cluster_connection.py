@@ -145,16 +145,21 @@ def clusters_of_this_user() -> list[str]:
 
     Those of other users are for --address alone: a run of somebody else may have the same name.
     """
-    started: dict[str, float] = {}
+    return [address for address, user in clusters_here().items() if user == os.getuid()]
+
+
+def clusters_here() -> dict[str, int]:
+    """Return the users of clusters with a node on this machine by their addresses, newest first."""
+    started: dict[str, tuple[float, int]] = {}
     for process in private.psutil().process_iter(["cmdline", "create_time", "uids"]):
         words, uids = process.info["cmdline"] or [""], process.info["uids"]
-        if os.path.basename(words[0]) != "raylet" or uids is None or uids.real != os.getuid():
+        if os.path.basename(words[0]) != "raylet" or uids is None:
             continue
         for word in words:
             if word.startswith("--gcs-address="):
-                address, at = word.partition("=")[2], process.info["create_time"]
+                address, at = word.partition("=")[2], (process.info["create_time"], uids.real)
                 started[address] = min(at, started.get(address, at))
-    return sorted(started, key=lambda address: -started[address])
+    return {address: at[1] for address, at in sorted(started.items(), key=lambda x: -x[1][0])}
 
 
 def _only(addresses: list[str]) -> str:
@@ -166,6 +171,6 @@ def _only(addresses: list[str]) -> str:
     if len(addresses) > 1:
         raise ClusterError(
             f"{len(addresses)} Ray clusters of this user run on this machine: choose one by "
-            f"--address or RAY_ADDRESS, or a run's by its storage path: {', '.join(addresses)}"
+            f"--address or RAY_ADDRESS: {', '.join(addresses)}"
         )
     return addresses[0]

@@ -26,7 +26,7 @@ from elastic_dp.cluster.runs.run_history import address_of
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError, TrainError
 from elastic_dp.run_record import RunLimits, read_result, run_url
-from elastic_dp.storage import StorageURL
+from elastic_dp.storage import StorageURL, redact_url
 from elastic_dp.wording import did_you_mean
 
 NAMESPACE = "elastic_dp"  # the Ray namespace of all actors of this package
@@ -58,34 +58,81 @@ def attach(
     return Run(spec, url, stored=stored)
 
 
+class SeveralRuns(ClusterError):
+    """Several clusters have a live run of the name. Example: one job on two Rays of a machine."""
+
+
 def find_live(name: str, url: str | None = None, address: str | None = None) -> Run:
     """Return the live run of that name and, with `url`, of that folder; this process is then
     connected to its cluster.
 
     A process that is connected asks its own cluster. Otherwise the cluster that the run's last
     start has noted in its folder is asked first, if it is one of this user on this machine; then
-    the one at `address` or RAY_ADDRESS or, without either, the only one of this user on this
-    machine. Raises ClusterError if none has the run.
+    the one at `address` or RAY_ADDRESS or, without either, all of this user on this machine. Raises
+    ClusterError if none has the run, SeveralRuns if several do and `url` does not say which.
     """
     if ray.is_initialized():
-        return attach_live(name, url) or _missing(name, "this cluster")
+        return attach_live(name, url) or _missing(name, "this cluster", names())
     # A token is sent to whom this process connects, so only to this user's clusters unasked.
-    noted = "" if url is None else address_of(url) or ""
-    ours = noted in cluster_connection.clusters_of_this_user()
-    if ours and cluster_connection.connects(noted):
-        if (run := attach_live(name, url)) is not None:
+    ours = cluster_connection.clusters_of_this_user()
+    address = address or os.environ.get("RAY_ADDRESS")
+    asked: list[str | None] = [address] if address else [*ours] or [None]
+    noted = None if url is None else address_of(url)
+    if noted in ours:
+        asked.sort(key=noted.__ne__)  # it goes first
+        asked = asked if noted in asked else [noted, *asked]
+    found: dict[str, LiveController] = {}
+    others: set[str] = set()
+    for one in asked:
+        if len(asked) == 1 or one == address:
+            cluster_connection.connect(one)
+        elif one is None or not cluster_connection.connects(one):
+            continue  # it is ending
+        if (run := attach_live(name, url)) is not None and (url is not None or len(asked) == 1):
             return run
-        ray.shutdown()
-    cluster_connection.connect(address)
-    return attach_live(name, url) or _missing(name, address or "this cluster")
+        if run is not None and (live := find(name)) is not None:
+            found[str(one)] = live
+        others |= {*names()}
+        if len(asked) > 1:
+            ray.shutdown()
+    training = {one: live for one, live in found.items() if not live.ended}
+    found = training or found
+    if len(found) > 1:
+        where = ", ".join(f"{one} ({redact_url(live.url)})" for one, live in found.items())
+        raise SeveralRuns(
+            f"{len(found)} Ray clusters of this user on this machine have a run named {name!r}: "
+            f"choose one by --address or --storage-path: {where}"
+        )
+    for one in found:
+        cluster_connection.connect(one)
+        if (run := attach_live(name)) is not None:
+            return run
+    _missing(name, " or ".join(filter(None, asked)) or "this cluster", sorted(others))
 
 
-def _missing(name: str, asked: str) -> NoReturn:
-    live = names()
+def _missing(name: str, asked: str, live: list[str]) -> NoReturn:
     raise ClusterError(
         f"no run named {name!r} is live on {asked}, which has: {', '.join(live) or 'none'}. One "
         f"that ended is found by its storage_path{did_you_mean(name, live)}"
     )
+
+
+def check_may_steer(run: Run, storage_path: str | None) -> None:
+    """Raise ClusterError for the run of somebody else: one on the Ray of another user of this
+    machine, unless its folder is this user's or, in a remote store, was named.
+    """
+    owner = cluster_connection.clusters_here().get(address(), os.getuid())
+    record = f"{run.url}/run.json"
+    if "://" in run.url:
+        is_own = storage_path is not None
+    else:
+        is_own = os.path.exists(record) and os.stat(record).st_uid == os.getuid()
+    if owner != os.getuid() and not is_own:
+        raise ClusterError(
+            f"the Ray cluster at {address()} is of another user of this machine, and so may be the "
+            f"run at {redact_url(run.url)}: status and logs read it, and only its owner changes it."
+            " For a run of yours in a remote store, add --storage-path"
+        )
 
 
 def address() -> str:
