@@ -118,9 +118,7 @@ def reads_gradients(m: Any, b: Any) -> Any:
     return cross_entropy(m, b) + sum(norms)
 
 
-@refused(
-    "`clip_grad_norm_` in the loss", LossError, "calls clip_grad_norm_, which finds no gradients"
-)
+@refused("`clip_grad_norm_` in the loss", LossError, "clips gradients and finds none")
 def clips_in_the_loss(m: Any, b: Any) -> Any:
     torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
     return cross_entropy(m, b)

@@ -584,6 +584,47 @@ def counter():
     return counted
 
 
+@said("changes smooth (")
+def average_that_the_first_body_makes(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        smooth = step.loss if step.number == 1 else 0.9 * smooth + 0.1 * step.loss  # noqa: F821
+        set_lr(optimizer, 0.01 * min(1.0, smooth))
+
+
+@said("changes previous (")
+def loss_of_the_step_before(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        try:
+            worse = step.loss > previous
+        except NameError:
+            worse = False
+        set_lr(optimizer, 0.005 if worse else 0.01)
+        previous = step.loss  # noqa: F841
+
+
+@exact
+def names_that_each_body_makes_anew(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        losses = [step.loss * k for k in range(3)]
+        if step.number % 3 == 0:
+            mean = sum(losses) / 3
+            ctx.log({"mean": mean, "loss": losses[-1]})
+
+
+@said("EDP_TEST_PHASE in os.environ (")
+def phase_in_the_environment(ctx):
+    model, optimizer = made()
+    try:
+        for step in ctx.steps(model, optimizer, cross_entropy):
+            set_lr(optimizer, 0.01 / float(os.environ.get("EDP_TEST_PHASE", "1")))
+            os.environ["EDP_TEST_PHASE"] = str(step.number)
+    finally:
+        os.environ.pop("EDP_TEST_PHASE", None)
+
+
 @said("counted")
 def closure_that_counts(ctx):
     model, optimizer = made()
@@ -712,7 +753,15 @@ def clips_in_the_body(ctx):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-@refused(LossError, "calls clip, which finds no gradients")
+@refused(LoopError, "clip_norm=1.0")
+def clips_in_every_fourth_body(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number % 4 == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@refused(LossError, "clips gradients and finds none")
 def clips_in_the_loss(ctx):
     model, optimizer = made()
     clip = nn.utils.clip_grad_norm_

@@ -1,10 +1,11 @@
 """Names what the loop's body changes and a worker that joins would lack.
 
 Compared around each body are the variables of the frames between `ctx.steps` and the train function
-that exist when the first body begins, those that the loss function refers to, globals that either
-code names, and plain attributes and hooks of the model's modules. What lies deeper (modules,
-classes, what functions keep, objects in objects) takes longer. It is compared around the first
-bodies of a process and every 16th. A change is one warning per run, by the names of the variables.
+that exist when the first body begins or that a body may read before it assigns them, those that the
+loss function refers to, globals that either code names, and plain attributes and hooks of the
+model's modules. What lies deeper (modules, classes, what functions keep, objects in objects,
+environment variables that the code names) takes longer. It is compared around the first bodies of a
+process and every 16th. A change is one warning per run, by the names of the variables.
 A body that uses a scheduler of the run's optimizers, or one of torch's averaged models, without
 passing it to `ctx.steps` raises LoopError.
 
@@ -12,20 +13,23 @@ A GradScaler that the body or the loss function uses is refused, and so is a sec
 `scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
 may refer to nothing that the body or the step changes.
 
-Not named are readings of a clock, what objects of installed packages keep for themselves (timers,
-loggers, progress bars), environment variables, and variables that only the body makes.
+Not named are readings of a clock, and what objects of installed packages keep for themselves
+(timers, loggers, progress bars).
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import dis
 import functools
 import inspect
 import itertools
 import operator
+import os
 import random
+import re
 import sys
 import time
 import types
@@ -56,7 +60,6 @@ _NAMED = 8  # variables in one warning
 _NBYTES = 65_536  # of an array or a tensor
 _BYTES_OF = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_CLIPS = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 
@@ -91,7 +94,7 @@ class BodyVariables:
         self._loss, self._delays = loss_fn, delays
         self._root: str | None = None  # the package of the train function
         # Locals and globals that are compared.
-        self._present: dict[types.CodeType, tuple[Sequence[str], Sequence[str]]] = {}
+        self._present: dict[types.CodeType, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {}
         self._qualnames: set[str] = set()  # of the code whose locals are compared
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
@@ -118,12 +121,6 @@ class BodyVariables:
                 scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
                 if scales and one._scale is not None:
                     raise LossError(_scales("loss function", name))
-            if any(value is clip for clip in _CLIPS):
-                raise _clips_nothing(name)
-        names = set(_names_in(_code_of(self._loss)))
-        clips = names & {clip.__name__ for clip in _CLIPS}
-        if clips and "backward" not in names:
-            raise _clips_nothing(min(clips))
 
     def check_delayed(self, function: Any, held: Mapping[str, Any]) -> None:
         """Raises LossError if `function`, of leaves of delayed gradients, refers to what is in
@@ -221,12 +218,15 @@ class BodyVariables:
                 continue
             held = user.f_locals
             if code not in self._present:
-                compared = [*held, *_loop_targets(code, user.f_lasti)]
-                self._present[code] = compared, _globals_of(code, globals_)
+                later = *_loop_targets(code, user.f_lasti), *_read_from(code, user.f_lasti)
+                locals_ = [*dict.fromkeys([*held, *later])]
+                self._present[code] = locals_, *_globals_of(code, globals_)
                 self._qualnames.add(code.co_qualname)
-            locals_, named = self._present[code]
-            yield from ((name, held[name]) for name in locals_ if name in held)
+            compared, named, environment = self._present[code]
+            yield from ((name, held[name]) for name in compared if name in held)
             yield from ((name, globals_[name]) for name in named if name in globals_)
+            if self._deep:
+                yield from ((f"{key} in os.environ", os.environ.get(key)) for key in environment)
 
     def _is_users(self, module: str, file: str) -> bool:
         return module.partition(".")[0] == self._root or not is_installed(file)
@@ -472,7 +472,7 @@ def _warning(changed: Mapping[str, tuple[Any, Any]]) -> str:
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     name, (_, value) = next(iter(changed.items()))
     of_model = name.startswith("model.")
-    name = name.partition(".")[0]
+    name = re.split(r"\W", name)[0]
     remedy = f"c = ctx.carry({name}=…) before the loop, c.{name} in it"
     if isinstance(value, _Version):
         remedy = f'state={{"{name}": {name}}} of ctx.steps'
@@ -507,13 +507,6 @@ def _not_passed(kind: str, name: str, *, averages: bool) -> LoopError:
         f"the body of the loop over ctx.steps changed a {kind} that is not passed to ctx.steps "
         f"({name}): a worker that joins or starts again would start it from the beginning. Pass it "
         f'as state={{"{word}": {name}}}{alone}'
-    )
-
-
-def _clips_nothing(name: str) -> LossError:
-    return LossError(
-        f"the loss function calls {name}, which finds no gradients there: the backward pass comes "
-        "after it. Write ctx.steps(…, clip_norm=1.0) or clip_value="
     )
 
 
@@ -571,13 +564,6 @@ def _reached(function: Any, model: nn.Module, is_users: Callable[[Any], bool]) -
     return found
 
 
-def _code_of(function: Any) -> types.CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    return getattr(function, "__code__", None)
-
-
 def _names_in(code: types.CodeType | None) -> Iterator[str]:
     for constant in () if code is None else (code, *code.co_consts):
         if constant is code:
@@ -586,18 +572,76 @@ def _names_in(code: types.CodeType | None) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> list[str]:
-    """Returns the globals that code names, and functions and classes of its module that it uses."""
+def _globals_of(
+    code: types.CodeType, held: Mapping[str, Any]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the globals that code names, with functions and classes of its module that it uses,
+    and the environment variables that these name."""
     names: dict[str, Any] = {}
     pending: list[Any] = [code]
+    texts: set[str] = set()
+    reads_environment = False
     while pending:
-        for name in _names_in(pending.pop()):
+        texts |= {*_texts_in(one := pending.pop())}
+        for name in _names_in(one):
+            reads_environment |= name in ("environ", "getenv")
             if name not in names and (value := held.get(name, _NONE)) is not _NONE:
                 names[name] = value
                 own = vars(value).values() if isinstance(value, type) else [value]
                 functions = [one for one in own if isinstance(one, types.FunctionType)]
                 pending += [one.__code__ for one in functions if one.__globals__ is held]
-    return list(names)
+    return list(names), sorted(filter(str.isidentifier, texts)) if reads_environment else []
+
+
+def _texts_in(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _texts_in(constant)
+        elif isinstance(constant, str):
+            yield constant
+
+
+def _read_from(code: types.CodeType, at: int) -> Iterable[str]:
+    """Returns the variables that code may read before it assigns them, when the loop whose next
+    step is taken at `at` goes on."""
+    steps = list(dis.get_instructions(code))
+    index = {one.offset: n for n, one in enumerate(steps)}
+    first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction
+    after: list[list[int]] = []
+    for n, one in enumerate(steps):
+        following = [] if one.opname in _ENDS or n + 1 == len(steps) else [n + 1]
+        if one.opcode in _JUMPS and n != first:
+            following.append(index[one.argval])
+        after.append(following)
+    live: list[frozenset[str]] = [frozenset()] * len(steps)
+    changes = True
+    while changes:
+        changes = False
+        for n in range(len(steps) - 1, -1, -1):
+            names = frozenset[str]().union(*(live[k] for k in after[n]))
+            for action, name in reversed([*_accesses(steps[n])]):
+                names = names | {name} if action == "LOAD" else names - {name}
+            changes |= names != live[n]
+            live[n] = names
+    return sorted(live[first])
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ENDS = frozenset(
+    ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
+)
+
+
+# They put aside a variable that has the name of one of a comprehension.
+_OF_COMPREHENSIONS = "LOAD_FAST_AND_CLEAR", "STORE_FAST_MAYBE_NULL"
+
+
+def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:
+    """Yields ("LOAD" or "STORE", variable) of an instruction, which may be several in one."""
+    actions = [word for word in one.opname.split("_") if word in ("LOAD", "STORE", "DELETE")]
+    if ("_FAST" in one.opname or "_DEREF" in one.opname) and one.opname not in _OF_COMPREHENSIONS:
+        names = [one.argval] if isinstance(one.argval, str) else one.argval
+        yield from zip(actions, names, strict=False)
 
 
 def _loop_targets(code: types.CodeType, at: int) -> Iterator[str]:
