@@ -2,7 +2,7 @@
 
 The modules, in the order in which a checkpoint passes through them:
 
-    encoding, decoding               state as JSON and tensors, and back
+    codec                            state as JSON and tensors, and back
     layout                           where the tensors' bytes lie: parts and blocks
     snapshot, uploader               a copy in host memory, written in the background
     checkpoint_writer, commit_record the parts, then one small conditional write

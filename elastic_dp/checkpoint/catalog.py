@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,17 +116,16 @@ class Catalog:
             raise CheckpointDamaged(name.step, f"its commit record belongs to claim {commit.fence}")
         return commit
 
-    def commits(self, damaged: list[CheckpointDamaged] | None = None) -> Iterator[CommitRecord]:
-        """Yields the commit records, newest first.
-
-        Damaged ones are skipped, and their errors are appended to `damaged`.
-        """
+    def commits(
+        self, on_damage: Callable[[CheckpointDamaged], None] = lambda error: None
+    ) -> Iterator[CommitRecord]:
+        """Yields the commit records, newest first. Damaged ones are skipped, and `on_damage` is
+        called with the error of each."""
         for name in reversed(self.names()):
             try:
                 yield self.read(name)
             except CheckpointDamaged as error:
-                if damaged is not None:
-                    damaged.append(error)
+                on_damage(error)
 
     def find(
         self, step: int | Literal["latest", "best"] = "latest", keep: Keep | None = None

@@ -135,17 +135,10 @@ def load_newest(
 def newest_first(
     catalog: Catalog, on_damage: Callable[[CheckpointDamaged], None]
 ) -> Iterator[CommitRecord]:
-    """Yields the commit records that can be read, newest first.
-
-    `on_damage` is called with the error of each one that cannot be read. Raises CheckpointError
-    after the last one.
-    """
+    """Yields the commit records that can be read, newest first; see `Catalog.commits`. Raises
+    CheckpointError after the last one."""
+    yield from catalog.commits(on_damage)
     names = catalog.names()
-    for name in reversed(names):
-        try:
-            yield catalog.read(name)
-        except CheckpointDamaged as error:
-            on_damage(error)
     if not names:
         catalog.find()  # raises: there is none
     raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")

@@ -133,7 +133,7 @@ def _loaded(
     return LoadedState(
         step=commit.step,
         model=model_state(tree, naming, plain=plain),
-        optimizer=optimizer_state(tree, naming) if "groups" in naming else None,
+        optimizer=optimizer_state(tree, naming),
         scheduler=scheduler_state(tree),
         user=tree["body"]["user"],
         metrics=metrics,

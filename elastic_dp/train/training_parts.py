@@ -104,43 +104,42 @@ class StepsArguments:
                 )
 
 
+@dataclass
 class StepBuild:
     """What a step is made of. `extend` of an extension gets it when only the arguments are there,
-    and may change what makes the other parts. Nothing runs yet."""
+    and may change what makes the other parts. Nothing runs yet.
 
+    `planned_checkpoint`: which steps have a checkpoint, as far as all members know before them;
+    None: there is no storage.
+    """
+
+    given: StepsArguments
+    spec: JobSpec
+    data: BatchSource
+    device: torch.device
+    control: WorkerControl
+    reporter: PhaseReporter
+    write_speed: Callable[[float], None]
+    planned_checkpoint: Callable[[int], bool] | None
+    gang: Gang | None
     # Set one after another.
-    state: TrainState
-    speed: ComputeSpeed
-    micro_batches: MicroBatchRunner
-    exchange: GradientExchange
-    gradients: GradientReducer
-    leaves: LeafRunner
-    results: Results
-    checkpoint: CheckpointWish
-    weights: WeightComparison
-    gradient: StepGradient
+    state: TrainState = field(init=False)
+    speed: ComputeSpeed = field(init=False)
+    micro_batches: MicroBatchRunner = field(init=False)
+    exchange: GradientExchange = field(init=False)
+    gradients: GradientReducer = field(init=False)
+    leaves: LeafRunner = field(init=False)
+    results: Results = field(init=False)
+    checkpoint: CheckpointWish = field(init=False)
+    weights: WeightComparison = field(init=False)
+    gradient: StepGradient = field(init=False)
 
-    def __init__(
-        self,
-        given: StepsArguments,
-        spec: JobSpec,
-        data: BatchSource,
-        device: torch.device,
-        control: WorkerControl,
-        reporter: PhaseReporter,
-        write_speed: Callable[[float], None],
-        planned_checkpoint: Callable[[int], bool] | None,
-        gang: Gang | None,
-    ) -> None:
-        """`planned_checkpoint`: which steps have a checkpoint, as far as all members know before
-        them; None: there is no storage. Checks the arguments."""
-        given.check()
-        self.given, self.spec, self.data, self.device = given, spec, data, device
-        self.control, self.reporter, self.gang = control, reporter, gang
-        self._write_speed, self._planned_checkpoint = write_speed, planned_checkpoint
-        self.parameters = dict(given.model.named_parameters())
-        self.loss_scale = new_loss_scale(given.precision)
-        self.rows: RowSource = data
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        self.given.check()
+        self.parameters = dict(self.given.model.named_parameters())
+        self.loss_scale = new_loss_scale(self.given.precision)
+        self.rows: RowSource = self.data
         self.holders = OptimizerHolders()
         self.previous: PreviousStep | None = None
         self.order: GradientOrder | None = None  # notes that of gradients
@@ -151,9 +150,8 @@ class StepBuild:
         self.new_gradient: Callable[..., StepGradient] = StepGradient
         self.kind_of: Callable[[str], str] = lambda own: own  # by the kind of this machine
         self.new_participants: list[Callable[[], StepParticipant]] = []
-        scaling = spec.scaling
         # What changes with the step in how a job is distributed.
-        self.schedules = [StepSchedule(scaling.virtual_workers_by_step)]
+        self.schedules = [StepSchedule(self.spec.scaling.virtual_workers_by_step)]
 
     @property
     def wire(self) -> Wire:
@@ -162,12 +160,33 @@ class StepBuild:
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether a step that is about to be committed has one, as far as all members know."""
-        planned = self._planned_checkpoint
+        planned = self.planned_checkpoint
         return planned is not None and (self.checkpoint.agreed or planned(step))
 
     def parts(self) -> TrainingParts:
-        """Makes the parts."""
+        """Checks the arguments with the job, and makes the parts, with those of extensions."""
         given, spec, control, reporter = self.given, self.spec, self.control, self.reporter
+        if spec.exact:
+            keep_cublas_config(given.model, self.device)
+        check_wire(spec.wire, self.parameters)
+        if given.rounding is not None and (spec.wire is not None or not spec.exact):
+            raise SpecError(
+                "ctx.steps got rounding, which rounds the sums of exact mode: leave out "
+                + (f"wire={spec.wire!r}" if spec.exact else "exact=False")
+            )
+        if spec.inner_steps is None:
+            _refuse_inner_arguments(given)
+        if self.gang is None:
+            _refuse_shards(self.parameters)
+        wanted = {
+            "gangs": self.gang is not None,
+            "noise_scale": given.noise_scale_every is not None,
+            "diloco": spec.inner_steps is not None,
+            "sharding": spec.sharding is not None,
+            "delayed": spec.delays,
+        }
+        for name in (name for name, is_wanted in wanted.items() if is_wanted):
+            importlib.import_module(f"elastic_dp.extensions.{name}").extend(self)
         state = self.state = TrainState(
             given.model,
             given.optimizer,
@@ -180,7 +199,7 @@ class StepBuild:
         compared = spec.failure.compare_weights_every if spec.exact else None
         weights = self.weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
-        self.speed = ComputeSpeed(self.device, self._write_speed if by_speed else None)
+        self.speed = ComputeSpeed(self.device, self.write_speed if by_speed else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
         buffers = ModuleBuffers(state.model)
         self.micro_batches = self.new_micro_batches(
@@ -286,33 +305,6 @@ class TrainingParts:
     transaction: Transaction
     loop_guard: LoopGuard
     trial: TrialRun
-
-    @classmethod
-    def build(cls, build: StepBuild) -> TrainingParts:
-        """Builds the parts. Nothing runs yet."""
-        given, spec = build.given, build.spec
-        if spec.exact:
-            keep_cublas_config(given.model, build.device)
-        check_wire(spec.wire, build.parameters)
-        if given.rounding is not None and (spec.wire is not None or not spec.exact):
-            raise SpecError(
-                "ctx.steps got rounding, which rounds the sums of exact mode: leave out "
-                + (f"wire={spec.wire!r}" if spec.exact else "exact=False")
-            )
-        if spec.inner_steps is None:
-            _refuse_inner_arguments(given)
-        if build.gang is None:
-            _refuse_shards(build.parameters)
-        wanted = {
-            "gangs": build.gang is not None,
-            "noise_scale": given.noise_scale_every is not None,
-            "diloco": spec.inner_steps is not None,
-            "sharding": spec.sharding is not None,
-            "delayed": spec.delays,
-        }
-        for name in (name for name, is_wanted in wanted.items() if is_wanted):
-            importlib.import_module(f"elastic_dp.extensions.{name}").extend(build)
-        return build.parts()
 
 
 def _refuse_inner_arguments(given: StepsArguments) -> None:

@@ -66,7 +66,7 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.training_parts import StepBuild, StepsArguments, TrainingParts
+from elastic_dp.train.training_parts import StepBuild, StepsArguments
 from elastic_dp.train.user_loop import UserLoop
 
 if TYPE_CHECKING:
@@ -215,15 +215,15 @@ class WorkerSession:
         build = StepBuild(
             given,
             self.spec,
-            self.data,
-            self.device,
-            self.control,
-            self.reporter,
-            self.status.write_speed,
-            None if self.checkpoints is None else self._plans_checkpoint,
-            self.gang,
+            data=self.data,
+            device=self.device,
+            control=self.control,
+            reporter=self.reporter,
+            write_speed=self.status.write_speed,
+            planned_checkpoint=None if self.checkpoints is None else self._plans_checkpoint,
+            gang=self.gang,
         )
-        self._parts = TrainingParts.build(build)
+        self._parts = build.parts()
         self._groups.expect_buffers(large=self.transaction.gradient.exchange.is_large)
         self.faults.watch(list(self.state.parameters.values()))
         ours = self.state, self.transaction.leaves.buffers, self.weights, self.data, self.progress

@@ -56,13 +56,9 @@ def hyperparameters_of(
     }
 
 
-def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a text for each changed hyper-parameter.
-
-    `then` is empty in checkpoints of versions that did not store hyper-parameters.
-    """
-    if not then:
-        return []
+def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """Returns a text for what has changed since the checkpoint of `step` was made. Both are as
+    `hyperparameters_of` returns them."""
     pairs = [
         *(
             (f"the optimizer's {key}{_of_group(i, now)}", old.get(key), new.get(key))
@@ -74,17 +70,29 @@ def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> 
             for key in sorted(then["scheduler"] | now["scheduler"])
         ),
     ]
-    return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
-
-
-def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
-    """Returns a text for each option of `ctx.steps` that has changed. The new value counts."""
-    old, new = then.get("options", {}), now["options"]
-    return [
-        f"{key}={new[key]} of ctx.steps counts from step {step + 1} on; it was {old[key]} before"
-        for key in new
-        if old.get(key, new[key]) != new[key]
+    texts = [
+        f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new
     ]
+    changes = []
+    if texts:
+        changes.append(
+            f"{'; '.join(texts)}. The values of the checkpoint of step {step} count, as after "
+            "load_state_dict; to change them in this run, set them in the loop's body"
+        )
+    options = then["options"]
+    changes += [
+        f"{key}={new} of ctx.steps counts from step {step + 1} on; it was {options[key]} before"
+        for key, new in now["options"].items()
+        if options.get(key, new) != new
+    ]
+    old, new = then["total_steps"], now["total_steps"]
+    if old is not None and new is not None and old != new:
+        changes.append(
+            f"ctx.total_steps is {new} now and was {old} up to step {step}: a schedule that "
+            f"depends on it was made for {counted(old, 'step')} up to there, so its learning rates "
+            f"are not those of one run of {counted(new, 'step')}"
+        )
+    return changes
 
 
 def job_identity(spec: JobSpec) -> dict[str, Any]:
@@ -121,32 +129,17 @@ def check_growth(then: Mapping[str, int], now: Mapping[str, int], step: int) -> 
 
 def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str, step: int) -> None:
     """Raises RunMismatch if another job wrote the checkpoint of `step`, for example because
-    `run.json` was replaced.
-
-    A value that a checkpoint of an earlier version lacks is not compared.
-    """
-    then: dict[str, Any] = dict(metadata.naming.get("job", {}), data=metadata.data)
-    check_growth(then.get(GROWTH, {}), job.get(GROWTH, {}), step)
+    `run.json` was replaced."""
+    then: dict[str, Any] = {**metadata.naming["job"], "data": metadata.data}
+    check_growth(then[GROWTH], job[GROWTH], step)
     for name, mine in {**job, "data": data}.items():
-        if name != GROWTH and then.get(name, "") not in ("", mine):
+        if name != GROWTH and then.get(name, mine) != mine:  # an option may be newer
             what = "data (its fingerprint)" if name == "data" else name
             raise RunMismatch(
                 f"{what} is {mine!r}, but the newest checkpoint of the run was made with "
                 f"{then[name]!r}. Use a new name= for a new run, or the old value to go on with "
                 "this one"
             )
-
-
-def changed_total_steps(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
-    """Returns a warning if the code reads `ctx.total_steps` and the value has changed."""
-    old, new = then.get("total_steps"), now["total_steps"]
-    if old is None or new is None or old == new:
-        return []
-    return [
-        f"ctx.total_steps is {new} now and was {old} up to step {step}: a schedule that depends "
-        f"on it was made for {counted(old, 'step')} up to there, so its learning rates are not "
-        f"those of one run of {counted(new, 'step')}"
-    ]
 
 
 def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:
@@ -165,7 +158,7 @@ def _compared(
 ) -> Iterator[tuple[str, Any, Any]]:
     step, body = tree["step"], tree["body"]
     names = {p: name for name, p in state.parameters.items()}
-    called = naming.get("parameters", [*state.parameters])
+    called = naming["parameters"]
     if len(called) == len(step["parameters"]):
         theirs = dict(zip(called, step["parameters"], strict=True))
         yield from _tensors("parameter", theirs, state.parameters)
@@ -173,10 +166,9 @@ def _compared(
     yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
     named = sorted(state.committed_extra)
     yield "the modules with get_extra_state", sorted(step["extra_state"]), named
-    kind = type(state.optimizer).__name__
-    yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
+    yield "the optimizer", naming["made"]["optimizer"], type(state.optimizer).__name__
     groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
-    yield "the optimizer's groups", naming.get("groups", groups), groups
+    yield "the optimizer's groups", naming["groups"], groups
     held, mine = step["held"], len(state.optimizers.all)
     yield "the number of optimizers in the optimizer", len(held["optimizers"]), mine
     yield "a scheduler", held["scheduler"] is not None, state.scheduler is not None

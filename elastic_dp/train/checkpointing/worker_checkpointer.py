@@ -35,9 +35,7 @@ from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.train.checkpointing.job_match import (
-    changed_hyperparameters,
-    changed_options,
-    changed_total_steps,
+    changes_since,
     check_fits,
     check_job,
     hyperparameters_of,
@@ -300,14 +298,13 @@ class WorkerCheckpointer:
         device: torch.device,
         enters: Callable[[str], None],
         share: Callable[[Any, int, Mapping[str, str]], Any] | None = None,
-    ) -> tuple[CommitRecord, list[dict[str, float]], int]:
+    ) -> tuple[int, dict[str, Any]]:
         """Loads the newest intact checkpoint, together with all members of `group`. Of a sharded
         optimizer's state each of them gets what it is to hold.
 
-        Returns its commit record, and the evaluations and the number of calls of ctx.log of its
-        step's body. `enters`: see `read_collectively`. `share` takes the tree, the step and
-        `_places_here`, and returns what of the tree is for this process. Raises RunMismatch if the
-        checkpoint is not of this job.
+        Returns its step and its tree (`_tree`). `enters`: see `read_collectively`. `share` takes
+        the tree, the step and `_places_here`, and returns what of the tree is for this process.
+        Raises RunMismatch if the checkpoint is not of this job.
         """
         state = self._parts.state
         holders, among = state.holders, (len(membership.members), membership.topology)
@@ -336,34 +333,25 @@ class WorkerCheckpointer:
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
         places = _places_here(commit, state)
-        calls = tree["log_calls"]
         if share is not None:
-            tree = share(tree | {"log_calls": calls}, commit.step, places)
+            tree = share(tree, commit.step, places)
         state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
         holders.restore(read, places, membership.rank(self._worker), *among)
         self._due_from = commit.step + 1
-        return commit, tree["evaluations"], calls
+        return commit.step, tree
 
     def _changes_since(self, commit: CommitRecord, saved: dict[str, Any], kind: str) -> list[str]:
         """Returns what a user should know of: another kind of machine, which is added to those of
         the saved step, and other settings than when the checkpoint was made."""
-        changes = []
-        kinds = saved.setdefault("kinds", [commit.metadata.versions["kind"]])  # early: absent
+        changes, kinds = [], saved["kinds"]
         if kind not in kinds:
             kinds.append(kind)
             changes.append(
                 f"goes on from step {commit.step} on {kind!r}, another kind of machine than "
                 f"{kinds[-2]!r}"
             )
-        then, now = commit.metadata.naming.get("made", {}), self._metadata.naming["made"]
-        if texts := changed_hyperparameters(then, now):
-            changes.append(
-                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
-                "count, as after load_state_dict; to change them in this run, set them in the "
-                "loop's body"
-            )
-        changes += changed_options(then, now, commit.step)
-        return changes + changed_total_steps(then, now, commit.step)
+        then, now = commit.metadata.naming["made"], self._metadata.naming["made"]
+        return changes + changes_since(then, now, commit.step)
 
     def close(self) -> None:
         """Waits until the upload under way has ended."""

@@ -171,10 +171,7 @@ class StateTransfer:
             self._reporter.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
         share = None if self._gang is None else self._share
-        commit, evaluations, log_calls = checkpoints.restore(
-            group, membership, self._device, enters, share
-        )
-        self._restored(commit.step, evaluations, log_calls)
+        self._restored(*checkpoints.restore(group, membership, self._device, enters, share))
 
     def _restore_part(self) -> None:
         """Takes over what the first process of this worker has restored for this one."""
@@ -184,7 +181,7 @@ class StateTransfer:
         content = torch.frombuffer(bytearray(self._gang.control.scatter(())), dtype=torch.uint8)
         tree = from_vector(content, self._device)
         self._state.adopt(tree, body=True)
-        self._restored(tree["restored"], tree["evaluations"], tree["log_calls"])
+        self._restored(tree["restored"], tree)
 
     def _share(self, tree: Any, step: int, device_types: Mapping[str, str]) -> Any:
         """Hands out a restored state to the processes of this worker. Returns the part of this
@@ -196,10 +193,10 @@ class StateTransfer:
         self._gang.control.scatter([flat.numpy().tobytes() for flat in vectors])
         return parts[0]
 
-    def _restored(self, step: int, evaluations: list[dict[str, float]], log_calls: int) -> None:
+    def _restored(self, step: int, tree: Mapping[str, Any]) -> None:
         self._state_changed(agreed=step)
         is_last = bool(self._total_steps and step >= self._total_steps)
-        self._progress.restored(step, evaluations, log_calls, is_last=is_last)
+        self._progress.restored(step, tree["evaluations"], tree["log_calls"], is_last=is_last)
 
     def _state_changed(self, agreed: int) -> None:
         self._data.mark_bad(self._state.bad_row_groups)

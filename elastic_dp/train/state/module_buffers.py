@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
+import msgpack
 import torch
 from torch import nn
 
@@ -43,7 +44,6 @@ from elastic_dp.train.state.extra_state import extra_states
 from elastic_dp.train.state.module_attributes import ModuleAttributes
 
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
-_LENGTH_BYTES = 8
 
 _BODY = -1  # instead of a virtual worker: the loop body
 
@@ -176,22 +176,14 @@ class ModuleBuffers:
         return bytes(flags)
 
     def payload(self, changed: Sequence[int]) -> bytes:
-        """Returns this worker's values of everything that any leaf changed.
-
-        The format is the virtual worker and the bytes of each value, for each leaf.
-        """
+        """Returns this worker's values of everything that any leaf changed, by virtual worker."""
         committed: list[_Value] = [*self._committed_on_host, *self._committed_extra]
-        parts = []
-        for v, leaf in self._leaves.items():
-            parts.append(v.to_bytes(4, "little"))
-            for i in changed:
-                value = leaf.values.get(i, committed[i])
-                if isinstance(value, bytes):
-                    parts += [len(value).to_bytes(_LENGTH_BYTES, "little"), value]
-                else:
-                    flat = value.detach().contiguous().view(-1)
-                    parts.append(flat.view(torch.uint8).numpy().tobytes())
-        return b"".join(parts)
+        values = {
+            v: [_bytes_of(leaf.values.get(i, committed[i])) for i in changed]
+            for v, leaf in self._leaves.items()
+        }
+        packed: bytes = msgpack.packb(values)
+        return packed
 
     def combine(
         self, payloads: Sequence[bytes], changed: Sequence[int], virtual_workers: int
@@ -202,27 +194,20 @@ class ModuleBuffers:
         """
         leaves: dict[int, dict[int, _Value]] = {}
         for payload in payloads:
-            at = 0
-            while at < len(payload):
-                v = int.from_bytes(payload[at : at + 4], "little")
-                at += 4
-                leaves[v] = {}
-                for i in changed:
-                    if i >= len(self._own):
-                        begin = at + _LENGTH_BYTES
-                        at = begin + int.from_bytes(payload[at:begin], "little")
-                        leaves[v][i] = payload[begin:at]
-                        continue
-                    like = self._committed[i]
-                    size = like.numel() * like.element_size()
-                    raw = bytearray(payload[at : at + size])
-                    flat = torch.frombuffer(raw, dtype=like.dtype) if size else torch.empty(0)
-                    leaves[v][i] = flat.view(like.shape)
-                    at += size
+            for v, contents in msgpack.unpackb(payload, strict_map_key=False).items():
+                pairs = zip(changed, contents, strict=True)
+                leaves[v] = {i: self._value(i, content) for i, content in pairs}
         return {
             i: self._combined(i, {v: leaf[i] for v, leaf in leaves.items()}, virtual_workers)
             for i in changed
         }
+
+    def _value(self, i: int, content: bytes) -> _Value:
+        if i >= len(self._own):
+            return content
+        like = self._committed[i]
+        flat = torch.frombuffer(bytearray(content), dtype=like.dtype) if content else like.cpu()
+        return flat.view(like.shape)
 
     @torch.no_grad()
     def commit(self, values: Mapping[int, _Value]) -> None:
@@ -365,6 +350,14 @@ class ModuleBuffers:
                     "rows in a float buffer"
                 )
         return first
+
+
+def _bytes_of(value: _Value) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    flat = value.detach().contiguous().view(-1)
+    content: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return content
 
 
 def changed_by_body(name: str) -> str:

@@ -5,7 +5,6 @@ import pytest
 from elastic_dp import run_record
 from elastic_dp.errors import LeaseLost, RunMismatch
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing.job_match import job_identity
 from tests.cluster.runs.test_rerun import FIRST, fit
 from tests.runs import group, spec_of
 
@@ -83,15 +82,6 @@ def test_workers_refuse_a_checkpoint_of_another_job(tmp_path):
     fit(tmp_path, seed=1)
     outcome, _ = group(spec_of(virtual=2, workers=1, steps=6), FIRST, url=str(tmp_path / "again"))
     assert outcome.error.startswith("RunMismatch: seed is 0, but the newest checkpoint")
-
-
-def test_a_checkpoint_that_does_not_tell_its_job_is_taken():
-    from elastic_dp.checkpoint.commit_record import CommitMetadata
-    from elastic_dp.train.checkpointing.job_match import check_job
-
-    check_job(CommitMetadata(), job_identity(spec_of()), "fingerprint", 0)
-    with pytest.raises(RunMismatch, match="fingerprint"):
-        check_job(CommitMetadata(data="another"), job_identity(spec_of()), "fingerprint", 0)
 
 
 def test_a_local_run_whose_lease_is_taken_raises_and_writes_no_result(tmp_path, monkeypatch):
