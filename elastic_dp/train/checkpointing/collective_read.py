@@ -14,6 +14,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -135,13 +137,18 @@ def _read(
         memory: dict[Unit, torch.Tensor] = {}
         units, have, need = list[StateUnit](), list[list[int]](), list[Sequence[int]]()
         for reader, (request, ranks_of) in now:
-            for unit, ranks in zip(request.units, ranks_of, strict=True):
-                if group.rank == reader or group.rank in ranks:
-                    here = found.find(unit.tensor, unit.start, unit.end)
-                    new = torch.empty(unit.nbytes, dtype=torch.uint8)
-                    memory[unit] = new if here is None else here
-                flat = memory.get(unit, torch.empty(unit.nbytes, dtype=torch.uint8, device="meta"))
-                parts = units_of(flat)
+            pairs = zip(ranks_of, request.units, strict=True)
+            for ranks, some in groupby(pairs, key=itemgetter(0)):
+                is_mine, flats = group.rank == reader or group.rank in ranks, []
+                for _, unit in some:
+                    flat = found.find(unit.tensor, unit.start, unit.end)
+                    if flat is None:
+                        device = "cpu" if is_mine else "meta"
+                        flat = torch.empty(unit.nbytes, dtype=torch.uint8, device=device)
+                    if is_mine:
+                        memory[unit] = flat
+                    flats.append(flat)
+                parts = units_of(*flats)
                 units += parts
                 have += [[reader]] * len(parts)
                 need += [ranks] * len(parts)
@@ -149,8 +156,9 @@ def _read(
         enters("receive")
         _refuse_damage(group, commit, wrong)
         move(group, units, have, need)
-        for unit, flat in memory.items():
-            found.take(unit, flat)
+        if not are_whole:
+            for unit, flat in memory.items():
+                found.take(unit, flat)
     return found
 
 

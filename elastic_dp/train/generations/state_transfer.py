@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_dp.checkpoint.layout import flat_bytes
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.gang import Gang
@@ -19,7 +22,7 @@ from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.state_moves import StateUnit, hand_out, move
+from elastic_dp.train.state.state_moves import StateUnit, hand_out, move, units_of
 from elastic_dp.train.state.state_payload import (
     DIGEST_BYTES,
     LENGTH_BYTES,
@@ -129,10 +132,12 @@ class StateTransfer:
         elif group.rank not in alike:  # its loop body keeps state of another kind, so it sends none
             payload = StatePayload.receive(text, torch.device("meta"), None)
         units, have = list[StateUnit](), list[list[int]]()
-        for spec, of_tensor in zip(payload.specs, payload.units(), strict=True):
-            units += of_tensor
-            senders = alike if spec.name.startswith(_ANY_MEMBER_SENDS) else [plan.source]
-            have += [senders] * len(of_tensor)
+        by_any = (spec.name.startswith(_ANY_MEMBER_SENDS) for spec in payload.specs)
+        pairs = zip(by_any, payload.tensors, strict=True)
+        for any_sends, some in groupby(pairs, key=itemgetter(0)):
+            parts = units_of(*(flat_bytes(tensor) for _, tensor in some))
+            units += parts
+            have += [alike if any_sends else [plan.source]] * len(parts)
         nbytes = move(group, units, have, [plan.receivers] * len(units))
         return payload, nbytes
 

@@ -54,13 +54,26 @@ class Transfer(NamedTuple):
     receiver: int
 
 
-def units_of(flat: torch.Tensor) -> list[StateUnit]:
-    """Returns the units of a byte vector, which a member has, or has memory for."""
-    return [StateUnit(len(part), partial(list, (part,)), part.copy_) for part in _cut(flat)]
+def units_of(*flats: torch.Tensor) -> list[StateUnit]:
+    """Returns the units of byte vectors, which a member has, or has memory for. Small ones are
+    together in a unit."""
+    groups, room = list[list[torch.Tensor]](), 0
+    for flat in flats:
+        for part in flat.split(UNIT_BYTES) if len(flat) else ():
+            if not groups or len(part) > room:
+                groups.append([])
+                room = UNIT_BYTES
+            groups[-1].append(part)
+            room -= len(part)
+    return [
+        StateUnit(sum(map(len, parts)), partial(list, parts), partial(_write, parts))
+        for parts in groups
+    ]
 
 
-def _cut(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    return flat.split(UNIT_BYTES) if len(flat) else ()
+def _write(parts: Sequence[torch.Tensor], content: torch.Tensor) -> None:
+    for part, given in zip(parts, content.split([*map(len, parts)]), strict=True):
+        part.copy_(given)
 
 
 def ranks_with(group: ProcessGroup, mine: Iterable[int], count: int) -> list[list[int]]:

@@ -17,7 +17,6 @@ import torch
 from elastic_dp.checkpoint.codec import decode, encode
 from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes, is_dense
 from elastic_dp.errors import CollectiveFailed
-from elastic_dp.train.state.state_moves import StateUnit, units_of
 
 LENGTH_BYTES = 8
 DIGEST_BYTES = 16
@@ -69,10 +68,6 @@ class StatePayload:
             raise CollectiveFailed(f"a member sends what is no state: {error}") from None
         own = {} if targets is None else targets(encoded, specs)
         return cls(encoded, specs, _destinations(specs, device, own))
-
-    def units(self) -> list[list[StateUnit]]:
-        """Returns the units of each tensor."""
-        return [units_of(flat_bytes(tensor)) for tensor in self.tensors]
 
     def tree(self) -> Any:
         return decode(self.encoded, self.tensors)

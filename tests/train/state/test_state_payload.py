@@ -2,7 +2,6 @@
 names code to run."""
 
 import pickle
-from itertools import chain
 
 import pytest
 import torch
@@ -10,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, load
+from elastic_dp.checkpoint.layout import flat_bytes
 from elastic_dp.errors import CollectiveFailed, StateError
+from elastic_dp.train.state.state_moves import units_of
 from elastic_dp.train.state.state_payload import (
     StatePayload,
     from_vector,
@@ -64,8 +65,8 @@ def sent(tree, targets=None):
     """What another worker has of a tree that it receives."""
     given = StatePayload.of(tree)
     taken = StatePayload.receive(given.text, torch.device("cpu"), targets)
-    pairs = zip(chain(*taken.units()), chain(*given.units()), strict=True)
-    for mine, theirs in pairs:
+    units = (units_of(*map(flat_bytes, one.tensors)) for one in (taken, given))
+    for mine, theirs in zip(*units, strict=True):
         mine.write(torch.cat(list(theirs.read())))
     return taken.tree()
 
