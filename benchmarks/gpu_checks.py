@@ -704,7 +704,7 @@ def snapshot(setup: Setup) -> dict[str, Any]:
 
 def registering(snapshot: Snapshot, device: torch.device) -> dict[str, Any]:
     """For how long, and what it keeps waiting: the longest of many small kernels meanwhile."""
-    thread = threading.Thread(target=snapshot.memory.register)
+    thread = threading.Thread(target=snapshot.memory.make_ready)
     small, longest = torch.ones(64, device=device), 0.0
     begun_at = time.perf_counter()
     thread.start()

@@ -7,9 +7,10 @@
   that hold the same pieces have the same blobs of them.
 - `take` launches copies; `manifest` waits for them, hashes, and runs in the background. Consecutive
   snapshots of the same tensors allocate nothing.
-- Copies of a device's state are slow, and the host waits for them, until the memory is registered
-  with the device. `prepare` and `memory.register` do that in the background, before the first
-  snapshot. See device/host_copies.py.
+- New memory is slow: the system finds each page when it is written for the first time, and copies
+  of a device's state keep the host waiting until the memory is registered with the device. So
+  `prepare` takes memory before the first snapshot, and `memory.make_ready` does the rest in the
+  background, piece by piece. See device/host_copies.py.
 """
 
 from __future__ import annotations
@@ -37,37 +38,50 @@ from elastic_dp.checkpoint.layout import (
 from elastic_dp.device.host_copies import HostCopies
 from elastic_dp.errors import StateError
 
+PIECE_BYTES = 64 << 20  # of memory that is made ready at once; no copy goes to two of them
+
 
 class SnapshotMemory:
-    """One thread makes room and launches `copies`; another one may call `register`."""
+    """One thread makes room and launches `copies`; another one may call `make_ready`."""
 
     def __init__(self, copies: HostCopies | None = None) -> None:
         self.copies = HostCopies() if copies is None else copies
         self.content = torch.empty(0, dtype=torch.uint8)
-        self._on_device = self._registered = False  # of the present memory
-        self._changing = threading.Lock()  # held while the memory is replaced or registered
+        self._pieces: list[torch.Tensor] = []  # those that are not ready
+        self._on_device = self._is_used = False
+        self._changing = threading.Lock()  # held while this changes, or a piece is made ready
 
     def make_room(self, nbytes: int, *, on_device: bool) -> None:
         """Replaces the memory unless it is large enough. `on_device`: a device holds some of what
         is copied."""
-        if nbytes > self.content.numel():
-            with self._changing:
+        with self._changing:
+            if nbytes > self.content.numel():
                 self.copies.unregister()
                 self.content = torch.empty(0, dtype=torch.uint8)  # not two of them at once
                 self.content = _aligned(nbytes)
-                self._registered = False
-        self._on_device = on_device
+                self._pieces, self._is_used = list(self.content.split(PIECE_BYTES)), False
+            self._on_device = on_device
 
-    def register(self) -> None:
-        """Registers the memory with the device, which makes later copies of its state faster."""
+    def make_ready(self) -> None:
+        """Has the pages of new memory found, and registers the memory with the device. Each piece
+        keeps those who wait for the memory for some milliseconds."""
+        while self._pieces:
+            with self._changing:
+                piece = self._pieces.pop() if self._pieces else self.content[:0]
+                if not self._is_used:
+                    piece.zero_()
+                if self._on_device and piece.numel():
+                    self.copies.register(piece)
+
+    def use(self) -> None:
+        """The memory gets content: its pages are found when they are written."""
         with self._changing:
-            if self._on_device and not self._registered:
-                self._registered = True
-                self.copies.register(self.content)
+            self._is_used = True
 
     def close(self) -> None:
         """Unregisters the memory. Nothing may be copied or read afterwards."""
         with self._changing:
+            self._pieces = []
             self.copies.unregister()
 
 
@@ -123,14 +137,12 @@ class Snapshot:
         self._manifest: Manifest | None = None
         self._hashing = threading.Lock()
 
-    def prepare(self, tree: Any) -> bool:
-        """Allocates memory for snapshots of a tree like this, if a device holds some of it. Returns
-        whether it did; then `memory.register` can run. Raises StateError."""
+    def prepare(self, tree: Any, held: HeldState | None = None) -> int:
+        """Takes memory for snapshots of such a state. Returns how many bytes are not ready; then
+        `memory.make_ready` may run. Raises StateError."""
         _, tensors = encode(tree)
-        if all(TensorSpec.of(name, tensor).device == "cpu" for name, tensor in tensors):
-            return False
-        self._lay_out(tensors, ())
-        return True
+        self._lay_out(tensors, _encoded(held))
+        return self.memory.content.numel()
 
     @torch.no_grad()
     def take(self, step: int, tree: Any, held: HeldState | None = None) -> None:
@@ -140,7 +152,7 @@ class Snapshot:
         Raises StateError if it cannot be encoded, and then keeps the previous snapshot.
         """
         encoded, tensors = encode(tree)
-        pieces = [_EncodedPiece.of(piece) for piece in held.pieces] if held else []
+        pieces = _encoded(held)
         entries: list[StateTree | None] = [None] * (held.parameters if held else 0)
         for piece in pieces:
             known = entries[piece.parameter]
@@ -153,6 +165,10 @@ class Snapshot:
         self._lay_out(tensors, pieces)
         self.step, self._entries = step, tuple(entries)
         self._common = StateTree(encoded, tuple(TensorSpec.of(*named) for named in tensors))
+        self.memory.use()
+        for copied in self._blobs:
+            header: Any = copied.content.numpy()[: len(copied.blob.header)]
+            header[:] = memoryview(copied.blob.header)
         flat = [named.tensor for named in tensors]
         flat += [tensor for piece in pieces for tensor in piece.tensors]
         sources = [
@@ -232,21 +248,25 @@ class Snapshot:
         )
         for (holders, blob), start in zip(blobs, starts, strict=False):
             content = self.memory.content[start : start + blob.nbytes]
-            written: Any = content.numpy()
-            written[: len(blob.header)] = memoryview(blob.header)
             self._blobs.append(_CopiedBlob(blob, holders, content))
             for unit, at in zip(blob.units, blob.offsets, strict=False):
                 room, spec = content[at : at + unit.nbytes], specs[unit.tensor]
+                number, first, is_whole = numbers.get(unit.tensor, 0), unit.start, False
                 if unit in of_piece:
-                    self._sources.append((of_piece[unit], slice(None)))
-                elif unit.nbytes == spec.nbytes and (
-                    tensors[numbers[unit.tensor]].tensor.is_contiguous() or spec.stride is not None
-                ):
-                    room = spec.view(room)
-                    self._sources.append((numbers[unit.tensor], None))
-                else:
-                    self._sources.append((numbers[unit.tensor], slice(unit.start, unit.end)))
-                self._targets.append(room)
+                    number, first = of_piece[unit], 0
+                elif unit.nbytes == spec.nbytes:
+                    contiguous = tensors[number].tensor.is_contiguous()
+                    is_whole = contiguous or spec.stride is not None
+                here = PIECE_BYTES - (start + at) % PIECE_BYTES  # up to the next piece of memory
+                if is_whole and unit.nbytes <= here:
+                    self._targets.append(spec.view(room))
+                    self._sources.append((number, None))
+                    continue
+                for part in room.split([min(here, unit.nbytes), max(0, unit.nbytes - here)]):
+                    if part.numel():
+                        self._targets.append(part)
+                        self._sources.append((number, slice(first, first + part.numel())))
+                        first += part.numel()
         self._kinds = kinds
 
 
@@ -284,6 +304,10 @@ class _EncodedPiece:
     def kind(self) -> tuple[Any, ...]:
         tensors = [(t.dtype, t.stride(), t.device) for t in self.tensors]
         return self.parameter, self.entry.specs, self.units, tensors, self.holders
+
+
+def _encoded(held: HeldState | None) -> list[_EncodedPiece]:
+    return [_EncodedPiece.of(piece) for piece in held.pieces] if held else []
 
 
 def _stride_of(piece: HeldPiece) -> tuple[int, ...] | None:

@@ -23,6 +23,7 @@ from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, write_blobs
 from elastic_dp.checkpoint.snapshot import HeldState, Snapshot
 
 WRITES_IN_FLIGHT = 4
+SOON_READY_BYTES = 32 << 20  # memory of this size takes some milliseconds
 PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
 
 
@@ -44,6 +45,7 @@ class Uploader:
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
         self._running: Future[WorkerBlobs] | None = None
         self._last: Future[Any] | None = None  # the same, or parts of it that were requested later
+        self._making: Future[None] | None = None  # the memory ready for the first snapshot
         self._writer = ""  # of the newest snapshot, as the next line
         self._members: Sequence[str] = ()
         self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
@@ -60,24 +62,28 @@ class Uploader:
         """Whether an upload is under way for which `ready` no longer waits."""
         return self._patience_s <= 0.0 and not self._is_over()
 
-    def ready(self) -> bool:
+    def ready(self, *, must: bool = False) -> bool:
         """Returns whether the next checkpoint can be taken without waiting.
 
-        It waits for the upload under way until its patience is used up.
+        It waits for the upload under way until its patience is used up, and for memory if the
+        checkpoint `must` be taken.
         """
+        if must and self._making is not None:
+            self._making.result()
         if self._last is not None and self._patience_s > 0.0:
             begun_at = time.perf_counter()
             wait_for([self._last], self._patience_s)
             self._patience_s -= time.perf_counter() - begun_at
         return self._is_over()
 
-    def prepare(self, tree: Any) -> None:
-        """Makes ready for the first snapshot of a tree like this, in the background where it takes
-        time. Raises StateError."""
+    def prepare(self, tree: Any, held: HeldState | None = None) -> None:
+        """Makes ready for the first snapshot of such a state, in the background where it takes
+        time: until then it is late. Raises StateError."""
         with self._copying:
-            prepared = self.snapshot.prepare(tree)
-        if prepared:
-            self._one.submit(self.snapshot.memory.register)
+            nbytes = self.snapshot.prepare(tree, held)
+        self._making = self._one.submit(self.snapshot.memory.make_ready)
+        if nbytes > SOON_READY_BYTES:
+            self._last = self._making
 
     def take(
         self,
@@ -96,12 +102,14 @@ class Uploader:
         """
         begun_at = time.perf_counter()
         self.wait()
+        if self._making is not None:
+            self._making.result()
         with self._copying:
             self.snapshot.take(step, tree, held)
         self._writer, self._members = writer, members
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write)
-        self._one.submit(self.snapshot.memory.register)  # after it, when nobody waits any more
+        self._one.submit(self.snapshot.memory.make_ready)  # after it, when nobody waits any more
         return time.perf_counter() - begun_at
 
     def write(self, step: int, names: Sequence[str]) -> None:

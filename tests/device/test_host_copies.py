@@ -9,19 +9,22 @@ import types
 import pytest
 import torch
 
+from elastic_dp.checkpoint import layout
+from elastic_dp.checkpoint import snapshot as snapshots
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.layout import TensorSpec
-from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState, Snapshot
+from elastic_dp.checkpoint.snapshot import HeldPiece, HeldState, Snapshot, SnapshotMemory
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.device.host_copies import HostCopies
+from elastic_dp.device import host_copies
+from elastic_dp.device.host_copies import HostCopies, host_memory
 from tests.checkpoint.states import big_tree, memory_store, same
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.runs import local, spec_of
-from tests.train.jobs import plain
+from tests.train.jobs import adamw, classifier, cross_entropy, plain
 
 DEVICE = torch.device("cuda", 0)
 
@@ -110,6 +113,19 @@ def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_too
     assert calls == ([registered, memory.data_ptr()] if code == 0 else [registered])
 
 
+def test_half_of_the_memory_of_the_container_is_registered_at_most(tmp_path, monkeypatch):
+    cudart = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    (tmp_path / "memory.max").write_text(f"{10 << 12}\n")
+    monkeypatch.setattr(host_copies, "host_memory", lambda of=host_memory: of(str(tmp_path)))
+    copies = HostCopies()
+    for piece in torch.empty(8 << 12, dtype=torch.uint8).split(2 << 12):
+        copies.register(piece)
+    assert copies.registered_bytes == 4 << 12
+    (tmp_path / "memory.max").write_text("max\n")  # no limit: the host's
+    assert host_memory(str(tmp_path)) > 10 << 12
+
+
 def test_memory_is_taken_from_the_driver_when_the_copies_into_it_have_arrived(monkeypatch):
     log, copies = Log(monkeypatch), HostCopies()
     cudart = types.SimpleNamespace(
@@ -184,7 +200,7 @@ def test_pieces_of_a_device_are_read_when_their_copies_have_arrived(on_device):
     expected.take(1, {}, held(state))
     state["exp_avg"].add_(1)  # the next step
     assert snapshot.manifest() == expected.manifest()
-    snapshot.memory.register()
+    snapshot.memory.make_ready()
     assert copies.registered == [(snapshot.memory.content.data_ptr(), 4096)]
 
 
@@ -225,14 +241,63 @@ def test_the_memory_of_snapshots_is_registered_before_the_first_one(on_device):
     uploader.close()
 
 
+def test_no_copy_goes_to_two_pieces_of_memory_that_are_registered_apart(on_device, monkeypatch):
+    monkeypatch.setattr(layout, "MAX_UNIT_BYTES", 2 << 12)  # in place of 8 MiB
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 3 << 12)  # in place of 64 MiB
+    tree, expected = big_tree(1 << 18), Snapshot()
+    tree["turned"] = torch.randn(90, 110).t()
+    snapshot = Snapshot(copies := LateCopies())
+    snapshot.take(1, tree)
+    begin = snapshot.memory.content.data_ptr()
+    for target, _ in copies.launched:
+        at = target.data_ptr() - begin
+        assert at // (3 << 12) == (at + max(1, target.nbytes) - 1) // (3 << 12)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 1 << 30)
+    expected.take(1, tree)
+    held = [blob.units for blob in expected.manifest().blobs]
+    assert [blob.units for blob in snapshot.manifest().blobs] == held
+    snapshot.memory.make_ready()
+    assert sum(nbytes for _, nbytes in copies.registered) == snapshot.memory.content.numel()
+    assert max(nbytes for _, nbytes in copies.registered) == 3 << 12
+
+
+def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatch):
+    """However long the system takes to find it: the checkpoint is made later."""
+    monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 0)
+    found, is_ready, taken = threading.Event(), threading.Event(), []
+    make_ready, take = SnapshotMemory.make_ready, Uploader.take
+
+    def slow(self):
+        assert found.wait(PATIENCE_S)
+        make_ready(self)
+        is_ready.set()
+
+    def takes(self, step, *rest, **named):
+        taken.append(step)
+        return take(self, step, *rest, **named)
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            if step.number == 6:
+                found.set()
+                assert is_ready.wait(PATIENCE_S)
+
+    monkeypatch.setattr(SnapshotMemory, "make_ready", slow)
+    monkeypatch.setattr(Uploader, "take", takes)
+    spec = dataclasses.replace(spec_of(steps=12), checkpoint=CheckpointConfig(every_steps=2))
+    local(spec, train, url=str(tmp_path / "run"))
+    assert 6 <= taken[0] <= 10
+
+
 def test_snapshots_are_prepared_for_after_the_first_step(tmp_path, monkeypatch):
     """Then the optimizer has its state, and there is time until the first checkpoint."""
     calls = []
     prepare, take = Uploader.prepare, Uploader.take
 
-    def prepares(self, tree):
+    def prepares(self, *state):
         calls.append("prepare")
-        prepare(self, tree)
+        prepare(self, *state)
 
     def takes(self, step, *rest, **named):
         calls.append(step)
@@ -248,6 +313,5 @@ def test_snapshots_are_prepared_for_after_the_first_step(tmp_path, monkeypatch):
 def test_the_memory_of_snapshots_of_the_host_is_not_registered():
     snapshot = Snapshot(copies := LateCopies())
     snapshot.take(1, big_tree(1 << 16))
-    assert not Snapshot(copies).prepare(big_tree(1 << 16))
-    snapshot.memory.register()
+    snapshot.memory.make_ready()
     assert copies.registered == []

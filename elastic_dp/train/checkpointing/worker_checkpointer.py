@@ -164,6 +164,9 @@ class WorkerCheckpointer:
     def _take_if_due(self, record: StepRecord, writers: Sequence[WorkerId]) -> None:
         parts, control = self._parts, self._parts.control
         step = parts.progress.position.step
+        if not self._prepared:
+            self._prepared = True
+            self._prepare(parts.state)
         is_last = bool(control.interrupted or parts.progress.position.ended)  # none follows it
         wanted = record.kept or self._requested or self._is_multiple(step) or is_last
         is_due = step >= self._due_from and wanted
@@ -171,15 +174,13 @@ class WorkerCheckpointer:
             parts.reporter.report("keep")
             parts.reporter.pass_point("keeping")
             # The members skip it while an upload of one of them is late, as its header said.
-            if is_last or ((writers or not record.late) and self._is_ready(step)):
+            ready = is_last or ((writers or not record.late) and self._is_ready(step, writers))
+            if ready:
                 self._take(step, tuple(writers) or parts.weights.members)
             elif is_due:  # a later step may satisfy it; the controller itself requests it again
                 self._requested = False
                 control.request_checkpoint()
             parts.weights.compare_after(step)  # other members may have taken it
-        elif not self._prepared:
-            self._prepare(parts.state)
-        self._prepared = True
         control.upload_is_late(self._uploader.late)
 
     def _has_right_state(self) -> bool:
@@ -192,19 +193,23 @@ class WorkerCheckpointer:
         sharded over the processes of this worker is made on the host, and needs nothing."""
         if self._config.enabled and not state.in_parts:
             with contextlib.suppress(StateError):  # the snapshot itself raises it
-                self._uploader.prepare(_tree(state, WorkerProgress()))
+                held = state.holders.to_write(self._worker, self._holders)
+                self._uploader.prepare(_tree(state, WorkerProgress()), held)
 
-    def _is_ready(self, step: int) -> bool:
+    def _is_ready(self, step: int, writers: Sequence[WorkerId]) -> bool:
         """Returns whether a snapshot can be taken without waiting for the last one's upload. If
-        not, this checkpoint is skipped, and the user gets a message."""
+        not, this checkpoint is skipped, and the user gets a message. Named `writers` wait for the
+        memory of the first one."""
         was_late = self._uploader.late
-        if self._uploader.ready():
+        if self._uploader.ready(must=bool(writers)):
             return True
         if not was_late:
             before = self._uploader.snapshot.step
+            why = f"that of step {before} is still being written"
+            if before < 0:
+                why = "the memory for it is still being made ready"
             self._link.say(
-                f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
-                "still being written; training goes on"
+                f"{self._worker}: no checkpoint of step {step} yet: {why}; training goes on"
             )
         return False
 
