@@ -614,6 +614,52 @@ def names_that_each_body_makes_anew(ctx):
             ctx.log({"mean": mean, "loss": losses[-1]})
 
 
+@said("changes anchor (None, then")
+def variable_that_one_body_makes(ctx):
+    model, optimizer = made()
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        if step.number == 5:
+            anchor = step.loss
+        elif step.number > 5:
+            set_lr(optimizer, 0.01 * min(1.0, step.loss / anchor))
+
+
+@exact
+def rates_of_groups(ctx):
+    model, optimizer = made()
+    for g in optimizer.param_groups:
+        g["initial_lr"] = g["lr"]
+    loss, ended = 0.0, False
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        for g in optimizer.param_groups:
+            g["lr"] = g["initial_lr"] * min(1.0, step.number / 6)
+        loss = step.loss
+        ctx.log({"loss": loss, "ended": ended})
+
+
+@said("changes best_weights")
+def best_weights_after_the_loop(ctx):
+    model, optimizer = made()
+    best_weights = None
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        best_weights = {name: p.clone() for name, p in model.state_dict().items()}
+    assert best_weights is not None
+
+
+@said("changes settings, counts, table, bank")
+def state_deep_in_dicts_and_large_containers(ctx):
+    model, optimizer = made()
+    settings = {"a": {"b": {"c": {"n": 0}}}}
+    counts, table, bank = [0] * 500, np.zeros((200, 200)), torch.zeros(200, 200)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        settings["a"]["b"]["c"]["n"] += 1
+        counts[100 + step.number] += 1
+        table[3, 4] += 1
+        bank.data[3, 4] += 1
+        n = settings["a"]["b"]["c"]["n"] + sum(counts) + table.sum() + float(bank.sum())
+        set_lr(optimizer, 0.01 / (1 + n))
+
+
 @said("EDP_TEST_PHASE in os.environ (")
 def phase_in_the_environment(ctx):
     model, optimizer = made()

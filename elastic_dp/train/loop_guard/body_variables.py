@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -54,10 +55,11 @@ from elastic_dp.train.state.weight_comparison import digest_of
 _FIRST, _EVERY = 8, 16  # bodies around which all is compared
 _BODIES = 2  # around which the bytes of small tensors are compared
 _ITEMS = 64  # of a container; of a larger one its length, its first and its last item are compared
-_DEEPEST = 2  # containers within containers
+_DEEPEST = 2  # containers within containers; twice as deep where all is compared
 _TENSORS = 8  # of a module
 _NAMED = 8  # variables in one warning
-_NBYTES = 65_536  # of an array or a tensor
+_NBYTES = 65_536  # of an array or a tensor, and where all is compared:
+_NBYTES_OF_ALL = 8 << 20
 _BYTES_OF = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -94,11 +96,11 @@ class BodyVariables:
         self._loss, self._delays = loss_fn, delays
         self._root: str | None = None  # the package of the train function
         # Locals and globals that are compared.
-        self._present: dict[types.CodeType, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {}
+        self._present: dict[types.CodeType, _Compared] = {}
         self._qualnames: set[str] = set()  # of the code whose locals are compared
         self._named: set[str] = set()
         self._before: Facts | None = None  # outside of a body
-        self._deep = True
+        self._deep, self._deepest = True, _DEEPEST
         self._clocks: list[float] = []
         self._bodies, self._epoch = 0, None
         self._modules = _ModuleAttributes(model)
@@ -136,6 +138,7 @@ class BodyVariables:
             if name in self._after and not _same(self._after[name], value):
                 raise _schedule_counts(name, self._after[name], value)
         self._deep = self._bodies < _FIRST or self._bodies % _EVERY == 0
+        self._deepest = _DEEPEST * (1 + self._deep)
         self._before, self._clocks = self._facts(), _clocks()
         self._modules.begin()
         self._epoch = getattr(self._scheduler, "last_epoch", None)
@@ -218,15 +221,15 @@ class BodyVariables:
                 continue
             held = user.f_locals
             if code not in self._present:
-                later = *_loop_targets(code, user.f_lasti), *_read_from(code, user.f_lasti)
-                locals_ = [*dict.fromkeys([*held, *later])]
-                self._present[code] = locals_, *_globals_of(code, globals_)
+                self._present[code] = _Compared.of(user)
                 self._qualnames.add(code.co_qualname)
-            compared, named, environment = self._present[code]
-            yield from ((name, held[name]) for name in compared if name in held)
-            yield from ((name, globals_[name]) for name in named if name in globals_)
+            compared = self._present[code]
+            yield from ((name, held[name]) for name in compared.present if name in held)
+            yield from ((name, held.get(name)) for name in compared.made)
+            yield from ((name, globals_[name]) for name in compared.globals if name in globals_)
             if self._deep:
-                yield from ((f"{key} in os.environ", os.environ.get(key)) for key in environment)
+                keys = compared.environment
+                yield from ((f"{key} in os.environ", os.environ.get(key)) for key in keys)
 
     def _is_users(self, module: str, file: str) -> bool:
         return module.partition(".")[0] == self._root or not is_installed(file)
@@ -264,14 +267,17 @@ class BodyVariables:
             case list() | tuple() | deque():
                 if len(value) > _ITEMS:
                     ends = value[0], value[-1]
-                    return _Items([len(value), *(self._fact(one, depth + 1) for one in ends)])
-                if depth <= _DEEPEST:
+                    facts = [len(value), *(self._fact(one, depth + 1) for one in ends)]
+                    with contextlib.suppress(TypeError):  # not all can be hashed
+                        facts += [hash(tuple(value))] if self._deep else []
+                    return _Items(facts)
+                if depth <= self._deepest:
                     return _Items([self._fact(item, depth + 1) for item in value])
             case dict():
                 if len(value) > _ITEMS:
                     keys = next(iter(value)), next(reversed(value))
                     return _Items([len(value), *(self._fact(value[k], depth + 1) for k in keys)])
-                if depth <= _DEEPEST:
+                if depth <= self._deepest:
                     return {key: self._fact(item, depth + 1) for key, item in value.items()}
             case set():
                 return len(value) if len(value) > _ITEMS else frozenset(value)
@@ -301,8 +307,8 @@ class BodyVariables:
                 return _Items([x for x in _attributes(value).values() if type(x) in _PLAIN])
             case np.generic():
                 return value.item()
-            case np.ndarray() if value.nbytes <= _NBYTES and value.dtype.kind in "biufc":
-                return _Items([hash(value.tobytes())])
+            case np.ndarray() if value.nbytes <= self._nbytes() and value.dtype.kind in "biufc":
+                return _Items([xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).data)])
             case bytearray():
                 return _Items([hash(bytes(value))])
             case np.random.Generator():
@@ -320,6 +326,9 @@ class BodyVariables:
             case _ if self._deep and 0 < depth <= _DEEPEST and self._has_users_type(value):
                 return self._of_attributes(_attributes(value), depth)
         return _NONE
+
+    def _nbytes(self) -> int:
+        return _NBYTES_OF_ALL if self._deep else _NBYTES
 
     def _of_attributes(self, held: Mapping[str, Any], depth: int) -> Any:
         some = itertools.islice(held.items(), _ITEMS // 4)
@@ -339,7 +348,7 @@ class BodyVariables:
     def _of_tensor(self, tensor: torch.Tensor) -> Any:
         version = None if tensor.is_inference() else tensor._version
         plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype in _BYTES_OF
-        small = tensor.layout is torch.strided and tensor.nbytes <= _NBYTES
+        small = tensor.layout is torch.strided and tensor.nbytes <= self._nbytes()
         if self._bodies < _BODIES and plain and small and tensor.device.type == "cpu":
             return _Version(id(tensor), (version, digest_of([tensor])))
         return _NONE if version is None else _Version(id(tensor), version)
@@ -572,6 +581,27 @@ def _names_in(code: types.CodeType | None) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """What is compared of a frame. `present`: variables that exist when the first body begins and
+    are read later. `made`: those that a body makes, and a later one may read first."""
+
+    present: Sequence[str]
+    made: Sequence[str]
+    globals: Sequence[str]
+    environment: Sequence[str]
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _Compared:
+        code, held = frame.f_code, frame.f_locals
+        read = _read_from(code, frame.f_lasti, leaves=True)
+        read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
+        present = [name for name in held if name in read]
+        targets = [*_loop_targets(code, frame.f_lasti)]
+        made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
+        return cls([*dict.fromkeys(present + targets)], made, *_globals_of(code, frame.f_globals))
+
+
 def _globals_of(
     code: types.CodeType, held: Mapping[str, Any]
 ) -> tuple[Sequence[str], Sequence[str]]:
@@ -601,16 +631,16 @@ def _texts_in(code: types.CodeType) -> Iterator[str]:
             yield constant
 
 
-def _read_from(code: types.CodeType, at: int) -> Iterable[str]:
+def _read_from(code: types.CodeType, at: int, *, leaves: bool = False) -> set[str]:
     """Returns the variables that code may read before it assigns them, when the loop whose next
-    step is taken at `at` goes on."""
+    step is taken at `at` goes on. `leaves`: or ends."""
     steps = list(dis.get_instructions(code))
     index = {one.offset: n for n, one in enumerate(steps)}
     first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction
     after: list[list[int]] = []
     for n, one in enumerate(steps):
         following = [] if one.opname in _ENDS or n + 1 == len(steps) else [n + 1]
-        if one.opcode in _JUMPS and n != first:
+        if one.opcode in _JUMPS and (leaves or n != first):
             following.append(index[one.argval])
         after.append(following)
     live: list[frozenset[str]] = [frozenset()] * len(steps)
@@ -623,7 +653,7 @@ def _read_from(code: types.CodeType, at: int) -> Iterable[str]:
                 names = names | {name} if action == "LOAD" else names - {name}
             changes |= names != live[n]
             live[n] = names
-    return sorted(live[first])
+    return set(live[first])
 
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
