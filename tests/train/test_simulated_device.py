@@ -24,6 +24,7 @@ from elastic_dp.train.fault_injection import HANDING_OVER, WorkerFault
 from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.local_run import LocalRun
 from tests.cluster.test_budgets import is_first
+from tests.kit.again import again, slow
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, losses_of, spec_of
 from tests.train import test_finished_work, test_kills, test_notice
@@ -488,44 +489,6 @@ def _simulated(monkeypatch):
     monkeypatch.setattr(test_kills, "NOBODY_COMMITS", nobody)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize("point", test_kills.IN_A_STEP)
-def test_kill_matrix_on_a_device_has_the_local_digest(point, tmp_path):
-    """Each rank, and each two of them."""
-    test_kills.test_kill_at_each_point_has_the_local_digest(point, tmp_path)
-
-
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        pytest.param(one, id=str(one), marks=() if one == JOINS_IN_CI else pytest.mark.slow)
-        for one in test_kills.SECONDS
-    ],
-)
-def test_join_on_a_device_with_kills_has_the_local_digest(seconds, tmp_path):
-    test_kills.test_killed_while_a_generation_forms(seconds, tmp_path)
-
-
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize(("point", "rank"), [("sending_state", None), ("receiving_state", 3)])
-def test_hand_over_on_a_device_torn_half_way_has_the_local_digest(point, rank, tmp_path):
-    test_kills.test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize(("point", "step"), [("sending_state", 22), ("receiving_state", 21)])
-def test_hand_over_on_a_device_to_one_behind_has_the_local_digest(point, step, tmp_path):
-    test_kills.test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path)
-
-
-@pytest.mark.usefixtures("_simulated")
-def test_drain_on_a_device_makes_no_step_again(tmp_path):
-    test_notice.test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
-
-
 @pytest.fixture
 def calm():
     return local(test_collective_read.spec_for(3), test_collective_read.wide)
@@ -540,21 +503,30 @@ def there(tmp_path):
     return folder
 
 
+HAND_OVER = test_kills.test_killed_half_way_through_a_joiners_hand_over
+TO_ONE_BEHIND = test_kills.test_killed_half_way_through_the_hand_over_to_one_behind
+JOIN = test_kills.test_killed_while_a_generation_forms
+
+
 @pytest.mark.usefixtures("_simulated")
-def test_restore_on_a_device_has_the_local_digest(calm, there):
-    test_collective_read.test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize("point", ["restoring", "sharing"])
-def test_kill_in_a_restore_on_a_device_has_the_local_digest(point, calm, there, tmp_path):
-    test_collective_read.test_killed_as_it_begins_and_when_its_share_is_read(
-        point, calm, there, tmp_path
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-def test_kill_as_a_checkpoint_is_taken_on_a_device_has_the_local_digest(tmp_path):
-    test_worker_checkpointer.test_killed_as_the_state_is_copied(tmp_path)
+@pytest.mark.parametrize(
+    "rerun",
+    [
+        *slow(test_kills.test_kill_at_each_point_has_the_local_digest, point=test_kills.IN_A_STEP),
+        *again(JOIN, seconds=[JOINS_IN_CI]),
+        *slow(JOIN, seconds=[one for one in test_kills.SECONDS if one != JOINS_IN_CI]),
+        *again(HAND_OVER, point=["sending_state"], rank=[None]),
+        *again(HAND_OVER, point=["receiving_state"], rank=[3]),
+        *slow(TO_ONE_BEHIND, point=["sending_state"], step=[22]),
+        *slow(TO_ONE_BEHIND, point=["receiving_state"], step=[21]),
+        *again(test_notice.test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is),
+        *again(test_collective_read.test_damage_in_one_share_sends_all_to_the_checkpoint_before),
+        *slow(
+            test_collective_read.test_killed_as_it_begins_and_when_its_share_is_read,
+            point=["restoring", "sharing"],
+        ),
+        *slow(test_worker_checkpointer.test_killed_as_the_state_is_copied),
+    ],
+)
+def test_other_files_on_a_device(rerun, request):
+    rerun(request)

@@ -19,6 +19,7 @@ from tests.checkpoint.states import memory_store
 from tests.device import fake_gpu
 from tests.distributed.members import of_each_on_devices as of_each
 from tests.distributed.test_device_transport import switch
+from tests.kit.again import again, slow
 from tests.runs import group, losses_of, spec_of
 from tests.train import test_sharded_optimizer as of_runs
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
@@ -99,41 +100,6 @@ def test_step_on_a_simulated_device_has_the_bits_of_the_processor(transport):
     over(transport, 3, partial(check_cases, CASES))
 
 
-@pytest.fixture(params=TRANSPORTS)
-def _simulated(request, monkeypatch):
-    """Members of other tests have a simulated device."""
-    monkeypatch.setattr(of_members, "of_each", partial(over, request.param))
-
-
-@pytest.mark.usefixtures("_simulated")
-def test_state_on_a_device_survives_losses_joins_and_aborts():
-    of_members.test_state_survives_losses_joins_and_aborts_at_any_instant(0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_state_on_a_device_survives_more_losses(seed):
-    of_members.test_state_survives_losses_joins_and_aborts_at_any_instant(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-def test_member_behind_holds_on_a_device_what_it_prepared():
-    of_members.test_member_behind_holds_what_it_prepared_when_another_has_committed()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_simulated")
-def test_aborted_step_on_a_device_leaves_state_as_it_was_and_is_done_again():
-    of_members.test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits()
-
-
-@pytest.mark.usefixtures("_simulated")
-def test_backup_on_a_device_with_other_bits_is_found_before_the_commit():
-    of_members.test_backup_with_other_bits_than_its_primary_is_found_before_the_commit()
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_parameters_are_gathered_once_the_devices_of_all_have_them(transport, monkeypatch):
     """A member whose collectives are aborted hands on whatever it has."""
@@ -160,7 +126,10 @@ def test_parameters_are_gathered_once_the_devices_of_all_have_them(transport, mo
     over(transport, 3, train)
 
 
-# ----------------------------------------------------------------------------------- the fake GPU
+@pytest.fixture
+def _simulated(request, monkeypatch):
+    """Members of other tests have a simulated device."""
+    monkeypatch.setattr(of_members, "of_each", partial(over, request.param))
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -175,18 +144,36 @@ def gpu(request, monkeypatch):
         yield run
 
 
+SURVIVES = of_members.test_state_survives_losses_joins_and_aborts_at_any_instant
+BACKUP = of_members.test_backup_with_other_bits_than_its_primary_is_found_before_the_commit
+BEHIND = of_members.test_member_behind_holds_what_it_prepared_when_another_has_committed
+ABORT = of_members.test_aborted_step_leaves_state_as_it_was_and_is_done_again_with_the_same_bits
+
+
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize("_simulated", TRANSPORTS, indirect=True)
+@pytest.mark.parametrize(
+    "rerun",
+    [
+        *again(SURVIVES, seed=[0]),
+        *slow(SURVIVES, seed=range(1, 6)),
+        *slow(BEHIND),
+        *slow(ABORT),
+        *again(BACKUP),
+    ],
+)
+def test_members_with_simulated_devices(rerun, request):
+    rerun(request)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("rerun", [*slow(SURVIVES, seed=[0]), *slow(BACKUP)])
+def test_members_with_fake_gpus(rerun, request):
+    rerun(request)
+
+
 def test_step_on_a_fake_gpu_mixes_no_devices_and_has_the_bits_of_the_processor(gpu):
     gpu(3, partial(check_cases, [*CASES, (ADAM, 0.5)]))
-
-
-@pytest.mark.slow
-def test_state_on_a_fake_gpu_survives_losses_joins_and_aborts(gpu):
-    of_members.test_state_survives_losses_joins_and_aborts_at_any_instant(0)
-
-
-@pytest.mark.slow
-def test_backup_on_a_fake_gpu_with_other_bits_is_found_before_the_commit(gpu):
-    of_members.test_backup_with_other_bits_than_its_primary_is_found_before_the_commit()
 
 
 def test_units_are_restored_to_the_device_that_they_were_on(gpu):
@@ -276,36 +263,25 @@ def test_kill_in_a_sharded_step_of_devices_that_never_connect_costs_no_state(poi
     of_runs.check(outcome, average_and_plateau, spec)
 
 
-@pytest.fixture
-def _on_a_device(monkeypatch):
+def run_on_devices_has_the_local_digest(workers, monkeypatch):
     monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_a_device")
-def test_sharded_run_on_a_device_goes_back_to_a_checkpoint_of_units(tmp_path):
-    of_runs.test_run_goes_back_to_a_checkpoint_when_both_holders_of_a_piece_are_lost(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_a_device")
-def test_joins_and_leaves_of_sharded_workers_on_devices(tmp_path):
-    of_runs.test_workers_join_and_several_leave_at_once(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_a_device")
-@pytest.mark.parametrize("first", ["sharded", "replicated"])
-def test_checkpoint_of_devices_is_read_with_and_without_sharding(first, tmp_path):
-    of_runs.test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers(
-        first, tmp_path
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_a_device")
-@pytest.mark.parametrize("workers", range(1, 9))
-def test_weights_on_devices_equal_those_of_a_run_that_is_not_sharded(workers):
     spec = of_runs.sharded(spec_of(steps=6, workers=workers, min_workers=workers))
     outcome, _ = group(spec, of_runs.in_small_units(batch_norm))
     of_runs.check(outcome, batch_norm, spec)
+
+
+READ = of_runs.test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers
+
+
+@pytest.mark.parametrize(
+    "rerun",
+    [
+        *slow(of_runs.test_run_goes_back_to_a_checkpoint_when_both_holders_of_a_piece_are_lost),
+        *slow(of_runs.test_workers_join_and_several_leave_at_once),
+        *slow(READ, first=["sharded", "replicated"]),
+        *slow(run_on_devices_has_the_local_digest, workers=range(1, 9)),
+    ],
+)
+def test_sharded_run_on_devices(rerun, request, monkeypatch):
+    monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
+    rerun(request)

@@ -1,0 +1,33 @@
+"""Tests of other files once more, in another setting."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def again(test: Callable[..., None], marks: Any = (), **values: Iterable[Any]) -> list[Any]:
+    """Parameters `rerun`: the test with each combination of these values of its arguments, and with
+    fixtures for the others."""
+
+    def bound(given: dict[str, Any]) -> Callable[[pytest.FixtureRequest], None]:
+        def rerun(request: pytest.FixtureRequest) -> None:
+            names = inspect.signature(test).parameters
+            test(**{n: given[n] if n in given else request.getfixturevalue(n) for n in names})
+
+        return rerun
+
+    found = [dict(zip(values, some, strict=True)) for some in product(*values.values())]
+    name = test.__name__.removeprefix("test_")
+    return [
+        pytest.param(bound(g), id="-".join([name, *map(str, g.values())]), marks=marks)
+        for g in found
+    ]
+
+
+def slow(test: Callable[..., None], **values: Iterable[Any]) -> list[Any]:
+    return again(test, pytest.mark.slow, **values)
