@@ -235,6 +235,3 @@ def instant() -> Any:
 def seconds_between(begins: Sequence[Any], ends: Sequence[Any]) -> float:
     """Returns the sum over pairs of instants that the GPU has passed."""
     return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) / 1e3
-
-
-# ---------------------------------------------------------------------------------------- doctor

@@ -21,7 +21,7 @@ when a peer is lost during the exchange, what the survivors have finished is sti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,27 +35,6 @@ from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_sha
 
 GATHERED_BYTES = 4 << 20  # of all ranks in one all-gather: Gloo receives it in memory of its own
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
-
-
-def sum_gradients(
-    subtrees: Mapping[Node, torch.Tensor],
-    root: Node,
-    add: Callable[[torch.Tensor, torch.Tensor, Node, torch.Tensor], torch.Tensor],
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns the sum of `root`, added along the tree from the sums of its subtrees, whose memory
-    it takes. The last addition writes to `out`, which may be the memory of a subtree.
-
-    `add(one, other, node, out)` writes the sum of `node` to `out`. `GradientReducer` does the same
-    within a worker.
-    """
-    if out is not None and root in subtrees:
-        return out.copy_(subtrees[root])
-
-    def added(one: torch.Tensor, other: torch.Tensor, node: Node) -> torch.Tensor:
-        return add(one, other, node, out if out is not None and node == root else one)
-
-    return add_up(subtrees, root, added)
 
 
 class ReductionPlan:
@@ -348,15 +327,16 @@ class BucketReduction:
         arrived: dict[Node, torch.Tensor] = {}
         for nodes, received in zip(current.nodes, self._received[number], strict=True):
             arrived |= zip(nodes, received.view(len(nodes), size), strict=True)
-        rounded_sum = self.bucket.rounding.add
         first = self.bucket.first_block + current.first * self._plan.chunk_blocks(self.bucket)
 
-        def add(
-            one: torch.Tensor, other: torch.Tensor, node: Node, out: torch.Tensor
-        ) -> torch.Tensor:
-            return rounded_sum(one, other, node, first, out)
+        def add(one: torch.Tensor, other: torch.Tensor, node: Node) -> torch.Tensor:
+            to = out if out is not None and node == current.sums[0] else one
+            return self.bucket.rounding.add(one, other, node, first, to)
 
-        return [sum_gradients(arrived, root, add, out) for root in current.sums]
+        found = [add_up(arrived, root, add) for root in current.sums]
+        if out is not None and current.sums[0] in arrived:
+            return [out.copy_(found[0])]
+        return found
 
     def settle(self) -> None:
         """Waits until the finished parts of all ranks have arrived. Raises GroupError."""

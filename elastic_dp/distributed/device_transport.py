@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,31 +37,23 @@ _ROOM = 16  # this part of the memory of an operation is made in addition; see `
 REST_LIMIT_S = ABORT_LIMIT_S  # after an abort, for the same reason
 
 
+@dataclass(slots=True)
 class StagedOperation:
     """A collective over host memory: it starts when what it sends has been copied there."""
 
-    __slots__ = ("copied", "output", "received", "sent", "sources", "start")
-
-    def __init__(
-        self,
-        output: torch.Tensor,
-        received: torch.Tensor,
-        sources: tuple[torch.Tensor, ...],
-        copied: DeviceEvent,
-        start: Callable[[], Operation],
-    ) -> None:
-        self.output, self.received, self.sources = output, received, sources
-        self.copied, self.start = copied, start
-        self.sent: Operation | None = None
+    output: torch.Tensor
+    received: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
+    copied: DeviceEvent
+    start: Callable[[], Operation]
+    sent: Operation | None = None
 
 
-class DeviceOperation:
+class DeviceOperation(NamedTuple):
     """A collective of the device's communicator, and the tensors that it may still access."""
 
-    __slots__ = ("buffers", "work")
-
-    def __init__(self, buffers: tuple[torch.Tensor, ...], work: Any) -> None:
-        self.buffers, self.work = buffers, work
+    buffers: tuple[torch.Tensor, ...]
+    work: Any
 
 
 class DeviceTransport:

@@ -55,6 +55,7 @@ _CONNECTING_LIMIT, _CONNECTING_LIMIT_OF_A_RANK = timedelta(seconds=5), timedelta
 # What is gathered at once, of all ranks: always, and where members share no link.
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_ALONE = 64 << 10, 4 << 20
 _PROOF_BYTES = 32
+_LENGTH_BYTES, _FIRST_CAPACITY = 4, 512  # of a record that is gathered
 
 _abandoned_groups = AbandonedGroups()
 
@@ -240,13 +241,9 @@ class ProcessGroup:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Returns the payload of every rank, of any length, in rank order. Waits for all ranks."""
-        if self.world_size == 1:
-            return [payload]
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self.wait(self.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64)))
-        longest = int(sizes.max())
-        rows = self.gather_equal(payload.ljust(longest, b"\0"))
-        return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
+        records = RecordGather(self)
+        records.launch(payload)
+        return records.collect()
 
     def gather_equal(self, payload: bytes) -> list[bytes]:
         """Does what `gather_bytes` does, for payloads of one length, which takes one exchange."""
@@ -282,6 +279,55 @@ class ProcessGroup:
         self._backend, self._pending, self._store = None, set(), None
         del kept
         _abandoned_groups.add(handed)
+
+
+class RecordGather:
+    """Gathers one small record of every rank on every rank, in one collective of a fixed size.
+
+    All ranks start with the same size and grow it by the same rule: if a record did not fit, all
+    ranks see the length that it needs and gather again with that size. `launch` does not wait,
+    `collect` does.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._payload = b""
+        self._operation: Operation | None = None
+        self._make_room(_FIRST_CAPACITY)
+
+    def launch(self, payload: bytes) -> None:
+        self._payload = payload
+        if self._group.world_size > 1:
+            self._gather()
+
+    def collect(self) -> list[bytes]:
+        """Waits for the records and returns them in rank order."""
+        if self._group.world_size == 1:
+            return [self._payload]
+        while True:
+            assert self._operation is not None
+            self._group.wait(self._operation)
+            rows = self._rows.numpy().tobytes()
+            heads = range(0, len(rows), len(self._row))
+            lengths = [int.from_bytes(rows[h : h + _LENGTH_BYTES], "little") for h in heads]
+            capacity = len(self._row) - _LENGTH_BYTES
+            if max(lengths) <= capacity:
+                starts = [head + _LENGTH_BYTES for head in heads]
+                return [rows[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+            self._make_room(max(2 * capacity, *lengths))
+            self._gather()
+
+    def _make_room(self, capacity: int) -> None:
+        """Allocates buffers that are reused for every gather of the group, one at a time."""
+        self._row = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
+        self._bytes = self._row.numpy().data
+        self._rows = torch.empty(self._group.world_size * len(self._row), dtype=torch.uint8)
+
+    def _gather(self) -> None:
+        fitting = self._payload[: len(self._row) - _LENGTH_BYTES]
+        self._bytes[:_LENGTH_BYTES] = len(self._payload).to_bytes(_LENGTH_BYTES, "little")
+        self._bytes[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
+        self._operation = self._group.all_gather(self._rows, self._row)
 
 
 def drop_abandoned_groups(limit_s: float, waits: Callable[[], bool] = lambda: True) -> bool:

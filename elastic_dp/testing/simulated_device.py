@@ -52,9 +52,6 @@ class SimulatedDevice:
     connect_s: float = 0.0  # that connecting takes
     connect_hangs: bool = False  # ... it never ends
     connect_fails: int = 0  # the first attempts of a run that fail, each on all its members
-    # An abort blocks until connecting has ended, since torch then holds its lock; otherwise it ends
-    # connecting.
-    abort_waits_for_connect: bool = True
     abort_frees: bool = True  # collectives that spin end by an abort
     abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives; inf: for ever
     reports_failures: bool = False  # the communicator notices that a peer is gone
@@ -286,21 +283,14 @@ class SimulatedCommunicator:
         self._backend: Any = None
 
     def connect(self, check: Callable[[], None]) -> None:
-        with (
-            self._connecting if self._settings.abort_waits_for_connect else contextlib.nullcontext()
-        ):
+        with self._connecting:  # torch holds a lock that an abort needs
             self._connect(check)
 
     def _connect(self, check: Callable[[], None]) -> None:
-        deaf = self._settings.abort_waits_for_connect
         if self._settings.connect_hangs:
-            self._aborted.wait(self._timeout_s if deaf else None)
+            self._aborted.wait(self._timeout_s)
             raise RuntimeError("NCCL timeout while it connects")
-        until = time.monotonic() + self._settings.connect_s
-        while time.monotonic() < until:
-            if not deaf:
-                check()
-            time.sleep(0.005)
+        time.sleep(self._settings.connect_s)
         check()
         if self._settings.connect_fails and self._world_size > 1:
             number = _number_of(self._store, self._rank, self._world_size)

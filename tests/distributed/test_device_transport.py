@@ -16,8 +16,8 @@ from elastic_dp.distributed import abort_limit, device_connection, device_transp
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
     ProcessGroup,
+    RecordGather,
 )
-from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.errors import CollectiveFailed, GroupAborted
 from elastic_dp.testing.simulated_device import (
     ReadBeforeEvent,

@@ -19,8 +19,8 @@ from elastic_dp.distributed import cross_worker_reduction
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
     ProcessGroup,
+    RecordGather,
 )
-from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Share, cover_share, fold
 from elastic_dp.errors import ModelError
 from tests.distributed.meeting import CPU

@@ -122,15 +122,6 @@ class ParameterGather:
         if self._views:
             torch._foreach_copy_(self._views, list(self._arrive.values()))
 
-    @property
-    def sent_bytes(self) -> int:
-        """What each member sends for one step, to all others together."""
-        others = self._group.world_size - 1
-        sizes = [flat.numel() // self._group.world_size for flat in self._flats]
-        return others * sum(
-            n * flat.element_size() for n, flat in zip(sizes, self._flats, strict=True)
-        )
-
 
 def digest_of_piece(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a digest of the bits of a dense tensor: on a device their sum, for which the host

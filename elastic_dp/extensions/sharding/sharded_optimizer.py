@@ -75,12 +75,8 @@ COPIED_BYTES_ON_DEVICE = 64 << 20
 STEP_BYTES = 1 << 20
 STEP_PART = 64
 
-
-# In bytes of their state: all pieces that a member holds, if they are no more than this, or else
-# the smallest: of one, and of all.
-ALL_KEPT_BYTES = 32 << 20
-SMALL_BYTES = 1 << 19
-KEPT_BYTES = 4 << 20
+# In bytes of their state: the smallest of the pieces that a member holds are updated once.
+KEPT_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -91,11 +87,6 @@ class _PreparedStep:
     generation: int
     gradients: dict[int, torch.Tensor]  # of the pieces that it holds and that are updated
     states: dict[int, State]  # of the small ones that are updated already
-
-    @property
-    def missing(self) -> dict[int, torch.Tensor]:
-        """The gradients of the pieces that are not updated yet."""
-        return {n: one for n, one in self.gradients.items() if n not in self.states}
 
 
 class ShardedOptimizer(OptimizerHolders):
@@ -360,7 +351,9 @@ class ShardedOptimizer(OptimizerHolders):
 
     def _small_pieces(self) -> AbstractSet[int]:
         """Returns those of the pieces that this member holds that are updated once."""
-        return copies_to_keep({n: self._state_bytes(n) for n in self.held})
+        sizes = sorted((self._state_bytes(n), n) for n in self.held)
+        ends = accumulate(size for size, _ in sizes)
+        return {n for (_, n), end in zip(sizes, ends, strict=True) if end <= KEPT_BYTES}
 
     def _state_bytes(self, number: int) -> int:
         """Returns the size of the state of a piece if the optimizer keeps two moments."""
@@ -389,33 +382,26 @@ class ShardedOptimizer(OptimizerHolders):
         return piece.of(self._parameters[piece.parameter].detach())
 
     def step_ends(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Updates all parameters, after the commit. `gradients`: see `step_in_place`."""
+        """Updates all parameters, after the commit. `gradients` has one for each parameter, where
+        each member holds everything."""
         if self.all_hold_all:
-            self.step_in_place(gradients)
+            of_pieces = {}
+            for number, piece in enumerate(self.pieces):
+                gradient = gradients[piece.parameter]
+                if gradient is not None and self._updates.has(number):
+                    of_pieces[number] = piece.of(gradient)
+            self._update_in_place(of_pieces)
         else:
-            self.commit()
+            assert self._prepared is not None and self._gather is not None
+            self._advance(self._prepared)
+            self._gather.install()
+            self._prepared = self._gather = None
         self.committed_in = self._generation
-
-    def commit(self) -> None:
-        """Makes the prepared state and the gathered parameters those of the step."""
-        assert self._prepared is not None and self._gather is not None
-        self._advance(self._prepared)
-        self._gather.install()
-        self._prepared = self._gather = None
-
-    def step_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Updates all parameters where each member holds everything. `gradients` has one for each
-        parameter."""
-        of_pieces = {}
-        for number, piece in enumerate(self.pieces):
-            gradient = gradients[piece.parameter]
-            if gradient is not None and self._updates.has(number):
-                of_pieces[number] = piece.of(gradient)
-        self._update_in_place(of_pieces)
 
     def _advance(self, prepared: _PreparedStep) -> None:
         """Updates what this member holds."""
-        self._update_in_place(prepared.missing)
+        gradients = prepared.gradients.items()
+        self._update_in_place({n: one for n, one in gradients if n not in prepared.states})
         self.held |= prepared.states
 
     @torch.no_grad()
@@ -476,24 +462,12 @@ class ShardedOptimizer(OptimizerHolders):
                 self._optimizer.state.pop(p, None)
         self._optimizer.state = DividedState()
 
-    def to_hold(
-        self, rank: int, world_size: int, topology: Sequence[Sequence[int]]
-    ) -> AbstractSet[int]:
-        """Returns the pieces that a rank is to hold in a generation whose members can read any."""
-        holders = self.holders_of_any(world_size, topology)
-        return {number for number, one in enumerate(holders) if rank in one.ranks}
-
     def holders_of_any(
         self, world_size: int, topology: Sequence[Sequence[int]]
     ) -> Sequence[Holders]:
         """Returns the holders of all pieces in a generation whose members can read any."""
         everyone = range(world_size)
         return assign_pieces(self.sizes, world_size, topology, [everyone] * len(self.sizes))
-
-    def hold(self, held: Mapping[int, State]) -> None:
-        """Holds these pieces from now on, and those that have no state at all."""
-        without = {n: State() for n in range(len(self.pieces)) if not self._updates.has(n)}
-        self.held = without | dict(held)
 
     @property
     def has_all(self) -> bool:
@@ -572,17 +546,16 @@ class ShardedOptimizer(OptimizerHolders):
         topology: Sequence[Sequence[int]],
     ) -> None:
         manifest = read.commit.manifest
-        mine = self.to_hold(rank, world_size, topology)
-        self.hold(
-            {
-                number: {
-                    key: _value(value, piece, p, manifest.entry(of_optimizer)[1], read, places)
-                    for key, value in manifest.entry(of_optimizer)[0].items()
+        holders = self.holders_of_any(world_size, topology)
+        held = {n: State() for n in range(len(self.pieces)) if not self._updates.has(n)}
+        for number, piece, p, of_optimizer in self._optimized():
+            if rank in holders[number].ranks:
+                entry, specs = manifest.entry(of_optimizer)
+                held[number] = {
+                    key: _value(value, piece, p, specs, read, places)
+                    for key, value in entry.items()
                 }
-                for number, piece, p, of_optimizer in self._optimized()
-                if number in mine
-            }
-        )
+        self.held = held
 
     def _optimized(self) -> Iterator[tuple[int, StatePiece, torch.Tensor, int]]:
         """Yields the number of each piece that the optimizer updates, the piece, its parameter, and
@@ -684,13 +657,3 @@ def _not_here(what: str) -> LoopError:
         "Checkpoints have all of it (ctx.checkpoint(), Result.load_state, "
         "elastic-dp checkpoints export), or leave sharding out"
     )
-
-
-def copies_to_keep(state_bytes: Mapping[int, int]) -> AbstractSet[int]:
-    """Returns the smallest of the pieces that a member holds, or all of few. `state_bytes`: of the
-    state of each."""
-    if sum(state_bytes.values()) <= ALL_KEPT_BYTES:
-        return set(state_bytes)
-    small = sorted((size, n) for n, size in state_bytes.items() if size <= SMALL_BYTES)
-    ends = accumulate(size for size, _ in small)
-    return {n for (_, n), end in zip(small, ends, strict=True) if end <= KEPT_BYTES}

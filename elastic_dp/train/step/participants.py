@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import msgpack
 import torch
 
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.record_gather import RecordGather
+from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl

@@ -29,7 +29,6 @@ SHAPES = [*MATRICES, *[()] * 3, (1,), (64,), (129,), (192,), (1024,), (2, 4, 8, 
 LIMITS = {  # in bytes, smaller and larger than what there is
     (of_state.gradient_units, "UNIT_BYTES"): (1024, 4096),
     (of_state.sharded_optimizer, "KEPT_BYTES"): (0, 4096, 1 << 20),
-    (of_state.sharded_optimizer, "ALL_KEPT_BYTES"): (0, 1 << 20),
     (of_state.sharded_optimizer, "STEP_BYTES"): (1024, 1 << 20),
     (of_state.sharded_optimizer, "COPIED_BYTES"): (2048, 1 << 20),
     (of_state.parameter_gather, "GATHERED_BYTES"): (1000, 4 << 20),

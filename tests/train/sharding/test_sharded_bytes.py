@@ -87,7 +87,7 @@ def test_step_sends_little_more_than_a_replicated_one(
             sharding.gather(exchange.norm, compares=True)
             exchange.agree_finite()
             assert exchange.finite
-            sharding.commit()
+            sharding.step_ends([])
         return sent[threading.get_ident()]
 
     model = sum(p.nbytes for p in Member(ADAM, SHAPES, torch.float32).parameters.values())

@@ -45,7 +45,6 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a member keeps copies of some of its pieces, and not of others."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
     monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 4096)
-    monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 0)
 
 
 class Member:
@@ -539,7 +538,7 @@ def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
 def test_small_state_is_updated_once(once, monkeypatch):
     """A large one is updated before the commit and behind it, which takes less memory."""
     if once:
-        monkeypatch.setattr(sharded_optimizer, "ALL_KEPT_BYTES", 1 << 20)
+        monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 1 << 20)
     updated, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):
