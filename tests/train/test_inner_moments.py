@@ -278,6 +278,3 @@ def test_moments_take_as_many_bytes_as_the_weights_and_are_rounded_as_they_are(
         return torch.optim.Adam(model.parameters(), lr=1e-2)
 
     assert sent(moves=True) <= 1.1 * times * sent(moves=False)
-
-
-# ----------------------------------------------------------------------------- any fleet, any loss

@@ -452,6 +452,7 @@ def with_a_damaged_backup(train, step, once):
             inner(point, at)
 
         session.reporter.pass_point = passes
+        session.faults.plan = [WorkerFault("none")]  # or else the points are not passed
         train(ctx)
 
     return damaging

@@ -209,9 +209,6 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
     assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
 
 
-# --------------------------------------------------------------------------------- for any fleet
-
-
 # ------------------------------------------------------------------------------------ it overlaps
 
 

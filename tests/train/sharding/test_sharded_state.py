@@ -515,41 +515,39 @@ def test_parameters_are_gathered_in_parts_of_a_limited_size(monkeypatch):
     check_equal(members, plain_after(1))
 
 
-def test_copies_of_pieces_exist_a_few_at_a_time(monkeypatch):
-    """A step that is not committed needs no second state."""
-    monkeypatch.setattr(sharded_optimizer, "COPIED_BYTES", 2048)
-    copied, run = [], PieceUpdates.run
+@pytest.fixture
+def updated(monkeypatch):
+    """The bytes of the pieces of each update."""
+    found, run = [], PieceUpdates.run
 
     def counts(updates, tensors, *given, **options):
-        copied.append(sum(x.nbytes for x in tensors.values()))
+        found.append([x.nbytes for x in tensors.values()])
         run(updates, tensors, *given, **options)
 
+    monkeypatch.setattr(PieceUpdates, "run", counts)
+    return found
+
+
+def test_copies_of_pieces_exist_a_few_at_a_time(updated, monkeypatch):
+    """A step that is not committed needs no second state."""
+    monkeypatch.setattr(sharded_optimizer, "COPIED_BYTES", 2048)
     members = four()
-    with monkeypatch.context() as patched:
-        patched.setattr(PieceUpdates, "run", counts)
-        enter(members, lambda member: member.attempt(commits=False))
-    assert len(copied) > 4 * 2
-    assert max(copied) < 2048 + gradient_units.UNIT_BYTES
+    enter(members, lambda member: member.attempt(commits=False))
+    assert len(updated) > 4 * 2
+    assert max(map(sum, updated)) < 2048 + gradient_units.UNIT_BYTES
     enter(members, Member.attempt)
     check_equal(members, plain_after(1))
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_small_state_is_updated_once(once, monkeypatch):
+def test_small_state_is_updated_once(once, updated, monkeypatch):
     """A large one is updated before the commit and behind it, which takes less memory."""
     if once:
         monkeypatch.setattr(sharded_optimizer, "KEPT_BYTES", 1 << 20)
-    updated, run = [], PieceUpdates.run
-
-    def counts(updates, tensors, *given, **options):
-        updated.extend(tensors)
-        run(updates, tensors, *given, **options)
-
     members = four()
-    with monkeypatch.context() as patched:
-        patched.setattr(PieceUpdates, "run", counts)
-        enter(members, Member.attempt)
-    assert (len(updated) == sum(len(member.sharding.held) for member in members)) is once
+    enter(members, Member.attempt)
+    held = sum(len(member.sharding.held) for member in members)
+    assert (sum(map(len, updated)) == held) is once
     enter(members, Member.attempt)
     check_equal(members, plain_after(2))
 
