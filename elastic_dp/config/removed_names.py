@@ -30,6 +30,10 @@ REMOVED_NAMES = {
     "max_losses_of_micro_batch": (
         "FailureConfig.max_losses_of_micro_batch does not exist any more: it is 5"
     ),
+    "zones": (
+        "ScalingConfig.zones does not exist any more: write "
+        'label_selector={"ray.io/availability-zone": "in(a,b)"}'
+    ),
     "labels": "labels= does not exist any more: put them into config=, or into the run's name",
     "release_timeout_s": (
         "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -68,10 +68,9 @@ class ScalingConfig:
     - `market`: "spot", "on-demand", "spot-first" (on-demand if no spot node is available) or "any".
     - `min_on_demand`: the number of workers that are requested on on-demand nodes, whatever the
       market. They stay when others can leave.
-    - `zones`: each worker is requested in the zone with the fewest workers, and in any other if
-      that has no room.
     - `label_selector`: other labels of its node, in Ray's syntax: {"ray.io/accelerator-type":
-      "in(A100,H100)"}.
+      "in(A100,H100)"}. Of several zones, as in {"ray.io/availability-zone": "in(a,b)"}, each worker
+      is requested in the one with the fewest workers, and in any of them if that has no room.
     """
 
     min_workers: int = 1
@@ -84,7 +83,6 @@ class ScalingConfig:
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
     min_on_demand: int = 0
-    zones: Sequence[str] = ()
     label_selector: Mapping[str, str] = field(default_factory=dict)
     balance: Literal["equal", "measured"] = "equal"
     priority: int = 0
@@ -106,10 +104,6 @@ class ScalingConfig:
             raise SpecError(
                 f"ScalingConfig.priority is {self.priority!r}, must be a whole number; "
                 "a higher one comes first"
-            )
-        if not valid_labels(self.zones):
-            raise SpecError(
-                f"ScalingConfig.zones is {self.zones!r}, must be a list of names (valid labels)"
             )
         self._check_label_selector()
         for name in ("min_on_demand", "min_workers"):
@@ -167,13 +161,12 @@ class ScalingConfig:
                     "takes a label's name, and as its value a, !a, in(a,b) or !in(a,b), of up to "
                     "63 letters, digits, '-', '_' and '.' each"
                 )
-        market = self.market != "any" or self.min_on_demand > 0
-        for label, asks in (("market-type", market), ("availability-zone", bool(self.zones))):
-            if asks and f"ray.io/{label}" in selector:
-                raise SpecError(
-                    f"ScalingConfig.label_selector names ray.io/{label}, which market, "
-                    "min_on_demand or zones request, too; use only one of them"
-                )
+        asks_for_market = self.market != "any" or self.min_on_demand > 0
+        if asks_for_market and "ray.io/market-type" in selector:
+            raise SpecError(
+                "ScalingConfig.label_selector names ray.io/market-type, which market or "
+                "min_on_demand request, too; use only one of them"
+            )
 
     @property
     def num_virtual_workers(self) -> int:

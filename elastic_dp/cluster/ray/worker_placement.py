@@ -31,7 +31,8 @@ def placement_preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> l
     others = list(others)
     firm = sum(labels.get(MARKET) == "on-demand" for labels in others)
     markets = _markets(scaling, firm)
-    zone, always = _zone(scaling, others), dict(scaling.label_selector)
+    always = dict(scaling.label_selector)
+    zone = _zone(always.get(ZONE, ""), others)
     asked = [always | labels | zone for labels in markets if zone]
     asked += [always | labels for labels in markets]
     return [] if asked == [{}] else asked
@@ -45,10 +46,11 @@ def _markets(scaling: ScalingConfig, firm: int) -> list[Labels]:
     return [{MARKET: EITHER if scaling.market == "spot-first" else "spot"}]
 
 
-def _zone(scaling: ScalingConfig, others: list[Labels]) -> Labels:
-    """Return the zone with the fewest workers; {} if the job names no zones."""
+def _zone(wanted: str, others: list[Labels]) -> Labels:
+    """Return the zone with the fewest workers; {} if the job does not name several."""
+    zones = label_values(wanted) if wanted.startswith("in(") else []
     taken = Counter(labels.get(ZONE) for labels in others)
-    fewest = min(scaling.zones, key=lambda zone: taken[zone], default=None)
+    fewest = min(zones, key=lambda zone: taken[zone], default=None)
     return {} if fewest is None else {ZONE: fewest}
 
 

@@ -9,6 +9,7 @@ from elastic_dp.config import ScalingConfig
 
 SPOT, FIRM = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
 EITHER = {"ray.io/market-type": "in(spot,on-demand)"}
+ZONES = {"ray.io/availability-zone": "in(a,b)"}
 A, B = {"ray.io/availability-zone": "a"}, {"ray.io/availability-zone": "b"}
 
 
@@ -46,21 +47,22 @@ def test_a_floor_of_on_demand_workers_is_kept_when_one_is_lost():
 
 
 def test_workers_are_spread_over_zones_where_these_have_room():
-    assert in_turn(3, zones=["a", "b"]) == [A, B, A]
-    assert placement_preferences(scaling(zones=["a", "b"]), [A]) == [B, {}]
-    assert placement_preferences(scaling(zones=["a"], market="spot-first"), []) == [
+    assert in_turn(3, label_selector=ZONES) == [A, B, A]
+    assert placement_preferences(scaling(label_selector=ZONES), [A]) == [B, ZONES]
+    assert placement_preferences(scaling(label_selector=ZONES, market="spot-first"), []) == [
         EITHER | A,
-        EITHER,
+        EITHER | ZONES,
     ]
+    assert placement_preferences(scaling(label_selector=A), []) == [A]
 
 
 def test_label_selector_and_accelerator_are_part_of_every_node_request():
     """The kind also where it is a resource, as Ray counts it."""
     h100 = {"ray.io/accelerator-type": "H100"}
     assert placement_preferences(scaling(label_selector=h100), []) == [h100]
-    asked = placement_preferences(scaling(label_selector=h100, market="spot", zones=["a"]), [])
-    assert asked == [h100 | SPOT | A, h100 | SPOT]
-    assert actor_options(asked)["fallback_strategy"] == [{"label_selector": h100 | SPOT}]
+    asked = placement_preferences(scaling(label_selector=h100 | ZONES, market="spot"), [])
+    assert asked == [h100 | SPOT | A, h100 | SPOT | ZONES]
+    assert actor_options(asked)["fallback_strategy"] == [{"label_selector": h100 | SPOT | ZONES}]
     assert (
         why_none_matches([h100 | SPOT], [SPOT])
         and why_none_matches([h100 | SPOT], [h100 | SPOT]) == ""
