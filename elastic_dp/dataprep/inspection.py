@@ -20,7 +20,7 @@ from elastic_dp.errors import DataError
 from elastic_dp.sampling import Order
 from elastic_dp.sampling.growing_order import row_groups_at_least
 from elastic_dp.sampling.order import OPEN_BYTES, STREAMS
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import redact_url
 
 LARGE_BYTES = 16 << 20  # of a row group, decoded
 AIM_BYTES = 2 << 20
@@ -142,9 +142,7 @@ class _Job:
 
     def __init__(self, config: DataConfig, index: Index, virtual_workers: int) -> None:
         self.config, self.index, self.virtual_workers = config, index, virtual_workers
-        self.row_groups = ShardRowGroups(
-            config, index, [Store(u, config.storage_options) for u in config.urls]
-        )
+        self.row_groups = ShardRowGroups(config, index)
         self.stored = index.ends - index.starts
         self.global_batch = virtual_workers * config.micro_batch_size
         self.order: Order | None = None  # None: there is not a single step

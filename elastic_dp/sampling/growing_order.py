@@ -138,6 +138,9 @@ class GrowingOrder:
             return Segments(nothing, nothing, nothing, nothing)
         return nothing, nothing
 
+    def locate_each(self, steps: range, virtual_worker: int) -> list[Any]:
+        return [self.locate(step, virtual_worker) for step in steps]
+
     # ---------------------------------------------------------------------------- private
 
     def _in_base(self, step: int, virtual_worker: int) -> tuple[int, int] | None:

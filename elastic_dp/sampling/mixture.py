@@ -170,12 +170,11 @@ class Mixture:
         """Return the row groups and the rows in them, one pair per row of the micro-batch, in
         order.
         """
-        return self.locate_steps(range(step, step + 1), virtual_worker)
+        (located,) = self.locate_each(range(step, step + 1), virtual_worker)
+        return located
 
-    def locate_steps(self, steps: range, virtual_worker: int) -> tuple[Ints, Ints]:
-        """Like `locate`, for the micro-batches of consecutive steps, which costs little more than
-        one.
-        """
+    def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
+        """Like `locate`, for each step. Steps together cost little more than one."""
         assert steps.start >= 1 and 0 <= virtual_worker < self.virtual_workers, "no such step"
         b = self.micro_batch_size
         groups, rows = np.empty((2, len(steps) * b), dtype=np.int64)
@@ -197,7 +196,7 @@ class Mixture:
                 found, rows[offset + at] = self._locate_in_source(source, virtual_worker, index)
                 groups[offset + at] = found + self._first_group[source]
             step = end
-        return groups, rows
+        return [(groups[at : at + b], rows[at : at + b]) for at in range(0, len(groups), b)]
 
     def _locate_in_source(self, source: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
         """Locate rows of a source. `index` counts the virtual worker's rows of it through all

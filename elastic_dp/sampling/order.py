@@ -36,7 +36,7 @@ row.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -51,23 +51,8 @@ STREAMS = 8  # per virtual worker, at most
 OPEN_BYTES = 256 << 20
 _ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
-_ROWS_AHEAD = 512  # that are located together, since NumPy takes hardly longer for them than for 8
 
 Shuffle = Literal["none", "rows", "full"]
-
-
-class _Located(NamedTuple):
-    """Consecutive rows of one virtual worker, of which the first is number `first` of its share."""
-
-    epoch: int
-    first: int
-    group: Ints
-    row: Ints
-
-    def has(self, epoch: int, first: int, last: int) -> bool:
-        """Return whether the rows from `first` up to `last` of the share are among these."""
-        within = self.first <= first and last <= self.first + len(self.row)
-        return self.epoch == epoch and within
 
 
 class Order:
@@ -75,8 +60,8 @@ class Order:
 
     `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the number
     of stored bytes of each; None stands for small ones. `streams` is S. It holds 8 bytes per row
-    group, 16 more for each of up to two lines, and 8 KiB for each virtual worker whose rows were
-    located.
+    group, and 16 more for each of up to two lines.
+
     Raises DataError if an epoch has no complete step.
     """
 
@@ -103,7 +88,6 @@ class Order:
         else:
             self._file_bounds = bounds_of(self._group_rows)
         self._lines: dict[int, EpochOrder] = {}
-        self._located: dict[int, _Located] = {}  # by virtual worker: the last ones
 
     @property
     def identity(self) -> str:
@@ -158,22 +142,24 @@ class Order:
 
     def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
         """Return the row groups and the rows in them, one pair per row of the micro-batch, in
-        order; both are read-only.
+        order.
         """
+        (located,) = self.locate_each(range(step, step + 1), virtual_worker)
+        return located
+
+    def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
+        """Like `locate`, for each step. Steps of an epoch together cost as much as one."""
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
-        epoch = self.epoch_of(step)
-        first = (step - 1) % self.steps_per_epoch * self.micro_batch_size
-        last = first + self.rows(step, virtual_worker)
-        near = self._located.get(virtual_worker)
-        if near is None or not near.has(epoch, first, last):
-            ahead = max(last, min(first + _ROWS_AHEAD, self.share(virtual_worker)))
-            index = np.arange(first, ahead, dtype=np.int64)
-            near = _Located(epoch, first, *self.locate_in_share(epoch, virtual_worker, index))
-            for kept in near.group, near.row:
-                kept.flags.writeable = False  # callers get views of them
-            self._located[virtual_worker] = near
-        cut = slice(first - near.first, last - near.first)
-        return near.group[cut], near.row[cut]
+        found, step, b = list[tuple[Ints, Ints]](), steps.start, self.micro_batch_size
+        while step < steps.stop:
+            epoch, first = self.epoch_of(step), (step - 1) % self.steps_per_epoch
+            count = min(steps.stop - step, self.steps_per_epoch - first)
+            stop = min((first + count) * b, self.share(virtual_worker))
+            index = np.arange(min(first * b, stop), stop, dtype=np.int64)
+            groups, rows = self.locate_in_share(epoch, virtual_worker, index)
+            found += [(groups[at : at + b], rows[at : at + b]) for at in range(0, count * b, b)]
+            step += count
+        return found
 
     def locate_in_share(self, epoch: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
         """Like `locate`, for rows of the virtual worker's share; `index` counts them from 0 in its

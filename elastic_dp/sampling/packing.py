@@ -115,14 +115,12 @@ class PackedOrder:
 
     def locate(self, step: int, virtual_worker: int) -> Segments:
         """Return what the rows of the micro-batch consist of."""
-        ((segments, _),) = self.locate_each(range(step, step + 1), virtual_worker)
+        (segments,) = self.locate_each(range(step, step + 1), virtual_worker)
         return segments
 
-    def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Segments, int]]:
-        """Return (segments, number of rows) for each step. Steps of an epoch are located together,
-        which costs as much as one.
-        """
-        found: list[tuple[Segments, int]] = []
+    def locate_each(self, steps: range, virtual_worker: int) -> list[Segments]:
+        """Like `locate`, for each step. Steps of an epoch together cost as much as one."""
+        found: list[Segments] = []
         b, per_epoch = self.micro_batch_size, self.steps_per_epoch
         step = steps.start
         while step < steps.stop:
@@ -136,8 +134,7 @@ class PackedOrder:
             for number in range(count):
                 part = slice(cuts[number], cuts[number + 1])
                 groups, starts, lengths, places = (of_all[part] for of_all in located)
-                rows = min(max(len(index) - number * b, 0), b)
-                found.append((Segments(groups, starts, lengths, places - number * tokens), rows))
+                found.append(Segments(groups, starts, lengths, places - number * tokens))
             step += count
         return found
 

@@ -41,7 +41,10 @@ class FakeRowGroups:
         before: Callable[[int], None] = lambda number: None,
         row_bytes: int = 8 + 4 * WIDTH,
         mapped: bool = True,
+        threads: int = 4,
     ) -> None:
+        self.index, self.counts = None, dict[str, float]()
+        self.threads = lambda: threads
         self.mapped = mapped
         self.rows = np.asarray(sizes, dtype=np.int64)
         self.nbytes = self.rows * row_bytes

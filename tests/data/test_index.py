@@ -47,8 +47,7 @@ def config(url: Path | str | list | dict, **changes) -> DataConfig:
 
 
 def opened(wanted: DataConfig, index: Index | None = None) -> ShardRowGroups:
-    stores = [Store(url, wanted.storage_options, timeout_s=PATIENCE_S) for url in wanted.urls]
-    return ShardRowGroups(wanted, index or read_index(wanted), stores)
+    return ShardRowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
 
 
 def printed_by(script: str, *arguments: str) -> list[int]:
@@ -374,10 +373,9 @@ import sys
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.config import DataConfig
-from elastic_dp.storage import Store
 def opened(url):
     config = DataConfig(url, micro_batch_size=8)
-    return ShardRowGroups(config, read_index(config), [Store(url, timeout_s=5)])
+    return ShardRowGroups(config, read_index(config))
 opened(sys.argv[1] + "/small").read(0)
 groups = opened(sys.argv[1] + "/large")
 before = peak_kib()

@@ -18,7 +18,6 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError, StorageError
-from elastic_dp.storage import Store
 from tests.storage.conftest import send
 from tests.storage.servers import s3_options
 
@@ -46,7 +45,7 @@ def names(index: Index) -> list[str]:
 def ids(wanted: DataConfig) -> list[int]:
     """Read the ids as a worker does, which lists nothing."""
     index = read_index(wanted)
-    groups = ShardRowGroups(wanted, index, [Store(u, wanted.storage_options) for u in wanted.urls])
+    groups = ShardRowGroups(wanted, index)
     found = [groups.read(number)[0]["id"] for number in range(len(index.rows))]
     return np.concatenate(found).tolist()
 

@@ -16,7 +16,6 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Store
 
 ROWS = (70, 45, 1)
 
@@ -275,11 +274,8 @@ def test_row_groups_of_a_mapped_arrow_file_count_in_the_budget(tmp_path):
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(values, 64)})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table, max_chunksize=1024)
-    groups = ShardRowGroups(
-        config := DataConfig(tmp_path, micro_batch_size=64),
-        read_index(config),
-        [Store(str(tmp_path), None)],
-    )
+    config = DataConfig(tmp_path, micro_batch_size=64)
+    groups = ShardRowGroups(config, read_index(config))
     _, nbytes = groups.read(0)
     groups.close()
     assert nbytes == 1024 * 64 * 4

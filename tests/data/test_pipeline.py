@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets.sharded import StreamingDataset
+from elastic_dp.data.datasets.micro_batch_stream import ShardStream
+from elastic_dp.data.datasets.opening import stream_of
 from elastic_dp.data.pipeline.block_memory import BlockMemory
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, Planner
 from elastic_dp.errors import StorageError
@@ -148,15 +149,15 @@ def test_a_micro_batch_that_somebody_waits_for_needs_no_room():
 # ------------------------------------------------------------------------------------- the threads
 
 
-def opened(groups: FakeRowGroups, transform=None, **options) -> StreamingDataset:
+def opened(groups: FakeRowGroups, transform=None) -> ShardStream:
     config = DataConfig(
         "fake://", micro_batch_size=ROWS, shuffle="none", epochs=1, transform=transform
     )
     order = Order(group_rows=groups.rows, virtual_workers=1, micro_batch_size=ROWS, shuffle="none")
-    return StreamingDataset(config, groups, order, **options)
+    return stream_of(config, groups, order)
 
 
-def take_all(data: StreamingDataset) -> None:
+def take_all(data: ShardStream) -> None:
     for step in range(1, data.steps_per_epoch + 1):
         assert data.batch(step, 0)["id"][0] == ROWS * (step - 1)
     data.close()
@@ -164,7 +165,7 @@ def take_all(data: StreamingDataset) -> None:
 
 @pytest.mark.parametrize("fit", [80, 5])
 def test_reads_in_flight_are_limited_by_threads_and_memory(fit):
-    groups, opens, inside = FakeRowGroups([ROWS] * 80), threading.Event(), set[int]()
+    groups, opens, inside = FakeRowGroups([ROWS] * 80, threads=16), threading.Event(), set[int]()
     most = 0
 
     def before(number: int) -> None:
@@ -175,8 +176,8 @@ def test_reads_in_flight_are_limited_by_threads_and_memory(fit):
         inside.discard(number)
 
     groups.before = before
-    data = opened(groups, threads=16)
-    data._stream._pipeline.memory.limit = fit * int(groups.nbytes[0])
+    data = opened(groups)
+    data._pipeline.memory.limit = fit * int(groups.nbytes[0])
     data.read_ahead(1, [0])
     eventually(lambda: len(inside) == min(fit, 16))
     opens.set()
@@ -196,8 +197,8 @@ def test_reading_threads_follow_a_limit_that_changes():
 
     groups.before = before
     data = opened(groups)
-    pipeline = data._stream._pipeline
-    pipeline._at_once = lambda: limit
+    pipeline = data._pipeline
+    groups.threads = lambda: limit
     data.read_ahead(1, [0])
     eventually(lambda: len(inside) == 2)
     for limit in (8, 1):  # it is looked at when a read ends
@@ -219,8 +220,8 @@ def test_the_budget_is_kept_and_nobody_waits_for_ever(data):
         group_rows=sizes, virtual_workers=3, micro_batch_size=4, shuffle=shuffle, tail="short"
     )
     config = DataConfig("fake://", micro_batch_size=4, shuffle=shuffle, tail="short")
-    opened = StreamingDataset(config, groups, order, threads=4)
-    opened._stream._pipeline.memory.limit = int(groups.nbytes.max())
+    opened = stream_of(config, groups, order)
+    opened._pipeline.memory.limit = int(groups.nbytes.max())
     opened.read_ahead(1, [0, 1, 2])
     seen: list[int] = []
     for step in range(1, order.steps_per_epoch + 1):
@@ -255,8 +256,8 @@ def test_row_groups_that_came_before_a_store_error_are_there_next_time():
         if number == 5 and refused:
             raise refused.pop()
 
-    groups = FakeRowGroups([ROWS // 2] * 6, before=before)
-    data = opened(groups, transform=lambda batch, rng: batch, threads=6)  # one by one
+    groups = FakeRowGroups([ROWS // 2] * 6, before=before, threads=6)
+    data = opened(groups, transform=lambda batch, rng: batch)  # one by one
     data.read_ahead(1, [0])
     eventually(lambda: data.counts["row_groups_read"] == 4)
     go.set()
@@ -292,4 +293,4 @@ def test_closing_wakes_who_waits_and_ends_all_threads():
     go.set()
     closing.join(PATIENCE_S)
     assert woken
-    assert not any(thread.is_alive() for thread in data._stream._pipeline._threads)
+    assert not any(thread.is_alive() for thread in data._pipeline._threads)

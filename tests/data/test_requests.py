@@ -29,8 +29,8 @@ def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")
     wanted = config(in_memory(tmp_path), columns=["a", "c"])
     index = read_index(wanted)
-    store = Store(wanted.url)
-    groups = ShardRowGroups(wanted, index, [store])
+    groups = ShardRowGroups(wanted, index)
+    (store,) = groups._stores
     requests, asked = [], []
     for number in (1, 0, 1):
         before = store.counts
@@ -64,7 +64,7 @@ def test_reader_of_a_shard_is_kept_without_the_bytes_that_it_read(tmp_path, monk
     table = pa.table({"x": np.random.default_rng(0).random(1 << 12)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1 << 10, compression="none")
     wanted = config(in_memory(tmp_path))
-    groups = ShardRowGroups(wanted, read_index(wanted), [Store(wanted.url)])
+    groups = ShardRowGroups(wanted, read_index(wanted))
     monkeypatch.setattr(ShardAt, "read", reading)
     monkeypatch.setattr(pq, "ParquetFile", opening)
     for number in (0, 3, 1):
@@ -89,8 +89,8 @@ def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypat
     assert earlier.digest == index.digest
     groups_of_shard = int(index.group_bounds[1])
     for known, expected in ((index, [1, 1, 2]), (earlier, [2, 2, 2])):
-        store = Store(wanted.url)
-        groups = ShardRowGroups(wanted, known, [store])
+        groups = ShardRowGroups(wanted, known)
+        (store,) = groups._stores
         requests = []
         for shard in range(3):
             before = store.counts.requests

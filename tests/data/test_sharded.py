@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets.opening import check_memory
-from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation
+from elastic_dp.data.datasets.micro_batch_stream import Evaluation, ShardStream
+from elastic_dp.data.datasets.opening import check_memory, rows_in_file_order, stream_of
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
@@ -38,11 +38,11 @@ def order_of(sizes=SIZES, **changes) -> Order:
     )
 
 
-def opened(groups=None, order=None, **changes) -> StreamingDataset:
+def opened(groups=None, order=None, **changes) -> ShardStream:
     config = DataConfig("fake://", **({"micro_batch_size": B, "seed": 3} | changes))
     groups = groups or FakeRowGroups(SIZES)
     shape = {"shuffle": config.shuffle, "tail": config.tail}
-    return StreamingDataset(config, groups, order or order_of(groups.rows, **shape), threads=4)
+    return stream_of(config, groups, order or order_of(groups.rows, **shape))
 
 
 def expected(order, groups: FakeRowGroups, step: int, v: int) -> list[int]:
@@ -79,7 +79,7 @@ def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness,
     memory = [int(groups.nbytes.sum()), 1 << 20, 1 << 30][tightness]
     with short_plans():
         data = opened(groups, shuffle=shuffle, tail="short")
-    data._stream._pipeline.memory.limit = memory
+    data._pipeline.memory.limit = memory
     step = 1
     for what, number, who in history:
         if what == "ahead":
@@ -170,8 +170,7 @@ def test_row_groups_in_memory_stay_when_virtual_workers_move():
     data.read_ahead(1, [0, 1])
     for v in (0, 1):
         data.batch(1, v)
-    stream = data._stream
-    wanted = {g for v in (0, 1) for s in range(2, 6) for g in stream._order.locate(s, v)[0]}
+    wanted = {g for v in (0, 1) for s in range(2, 6) for g in data._order.locate(s, v)[0]}
     before = list(groups.reads)
     data.read_ahead(2, [0, 1, 2])
     for step in range(2, 6):
@@ -189,7 +188,7 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
     order = order_of(sizes)
     left, came = FakeRowGroups(sizes), FakeRowGroups(sizes)
     old, new = opened(left, order), opened(came, order)
-    new._stream.end_after(last + 40)  # before a stream's end, which lies where another one began
+    new.last_step = last + 40  # before a stream's end, which lies where another one began
     old.read_ahead(1, range(V))
     for step in range(1, last + 1):
         for v in range(V):
@@ -208,16 +207,16 @@ def test_changed_share_locates_no_row_that_stays_again():
     """A generation that begins waits for it, so it must not cost by how much was planned."""
     data = opened(FakeRowGroups([1024] * 600))
     data.read_ahead(1, range(V))
-    planner = data._stream._pipeline._planner
+    planner = data._pipeline._planner
     eventually(lambda: min(planner.cursors.values(), default=0) > 1000)
     located: list[int] = []
-    locate = data._stream.locate
+    locate = data.locate
     planned_to = min(planner.cursors.values())
-    data._stream.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
+    data.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
     data.read_ahead(1, [1, 2])
     eventually(lambda: located)
     assert all(step >= planned_to for step in located)
-    check(data.batch(1, 2), expected(data._order, data._stream._row_groups, 1, 2))
+    check(data.batch(1, 2), expected(data._order, data._row_groups, 1, 2))
     data.close()
 
 
@@ -289,7 +288,7 @@ def test_too_little_memory_is_an_error_that_names_the_row_group():
 
 
 def num_made(data) -> int:
-    return len(data._stream._pipeline._outbox._ready)
+    return len(data._pipeline._outbox._ready)
 
 
 @pytest.mark.parametrize(("transform", "together"), [(None, 128), (lambda batch, rng: batch, 1)])
@@ -301,7 +300,7 @@ def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
     data = opened(groups, epochs=None, memory_bytes=budget, transform=transform)
     data.read_ahead(1, [0])
     data.batch(1, 0)
-    planner = data._stream._pipeline._planner
+    planner = data._pipeline._planner
     left = 4 * together - (together > 1)  # but for the one that was taken
     eventually(lambda: num_made(data) >= left)
     assert (planner.waiting, num_made(data)) == (4, left)
@@ -349,11 +348,11 @@ def test_processes_give_the_same_bits_as_the_callers_thread():
             seed_everything(batch_seed(3, step, v))
             one, other = here.batch(step, v), there.batch(step, v)
             assert repr(one) == repr(other)
-    pids = [process.pid for process in there._stream._processes]
+    pids = [process.pid for process in there._processes]
     assert len(pids) == 2
     here.close()
     there.close()
-    assert not [thread for thread in there._stream._pipeline._threads if thread.is_alive()]
+    assert not [thread for thread in there._pipeline._threads if thread.is_alive()]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -482,7 +481,7 @@ def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
     data = opened(FakeRowGroups([16] * 8, bad=[2]), shuffle="none", on_bad_shard="skip")
     data.read_ahead(1, range(V))
     data.batch(1, 0)
-    eventually(lambda: 2 in data._stream._pipeline.bad)
+    eventually(lambda: 2 in data._pipeline.bad)
     assert data.bad_row_groups(1, 0) == set()
     assert data.batch(2, 0) is None
     assert data.bad_row_groups(2, 0) == {2}
@@ -513,7 +512,8 @@ def test_more_bad_rows_than_the_limit_are_refused():
 
 def test_evaluation_is_every_row_once_in_file_order_and_reads_each_row_group_once():
     groups = FakeRowGroups(SIZES)
-    data = StreamingEvaluation(DataConfig("fake://", micro_batch_size=B), groups, threads=2)
+    config, order = DataConfig("fake://", micro_batch_size=B), rows_in_file_order(groups.rows, B)
+    data = Evaluation(stream_of(config, groups, order, evaluation=True))
     data.read_ahead(range(5, data.num_batches))
     late = [data.batch(i)["id"].tolist() for i in range(5, data.num_batches)]
     early = [data.batch(i)["id"].tolist() for i in range(5)]

@@ -12,7 +12,6 @@ import pyarrow as pa
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
-from elastic_dp.storage import Store
 
 Columns = dict[str, list[Any]]
 
@@ -20,9 +19,7 @@ Columns = dict[str, list[Any]]
 def in_place(config: DataConfig) -> Columns:
     """All rows, in file order."""
     index = read_index(config)
-    groups = ShardRowGroups(
-        config, index, [Store(url, config.storage_options) for url in config.urls]
-    )
+    groups = ShardRowGroups(config, index)
     found: Columns = {name: [] for name, _ in index.columns}
     try:
         for number in range(len(index.rows)):

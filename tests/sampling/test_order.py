@@ -226,14 +226,6 @@ def test_a_pure_function_of_step_and_virtual_worker():
         assert located(forward, asked) == there
 
 
-def test_rows_that_were_located_ahead_cannot_be_written_to():
-    """Later calls return views of the same rows."""
-    order = Order(group_rows=[100] * 8, virtual_workers=4, micro_batch_size=4)
-    for array in order.locate(1, 0):
-        with pytest.raises(ValueError, match="read-only"):
-            array += 1
-
-
 @pytest.mark.parametrize("shuffle", ["none", "rows", "full"])
 def test_rows_that_were_located_ahead_are_those_of_their_step(shuffle):
     """Also where those of the last call end within a micro-batch, an epoch or a short step."""

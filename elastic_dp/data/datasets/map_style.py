@@ -12,7 +12,7 @@ import hashlib
 import random
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,12 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, default_collate
 
 from elastic_dp.config import MapStyleData
-from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.pipeline.collation import aligned_tensors, located, nbytes_of, pinned
+from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
+from elastic_dp.data.pipeline.collation import aligned_tensors, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.pipeline import Pipeline
 from elastic_dp.data.pipeline.planner import MicroBatch
-from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import GrowingOrder, Order, StepSchedule, batch_seed
 
 Ints = npt.NDArray[np.int64]
@@ -39,132 +37,80 @@ _ROWS_NAMED = 8
 _PROBED, _READS, _PROBING_S, _PROBE_SEED = 4, 3, 20.0, 7919
 
 
-class _NoRowGroups:
-    """A data set without row groups, so that none can be bad."""
+class ItemStream(MicroBatchStream):
+    """Micro-batches of a map-style dataset, which is one row group that the dataset itself
+    reads."""
 
-    index: Index | None = None
+    _config: MapStyleData
 
-    def mark_bad(self, row_groups: Iterable[int]) -> None:
-        assert not list(row_groups), "map-style data has no row groups"
-
-    def describe_row_group(self, row_group: int) -> str:
-        raise AssertionError("map-style data has no row groups")
-
-
-class MapStyleDataset(_NoRowGroups):
-    """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead
-    (see pipeline.py)."""
-
-    def __init__(self, config: MapStyleData, *, schedule: StepSchedule, pin: bool = False) -> None:
-        self._config, self._pin = config, pin
-        self._order: Order | GrowingOrder = Order(
-            group_rows=(_length(config),),
+    def __init__(
+        self,
+        config: MapStyleData,
+        *,
+        schedule: StepSchedule | None = None,
+        evaluation: bool = False,
+        pin: bool = False,
+    ) -> None:
+        schedule, length = schedule or StepSchedule(1), _length(config)
+        base = Order(
+            group_rows=(length,),
             virtual_workers=schedule.least,
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
-            shuffle="full" if config.shuffle else "none",
-            tail=config.tail,
+            shuffle="full" if config.shuffle and not evaluation else "none",
+            tail="short" if evaluation else config.tail,
         )
-        if len(schedule.numbers) > 1:
-            self._order = GrowingOrder(self._order, schedule)
-        self.num_rows, self.steps_per_epoch = self._order.num_rows, self._order.steps_per_epoch
-        self.fingerprint = _digest(config, self.num_rows, self._order.identity)
-        self.last_step = None if config.epochs is None else self.steps_of(config.epochs)
-        self._processes = [
-            UserCodeProcess(f"data process {number + 1} of {config.workers}")
-            for number in range(config.workers)
-        ]
+        order = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
+        workers = 0 if evaluation else config.workers
+        super().__init__(config, order, workers=workers, pin=pin)
+        identity = f"evaluation {config.micro_batch_size}" if evaluation else order.identity
+        self.fingerprint = _digest(config, length, identity)
         self._pipeline = Pipeline(
             self,
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=AHEAD_BYTES,
-            assemblers=config.workers,
+            assemblers=workers,
         )
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return {"waited_s": self._pipeline.waited_s}
-
-    def steps_of(self, epochs: int) -> int:
-        return self._order.steps_of(epochs)
-
-    def epoch_of(self, step: int) -> int:
-        return self._order.epoch_of(step)
-
-    def ends_epoch(self, step: int) -> bool:
-        return self._order.ends_epoch(step)
-
-    def rows(self, step: int, virtual_worker: int) -> int:
-        return self._order.rows(step, virtual_worker)
-
-    def masked(self, step: int, virtual_worker: int) -> int:
-        return 0
-
-    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
-        return frozenset()
-
-    def check_bad(self, row_groups: Iterable[int]) -> None:
-        pass
-
-    def batch(self, step: int, virtual_worker: int) -> Any:
-        if not self._processes:
-            return _fetch_here(self._config, self._order.locate(step, virtual_worker)[1], self._pin)
-        self._start_processes()
-        try:
-            return self._pipeline.take(step, virtual_worker)
-        except UserCodeError as error:
-            where = self.describe(step, virtual_worker)
-            raise located(error, step, virtual_worker, where) from None
+        if config.epochs is not None:
+            self.last_step = self.steps_of(config.epochs)
 
     def describe(self, step: int, virtual_worker: int) -> str:
         return _describe(self._order.locate(step, virtual_worker)[1])
 
-    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
-        """Does nothing without processes: items are fetched in `batch` then."""
+    def batch(self, step: int, virtual_worker: int) -> Any:
         if self._processes:
-            self._start_processes()
-            self._pipeline.read_ahead(step, virtual_workers)
+            return super().batch(step, virtual_worker)
+        made = _fetch(self._config, self._order.locate(step, virtual_worker)[1])
+        # Tensors from another process are aligned already.
+        return pinned(made) if self._pin else aligned_tensors(made)
 
-    def close(self) -> None:
-        """Does not close the dataset, which belongs to the user."""
-        self._pipeline.close()
-        for process in self._processes:
-            process.close()
-        self._pipeline.join()
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        """Does nothing without processes: items may draw from the caller's generators."""
+        if self._processes:
+            super().read_ahead(step, virtual_workers)
 
-    def _start_processes(self) -> None:
-        if self._processes[0].pid is None:
-            pickled = pickle_with_modules(_ItemsCall(self._config))
-            for process in self._processes:
-                process.start(pickled)
+    def _call(self) -> _ItemsCall:
+        return _ItemsCall(self._config)
 
     # ------------------------------------------------------------- what micro-batches are made of
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Ints, int]]:
-        found = [self._order.locate(step, virtual_worker)[1] for step in steps]
-        return [(indices, len(indices)) for indices in found]
-
-    def parts(self, before: Ints, after: Ints) -> bool:
-        return False
+        each = self._order.locate_each(steps, virtual_worker)
+        return [(indices, len(indices)) for _, indices in each]
 
     def row_groups(self, works: Sequence[Ints]) -> Sequence[int]:
         """None: the dataset itself reads."""
         return ()
 
-    def changes(self, works: Sequence[Ints], content: Any) -> bool:
-        return False
-
     def assembly(self, wanted: Sequence[MicroBatch]) -> _ItemsAssembly:
-        return _ItemsAssembly(wanted, self._processes, self._pin)
+        return _ItemsAssembly(self, wanted, self._pin)
 
 
 class _ItemsAssembly:
     """An `Assembly` (see pipeline.py) in another process."""
 
-    def __init__(
-        self, wanted: Sequence[MicroBatch], processes: Sequence[UserCodeProcess], pin: bool
-    ) -> None:
-        (self._one,), self._processes, self._pin = wanted, processes, pin
+    def __init__(self, stream: ItemStream, wanted: Sequence[MicroBatch], pin: bool) -> None:
+        self._stream, (self._one,), self._pin = stream, wanted, pin
 
     def copy(self, contents: dict[int, Any], may_keep: Mapping[int, int]) -> None:
         """Nothing is read."""
@@ -172,46 +118,9 @@ class _ItemsAssembly:
     def finish(
         self, left_out: set[int], failed: Mapping[int, Exception], producer: int
     ) -> tuple[list[Any], int, list[int]]:
-        made = self._processes[producer].run(self._one.work, *self._one.slot)
+        made = self._stream.in_process(self._one, producer, self._one.work)
         made = pinned(made) if self._pin else made
         return [made], nbytes_of(made), []
-
-
-class MapStyleEvaluation(_NoRowGroups):
-    """An `EvaluationData` (see dataset_interface.py)."""
-
-    def __init__(self, config: MapStyleData, *, pin: bool = False) -> None:
-        self._config, self._pin = config, pin
-        self.num_rows = _length(config)
-        self.num_batches = -(-self.num_rows // config.micro_batch_size)
-        self.fingerprint = _digest(config, self.num_rows, f"evaluation {config.micro_batch_size}")
-
-    def rows(self, index: int) -> int:
-        return len(self._indices(index))
-
-    def masked(self, index: int) -> int:
-        return 0
-
-    def check_left_out(self, rows: int) -> None:
-        pass
-
-    def batch(self, index: int) -> Any:
-        return _fetch_here(self._config, self._indices(index), self._pin)
-
-    def describe(self, index: int) -> str:
-        return _describe(self._indices(index))
-
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Does nothing: items may draw from the caller's generators."""
-
-    def close(self) -> None:
-        """Does not close the dataset, which belongs to the user."""
-
-    def _indices(self, index: int) -> Ints:
-        assert 0 <= index < self.num_batches, "no such batch"
-        first = index * self._config.micro_batch_size
-        last = min(first + self._config.micro_batch_size, self.num_rows)
-        return np.arange(first, last, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +185,6 @@ def _shape(item: Any) -> str:
     if isinstance(item, list | tuple):
         return f"[{', '.join(map(_shape, item))}]"
     return type(item).__name__
-
-
-def _fetch_here(config: MapStyleData, indices: Ints, pin: bool) -> Any:
-    """A micro-batch made in this process. Its tensors are aligned here; those from another process
-    are aligned already."""
-    batch = _fetch(config, indices)
-    return pinned(batch) if pin else aligned_tensors(batch)
 
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:

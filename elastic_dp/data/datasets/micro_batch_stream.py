@@ -1,31 +1,39 @@
-"""Micro-batches of shards by (step, virtual worker): what rows and packed rows have in common, and
-micro-batches of rows."""
+"""Data sets by (step, virtual worker): what all kinds have in common, and rows of shards.
+
+The order (`sampling/`) says which rows a micro-batch has. `pipeline` reads row groups in the order
+in which they are needed, and assembles micro-batches a few steps ahead. `batch` returns one, and
+runs the part of the user's code that must run in the caller's thread. With `workers`, that part
+runs ahead too, in other processes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from elastic_dp.config import DataConfig
+from elastic_dp.config import DataConfig, MapStyleData
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints, distinct
 from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.collation import Collator, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline, decoding_threads
+from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
-from elastic_dp.errors import UserCodeError
+from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.module_pickling import pickle_with_modules
-from elastic_dp.sampling import GrowingOrder, Mixture, Order, batch_seed
-from elastic_dp.storage import DiskCache, Store
+from elastic_dp.sampling import AnyOrder, batch_seed
+from elastic_dp.sampling.growing_order import row_groups_at_once
+from elastic_dp.storage import redact_url
 
 ASSEMBLERS = 2  # threads that make micro-batches, unless user code runs in processes
 AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
@@ -33,6 +41,155 @@ AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are mad
 # for 220 MiB in row groups of 1 to 5 MiB.
 SLACK_PART = 6
 ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
+
+
+class MicroBatchStream(ABC):
+    """A `Dataset` (see dataset_interface.py), and the `MicroBatchSource` of its pipeline (see
+    pipeline.py), which a subclass sets."""
+
+    index: Index | None = None
+    last_step: int | None = None  # nothing is read ahead for later steps
+    fingerprint: str
+    _pipeline: Pipeline
+
+    def __init__(
+        self, config: DataConfig | MapStyleData, order: AnyOrder, *, workers: int, pin: bool
+    ) -> None:
+        self._config, self._pin = config, pin
+        self._order: Any = order  # packed rows are located by segments, others by rows
+        self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
+        self._processes = [
+            UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
+        ]
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return {"waited_s": self._pipeline.waited_s}
+
+    def steps_of(self, epochs: int) -> int:
+        return self._order.steps_of(epochs)
+
+    def epoch_of(self, step: int) -> int:
+        return self._order.epoch_of(step)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self._order.ends_epoch(step)
+
+    def rows(self, step: int, virtual_worker: int) -> int:
+        return self._order.rows(step, virtual_worker)
+
+    def masked(self, step: int, virtual_worker: int) -> int:
+        return 0
+
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        return frozenset()
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        assert not list(row_groups), "none can be bad"
+
+    def check_left_out(self, rows: int) -> None:
+        assert not rows, "none can be bad"
+
+    def mark_bad(self, row_groups: Iterable[int]) -> None:
+        assert not list(row_groups), "none can be bad"
+
+    def describe_row_group(self, row_group: int) -> str:
+        raise AssertionError("there are no row groups")
+
+    @abstractmethod
+    def describe(self, step: int, virtual_worker: int) -> str:
+        """What the micro-batch consists of, for error messages."""
+
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        self._start_processes()
+        self._pipeline.read_ahead(step, virtual_workers)
+
+    def batch(self, step: int, virtual_worker: int) -> Any:
+        """None if none of its rows can be decoded."""
+        self._start_processes()
+        try:
+            made = self._pipeline.take(step, virtual_worker)
+            return made if made is None or self._processes else self._late(made)
+        except UserCodeError as error:
+            where = self.describe(step, virtual_worker)
+            raise located(error, step, virtual_worker, where) from error.__cause__
+
+    def close(self) -> None:
+        self._pipeline.close()
+        for process in self._processes:
+            process.close()
+        self._pipeline.join()
+
+    def in_process(self, wanted: MicroBatch, number: int, content: Any) -> Any:
+        """What the callable of the processes makes of the content of a micro-batch."""
+        return self._processes[number].run(content, *wanted.slot)
+
+    def _start_processes(self) -> None:
+        if self._processes and self._processes[0].pid is None:
+            pickled = pickle_with_modules(self._call())
+            for process in self._processes:
+                process.start(pickled)
+
+    @abstractmethod
+    def _call(self) -> Callable[..., Any]:
+        """The callable that the processes run."""
+
+    def _late(self, made: Any) -> Any:
+        """What the caller's thread does with a micro-batch, where there are no processes."""
+        return made
+
+    # ------------------------------------------------- what micro-batches are made of
+
+    @abstractmethod
+    def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]: ...
+
+    def parts(self, before: Any, after: Any) -> bool:
+        return False
+
+    def row_groups(self, works: Sequence[Any]) -> Sequence[int]:
+        """The row groups of a work are its first element."""
+        found: list[int] = distinct(np.concatenate([groups for groups, *_ in works])).tolist()
+        return found
+
+    def changes(self, works: Sequence[Any], content: Any) -> bool:
+        return False
+
+    @abstractmethod
+    def assembly(self, wanted: Sequence[MicroBatch]) -> Assembly: ...
+
+
+class Evaluation:
+    """An `EvaluationData` (see dataset_interface.py): the only epoch of a stream in file order, of
+    one virtual worker."""
+
+    def __init__(self, stream: MicroBatchStream) -> None:
+        self._stream, self.index = stream, stream.index
+        self.fingerprint, self.num_rows = stream.fingerprint, stream.num_rows
+        self.num_batches = stream.steps_per_epoch
+        self.mark_bad, self.describe_row_group = stream.mark_bad, stream.describe_row_group
+        self.check_left_out, self.close = stream.check_left_out, stream.close
+        stream.last_step = 0
+
+    def rows(self, index: int) -> int:
+        return self._stream.rows(index + 1, 0)
+
+    def masked(self, index: int) -> int:
+        return self._stream.masked(index + 1, 0)
+
+    def batch(self, index: int) -> Any:
+        assert 0 <= index < self.num_batches, "no such batch"
+        return self._stream.batch(index + 1, 0)
+
+    def describe(self, index: int) -> str:
+        return self._stream.describe(index + 1, 0)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        if indices:
+            self._stream.last_step = max(indices) + 1
+            self._stream.read_ahead(min(indices) + 1, [0])
+
+
+# ------------------------------------------------------------------------------------- shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,40 +208,42 @@ class _StreamCall:
         return self.collator.late(self.collator.early(arrays, step, virtual_worker)), bad
 
 
-class MicroBatchStream(ABC):
-    """A `MicroBatchSource` (see pipeline.py). `row_bytes`: of a row of a micro-batch, about.
-    `open_row_groups`: for which there must be memory. `copy_bytes`: of what is made of a row group
-    before that is dropped.
+class ShardStream(MicroBatchStream):
+    """Micro-batches of row groups.
+
+    `row_bytes`: of a row of a micro-batch, about. `copy_bytes`: of what is made of a row group
+    before that is dropped. `evaluation`: user code never runs in other processes, and row groups
+    stay in memory while there is room: `batch` may be called without `read_ahead`, and evaluations
+    are repeated.
     """
 
-    last_step: int | None = None
+    _config: DataConfig
 
     def __init__(
         self,
         config: DataConfig,
         row_groups: RowGroups,
+        order: AnyOrder,
+        *,
         row_bytes: int,
-        open_row_groups: int,
-        workers: int,
-        keep: bool,
-        pin: bool,
-        threads: int,
-        stores: Sequence[Store],
-        cache: DiskCache | None,
         copy_bytes: int = 0,
+        evaluation: bool = False,
+        pin: bool = False,
     ) -> None:
-        self._config, self._row_groups, self._pin = config, row_groups, pin
-        self._seed, self._stores, self._cache = config.seed, stores, cache
+        collator = Collator(config)
+        needs_processes = collator.has_user_code or collator.decodes
+        workers = config.workers if needs_processes and not evaluation else 0
+        super().__init__(config, order, workers=workers, pin=pin)
         self._collator = Collator(config, pin=pin and not workers)
+        self.index, self._row_groups = row_groups.index, row_groups
+        digest = "" if self.index is None else self.index.digest
+        identity = f"{'evaluation ' if evaluation else ''}{digest} {order.identity}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._row_ends = np.cumsum(row_groups.rows)  # by row group
         self._blocks = BlockPool(STEPS_AHEAD)
-        workers = workers if self._collator.has_user_code or self._collator.decodes else 0
-        self._processes = [
-            UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
-        ]
-        self._in_processes = workers > 0
+        opened = 1 if evaluation else row_groups_at_once(order)
         one_more = int(row_groups.reading_bytes.max() + row_groups.nbytes.max())
-        floor = max(largest_bytes(row_groups, open_row_groups), one_more)
+        floor = max(largest_bytes(row_groups, opened), one_more)
         spare = max(0, config.memory_bytes - floor)
         copy_bytes = min(copy_bytes, spare)
         spare -= copy_bytes
@@ -95,47 +254,23 @@ class MicroBatchStream(ABC):
             row_groups,
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=ahead,
-            rows_at_once=0 if workers or self._collator.makes_alone else _rows_in(row_bytes, ahead),
+            rows_at_once=0 if workers or collator.makes_alone else _rows_in(row_bytes, ahead),
             assemblers=workers or ASSEMBLERS,
             memory_bytes=config.memory_bytes - ahead - slack - copy_bytes,
-            at_once=lambda: _at_once(threads, cache),
-            keep=keep,
+            keep=evaluation or config.shuffle == "full",
             skip_bad=config.on_bad_shard == "skip",
         )
+        if config.epochs is not None:
+            self.last_step = order.steps_of(config.epochs)
 
     @property
     def counts(self) -> dict[str, float]:
-        stores = [store.counts for store in self._stores]
         return {
-            "waited_s": self._pipeline.waited_s,
+            **super().counts,
             "row_groups_read": self._pipeline.groups_read,
             "row_groups_read_again": self._pipeline.memory.evicted,
-            "bytes_from_cache": 0 if self._cache is None else self._cache.bytes_read,
-            **{
-                name: sum(getattr(counts, name) for counts in stores)
-                for name in ("requests", "retries", "bytes_read")
-            },
+            **self._row_groups.counts,
         }
-
-    def end_after(self, step: int) -> None:
-        """Nothing is read ahead for steps after `step`. Otherwise the stream has no end."""
-        self.last_step = step
-
-    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
-        self._start_processes()
-        self._pipeline.read_ahead(step, virtual_workers)
-
-    def batch(self, step: int, virtual_worker: int) -> Any:
-        """None if none of its rows can be decoded."""
-        self._start_processes()
-        try:
-            made = self._pipeline.take(step, virtual_worker)
-            if made is None or self._in_processes:
-                return made
-            return self._collator.late(made)
-        except UserCodeError as error:
-            where = self.describe(step, virtual_worker)
-            raise located(error, step, virtual_worker, where) from error.__cause__
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         self._pipeline.mark_bad(set(row_groups))
@@ -149,65 +284,67 @@ class MicroBatchStream(ABC):
         shard, number, _ = self._row_groups.name(row_group)
         return f"row group {number} of {shard}"
 
-    def close(self) -> None:
-        self._pipeline.close()
-        for process in self._processes:
-            process.close()
-        self._pipeline.join()
-        if self._cache is not None:
-            self._cache.close()
-
     def finished(
         self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int
     ) -> tuple[Any, list[int]]:
         """(the micro-batch, the indices of rows that are left out)."""
         if arrays is None:
             return None, []
-        if self._in_processes:
-            made, bad = self._processes[producer].run(arrays, *wanted.slot)
+        if self._processes:
+            made, bad = self.in_process(wanted, producer, arrays)
             return (pinned(made) if self._pin else made), bad
         arrays, bad = self._collator.decode(arrays)
         return None if arrays is None else self._collator.early(arrays, *wanted.slot), bad
 
-    def _start_processes(self) -> None:
-        if self._processes and self._processes[0].pid is None:
-            pickled = pickle_with_modules(_StreamCall(self._collator, self._seed))
-            for process in self._processes:
-                process.start(pickled)
+    def _call(self) -> _StreamCall:
+        return _StreamCall(self._collator, self._config.seed)
 
-    @abstractmethod
-    def masked(self, step: int, virtual_worker: int) -> int: ...
+    def _late(self, made: Any) -> Any:
+        return self._collator.late(made)
 
-    @abstractmethod
-    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]: ...
+    # ------------------------------------------------------- the limit of rows that are left out
 
-    @abstractmethod
-    def describe(self, step: int, virtual_worker: int) -> str:
-        """What the micro-batch consists of, for error messages."""
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        """The limit holds for the rows on which all workers have agreed, so a run fails at the same
+        step whatever the number of workers. It is that of the data set, or of each source that has
+        a weight."""
+        bad, rows = sorted(row_groups), self._row_groups.rows
+        parts = [(0, len(rows), "the data set")]
+        if self.index is not None and self.index.weights is not None:
+            parts = [
+                (source.first_group, source.end_group, f"the source {redact_url(url)!r}")
+                for url, source in zip(self._config.urls, self.index.sources, strict=True)
+            ]
+        single = np.array([number - len(rows) for number in bad if number >= len(rows)], np.int64)
+        groups = np.searchsorted(self._row_ends, single, side="right")
+        groups = groups[~np.isin(groups, bad)]  # the other rows count with their row group
+        for first, end, what in parts:
+            of_part = [number for number in bad if first <= number < end]
+            named = [self._row_groups.name(number) for number in of_part[:_BAD_NAMED]]
+            some = ", ".join(f"row group {number} of {shard}" for shard, number, _ in named)
+            more = ", …" if len(of_part) > len(named) else ""
+            left_out = int(rows[of_part].sum() + ((first <= groups) & (groups < end)).sum())
+            names = f": {some}{more}" if some else ""
+            self._check_rows(left_out, int(rows[first:end].sum()), what, names)
 
-    # ------------------------------------------------- what micro-batches are made of
+    def check_left_out(self, rows: int) -> None:
+        self._check_rows(rows, self.num_rows, "the evaluation", "")
 
-    @abstractmethod
-    def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]: ...
-
-    def parts(self, before: Any, after: Any) -> bool:
-        return False
-
-    def row_groups(self, works: Sequence[Any]) -> list[int]:
-        """The row groups of a work are its first element."""
-        found: list[int] = distinct(np.concatenate([groups for groups, *_ in works])).tolist()
-        return found
-
-    def changes(self, works: Sequence[Any], content: Any) -> bool:
-        return False
-
-    @abstractmethod
-    def assembly(self, wanted: Sequence[MicroBatch]) -> Assembly: ...
-
-
-def _at_once(threads: int, cache: DiskCache | None) -> int:
-    """How many threads may read at present. Reading what a cache has is decoding."""
-    return threads if cache is None or cache.misses else min(threads, decoding_threads())
+    def _check_rows(self, left_out: int, rows: int, what: str, names: str) -> None:
+        if not left_out:
+            return
+        if left_out == rows:
+            raise DataError(
+                f"DataConfig.url: no row of {what} can be decoded{names}. Nothing is left to "
+                "read; repair the shards"
+            )
+        if left_out > self._config.max_bad_fraction * rows:
+            raise DataError(
+                f"DataConfig.max_bad_fraction is {self._config.max_bad_fraction:g}, but "
+                f"{left_out:,} of the {rows:,} rows of {what}, {left_out / rows:.2g} of them, "
+                f"cannot be decoded{names}. Repair or remove the shards; or raise "
+                "max_bad_fraction, if these rows are not needed"
+            )
 
 
 def _rows_in(row_bytes: int, ahead_bytes: int) -> int:
@@ -222,22 +359,18 @@ def largest_bytes(row_groups: RowGroups, count: int) -> int:
 
 
 _ROWS_NAMED = 8  # in an error message, of one shard
-_SHARDS_NAMED = 3
+_SHARDS_NAMED = _BAD_NAMED = 3
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
 
 
-class RowStream(MicroBatchStream):
+class RowStream(ShardStream):
     def __init__(
-        self,
-        config: DataConfig,
-        row_groups: RowGroups,
-        order: Order | Mixture | GrowingOrder,
-        **options: Any,
+        self, config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
     ) -> None:
         row_bytes = int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum()))
-        super().__init__(config, row_groups, max(1, row_bytes), **options)
-        self._order, self._in_file_order = order, config.shuffle == "none"
+        super().__init__(config, row_groups, order, row_bytes=max(1, row_bytes), **options)
+        self._in_file_order = config.shuffle == "none"
 
     def masked(self, step: int, virtual_worker: int) -> int:
         if not (bad := [*self._pipeline.bad]):
@@ -264,7 +397,7 @@ class RowStream(MicroBatchStream):
         return rows_named(self._row_groups, groups, rows, self._config)
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]:
-        each = located_in_order(self._order, steps, virtual_worker)
+        each = self._order.locate_each(steps, virtual_worker)
         return [((groups, rows), len(rows)) for groups, rows in each]
 
     def parts(self, before: Located, after: Located) -> bool:
@@ -326,30 +459,3 @@ def rows_named(row_groups: RowGroups, groups: Ints, rows: Ints, config: DataConf
         parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
     counted = " (counting those that the filter keeps)" if config.filter is not None else ""
     return f"{'; '.join(parts)}{counted}" if parts else "no rows"
-
-
-def located_in_order(
-    order: Order | Mixture | GrowingOrder, steps: range, virtual_worker: int
-) -> Iterable[tuple[Any, Any]]:
-    """`order.locate` for each step. Locates several steps of an epoch together, which costs as much
-    as one."""
-    if isinstance(order, GrowingOrder):
-        yield from (order.locate(step, virtual_worker) for step in steps)
-        return
-    b = order.micro_batch_size
-    if isinstance(order, Mixture):
-        groups, rows = order.locate_steps(steps, virtual_worker)
-        for start in range(0, len(groups), b):
-            yield groups[start : start + b], rows[start : start + b]
-        return
-    per_epoch, share = order.steps_per_epoch, order.share(virtual_worker)
-    step = steps.start
-    while step < steps.stop:
-        epoch, first = divmod(step - 1, per_epoch)
-        count = min(steps.stop - step, per_epoch - first)
-        stop = min((first + count) * b, share)
-        index = np.arange(min(first * b, stop), stop, dtype=np.int64)
-        groups, rows = order.locate_in_share(epoch, virtual_worker, index)
-        for start in range(0, count * b, b):
-            yield groups[start : start + b], rows[start : start + b]
-        step += count

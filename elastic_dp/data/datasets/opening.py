@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,17 +10,17 @@ import numpy as np
 from elastic_dp.config import DataConfig, IterableData, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
-from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
-from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
-from elastic_dp.data.datasets.packed_micro_batches import packed_row_bytes
-from elastic_dp.data.datasets.sharded import (
-    StreamingDataset,
-    StreamingEvaluation,
-    rows_in_file_order,
+from elastic_dp.data.datasets.map_style import ItemStream
+from elastic_dp.data.datasets.micro_batch_stream import (
+    Evaluation,
+    RowStream,
+    ShardStream,
+    largest_bytes,
 )
+from elastic_dp.data.datasets.packed_micro_batches import PackedStream, packed_row_bytes
 from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
-from elastic_dp.data.pipeline.pipeline import READ_THREADS, decoding_threads
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import (
@@ -34,9 +33,7 @@ from elastic_dp.sampling import (
     StepSchedule,
 )
 from elastic_dp.sampling.growing_order import row_groups_at_least
-from elastic_dp.storage import DiskCache, Store, redact_url
-
-_log = logging.getLogger(__name__)
+from elastic_dp.storage import redact_url
 
 
 def open_data(
@@ -63,14 +60,15 @@ def open_data(
     """
     schedule = StepSchedule(virtual_workers)
     if isinstance(config, MapStyleData):
-        return MapStyleDataset(config, schedule=schedule, pin=pin)
+        return ItemStream(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s, known=known)
     base = _order(config, index, schedule.least)
     order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
-    row_groups, options = _row_groups(config, index, timeout_s, on_wait)
+    check_decoded(config.decode, leaves(index.delivered))
+    row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, order, config.memory_bytes)
-    return StreamingDataset(config, row_groups, order, pin=pin, **options)
+    return stream_of(config, row_groups, order, pin=pin)
 
 
 def open_evaluation(
@@ -83,14 +81,37 @@ def open_evaluation(
 ) -> EvaluationData:
     """Opens data for an evaluation: all rows once, in file order. Arguments as in `open_data`."""
     if isinstance(config, MapStyleData):
-        return MapStyleEvaluation(config, pin=pin)
+        return Evaluation(ItemStream(config, evaluation=True, pin=pin))
     index = index or read_index(config, timeout_s=timeout_s)
-    row_groups, options = _row_groups(config, index, timeout_s, on_wait)
+    check_decoded(config.decode, leaves(index.delivered))
+    row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, None, config.memory_bytes)
-    order: Order | PackedOrder = rows_in_file_order(index.rows, config.micro_batch_size)
     if config.pack is not None:
-        order = _packed_order(config, index, 1, shuffle="none", tail="short")
-    return StreamingEvaluation(config, row_groups, order, pin=pin, **options)
+        order: AnyOrder = _packed_order(config, index, 1, shuffle="none", tail="short")
+    else:
+        order = rows_in_file_order(index.rows, config.micro_batch_size)
+    return Evaluation(stream_of(config, row_groups, order, evaluation=True, pin=pin))
+
+
+def stream_of(
+    config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
+) -> ShardStream:
+    """`options`: of the stream."""
+    base = order.base if isinstance(order, GrowingOrder) else order
+    if isinstance(base, PackedOrder):
+        return PackedStream(config, row_groups, order, **options)
+    return RowStream(config, row_groups, order, **options)
+
+
+def rows_in_file_order(group_rows: Ints, micro_batch_size: int) -> Order:
+    """The order of an evaluation."""
+    return Order(
+        group_rows=group_rows,
+        virtual_workers=1,
+        micro_batch_size=micro_batch_size,
+        shuffle="none",
+        tail="short",
+    )
 
 
 def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: int) -> None:
@@ -180,38 +201,6 @@ def _packed_order(
             f"{_mib(config.memory_bytes)}; lower pack or micro_batch_size, or raise memory_bytes"
         )
     return order
-
-
-def _row_groups(
-    config: DataConfig, index: Index, timeout_s: float, on_wait: Callable[[str], None] | None
-) -> tuple[ShardRowGroups, dict[str, Any]]:
-    """The row groups, and the options that both kinds of data set take for them."""
-    check_decoded(config.decode, leaves(index.delivered))
-    cache = None
-    if config.cache_dir is not None and config.cache_bytes is not None:
-        say = on_wait or _log.warning
-        cache = DiskCache(config.cache_dir, config.cache_bytes, index.digest, say)
-    stores = [
-        Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait, cache=cache)
-        for url in config.urls
-        if config.block_source is None
-    ]
-    options = {
-        "index": index,
-        "digest": index.digest,
-        "threads": _threads(stores),
-        "stores": stores,
-        "cache": cache,
-    }
-    return ShardRowGroups(config, index, stores), options
-
-
-def _threads(stores: list[Store]) -> int:
-    """The number of reading threads. Requests to a store mostly wait. Reading files is decoding,
-    for which more threads than cores slow each other down."""
-    if stores and all(store.local_path(store.path) is not None for store in stores):
-        return decoding_threads()
-    return READ_THREADS
 
 
 def _mib(nbytes: int) -> str:

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, view
-from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
+from elastic_dp.data.datasets.micro_batch_stream import ShardStream
 from elastic_dp.data.formats.decode_errors import copying
 from elastic_dp.data.pipeline.array_memory import BlockPool, aligned, aligned_part
 from elastic_dp.data.pipeline.batch_assembler import Ints, distinct
@@ -34,7 +34,7 @@ from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import GrowingOrder, PackedOrder, Segments
+from elastic_dp.sampling import AnyOrder, GrowingOrder, PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
@@ -102,27 +102,23 @@ def packed_row_bytes(config: DataConfig, group_bytes: Ints, order: PackedOrder) 
     return max(1, token_bytes * order.length)
 
 
-class PackedStream(MicroBatchStream):
+class PackedStream(ShardStream):
     def __init__(
         self,
         config: DataConfig,
         row_groups: RowGroups,
-        order: PackedOrder | GrowingOrder,
+        order: AnyOrder,
         **options: Any,
     ) -> None:
         packed = order.base if isinstance(order, GrowingOrder) else order
         assert isinstance(packed, PackedOrder)
         row_bytes = packed_row_bytes(config, row_groups.nbytes, packed)
         copy_bytes = int(row_groups.nbytes.max()) if packed.has_order_of_documents else 0
-        super().__init__(config, row_groups, row_bytes, copy_bytes=copy_bytes, **options)
-        self._order, self._packed = order, packed
+        super().__init__(
+            config, row_groups, order, row_bytes=row_bytes, copy_bytes=copy_bytes, **options
+        )
+        self._packed = packed
         self._laying = Lock()  # one row group at a time, for its memory
-
-    def masked(self, step: int, virtual_worker: int) -> int:
-        return 0  # `on_bad_shard="skip"` is refused
-
-    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
-        return frozenset()
 
     def describe(self, step: int, virtual_worker: int) -> str:
         """Example: "tokens 0 to 2047 of row group 3 of part-0.parquet"."""
@@ -138,12 +134,8 @@ class PackedStream(MicroBatchStream):
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Work, int]]:
         order, v = self._order, virtual_worker
-        if isinstance(order, PackedOrder):
-            each = order.locate_each(steps, v)
-        else:
-            each = [(order.locate(step, v), order.rows(step, v)) for step in steps]
-        found = zip(steps, each, strict=True)
-        return [((s.groups, s, order.epoch_of(step)), rows) for step, (s, rows) in found]
+        found = zip(steps, order.locate_each(steps, v), strict=True)
+        return [((s.groups, s, order.epoch_of(step)), order.rows(step, v)) for step, s in found]
 
     def changes(self, works: Sequence[Work], content: Any) -> bool:
         """Whether the documents have another order."""

@@ -12,7 +12,6 @@ depend on what was planned, read or taken before.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -26,16 +25,10 @@ from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard
 from elastic_dp.threads import background
 
-READ_THREADS = 32  # and so requests in flight
 READS_PER_PLAN = 8  # reads between two portions of the plan, so that it does not delay first reads
 _READS_QUEUED = 2  # beyond those in flight, so that no reading thread waits for the owner
 
 Made = tuple[Sequence[Any], int, Sequence[int]]  # micro-batches, their bytes, and bad rows
-
-
-def decoding_threads() -> int:
-    """How many threads may decode at the same time without slowing each other down."""
-    return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
 
 
 class Assembly(Protocol):
@@ -164,7 +157,6 @@ class Pipeline:
     - `memory_bytes`: for row groups. `ahead_bytes`: for micro-batches that wait to be taken.
     - `rows_at_once`: limit of a chunk with several micro-batches.
     - `assemblers`: number of assembling threads.
-    - `at_once`: how many reads may be in flight at present.
     - `keep`: row groups stay in memory after use while there is room.
     - `skip_bad`: rows of row groups that cannot be decoded are left out.
 
@@ -182,12 +174,11 @@ class Pipeline:
         assemblers: int,
         rows_at_once: int = 0,
         memory_bytes: int = 0,
-        at_once: Callable[[], int] = lambda: 0,
         keep: bool = False,
         skip_bad: bool = False,
     ) -> None:
         self._source, self._row_groups = source, row_groups
-        self._num_assemblers, self._at_once, self._skip_bad = assemblers, at_once, skip_bad
+        self._num_assemblers, self._skip_bad = assemblers, skip_bad
         self._planner = Planner(
             source,
             micro_batch_size=micro_batch_size,
@@ -244,6 +235,8 @@ class Pipeline:
         if self._row_groups is not None:
             self._row_groups.close()
         self._outbox.clear()
+        for chunk in self._begun.values():  # the plan still has it
+            chunk.assembly = None
         self._begun.clear()
         self._calls = queue.SimpleQueue()  # answers that nobody needs
         self._tasks = queue.SimpleQueue()
@@ -401,7 +394,7 @@ class Pipeline:
     def _read(self) -> bool:
         """Requests row groups. Returns whether more could be read than is needed, or than there is
         memory for."""
-        limit = self._at_once()
+        limit = 0 if self._row_groups is None else self._row_groups.threads()
         while self._readers < limit:
             self._run(f"elastic-dp-read-{self._readers}", self._read_blocks)
             self._readers += 1

@@ -7,6 +7,9 @@ decode_errors.py).
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
@@ -29,7 +32,11 @@ from elastic_dp.data.formats.file_format import (
     ShardAt,
     read_table,
 )
-from elastic_dp.storage import Store
+from elastic_dp.storage import DiskCache, Store
+
+_log = logging.getLogger(__name__)
+
+READ_THREADS = 32  # and so requests in flight
 
 # After a row group of this size is decoded, Arrow's free memory is returned at once. Its allocator
 # would keep it for a second, while the next row groups arrive: with 64 MiB each, a worker grew by
@@ -45,6 +52,16 @@ class RowGroups(Protocol):
     nbytes: Ints  # int64 [row groups]: estimated bytes in memory; the order of rows depends on it
     reading_bytes: Ints  # int64 [row groups]: estimated peak bytes while it is read
 
+    @property
+    def index(self) -> Index | None:
+        """For another process."""
+
+    @property
+    def counts(self) -> dict[str, float]: ...
+
+    def threads(self) -> int:
+        """How many threads may read at present."""
+
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
         DataError, StorageError."""
@@ -55,29 +72,50 @@ class RowGroups(Protocol):
     def close(self) -> None: ...
 
 
+def decoding_threads() -> int:
+    """How many threads may decode at the same time without slowing each other down."""
+    return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
+
+
 class ShardRowGroups:
     """The row groups of an index. Thread safe."""
 
-    def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
-        """`config`: the one that the index was made of. `stores`: one for each of `config.urls`;
-        none for a block source."""
-        source = config.block_source
-        assert len(config.urls) == len(index.sources), "an index of another config"
-        assert source is not None or len(stores) == len(config.urls), "a store for each URL"
+    def __init__(
+        self,
+        config: DataConfig,
+        index: Index,
+        *,
+        timeout_s: float = 60.0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        """`config`: the one that the index was made of. Other arguments as in `open_data`."""
+        source, urls = config.block_source, config.urls
+        assert len(urls) == len(index.sources), "an index of another config"
+        self._cache: DiskCache | None = None
+        if config.cache_dir is not None and config.cache_bytes is not None:
+            say = on_wait or _log.warning
+            self._cache = DiskCache(config.cache_dir, config.cache_bytes, index.digest, say)
+        self._stores = [
+            Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait, cache=cache)
+            for url, cache in ((url, self._cache) for url in urls)
+            if source is None
+        ]
+        # Requests to a store mostly wait. Reading files is decoding.
+        is_local = all(store.local_path(store.path) is not None for store in self._stores)
+        self._threads = decoding_threads() if self._stores and is_local else READ_THREADS
         self._formats: dict[str, FileFormat] = {Blocks.name: Blocks(source)}
         if source is None:
             self._formats = {n: FORMATS[n]() for n in {s.format for s in index.sources}}
-        self.rows, self.nbytes = index.rows, index.nbytes
+        self.index, self.rows, self.nbytes = index, index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
         for one in index.sources:
             of_source = slice(one.first_group, one.end_group)
             growth = self._formats[one.format].growth
             self.reading_bytes[of_source] = growth * index.nbytes[of_source]
-        self._index, self._stores = index, stores
         self._sources: Ints = index.shards["source"].to_numpy()  # by shard
         self._shard = lru_cache(SHARDS_KNOWN)(self._find_shard)
-        several = len(stores) > 1
-        each = zip(config.urls, index.sources, strict=True)
+        each = zip(urls, index.sources, strict=True)
+        several = len(self._stores) > 1
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._filter: RowFilter | None = None
@@ -90,8 +128,21 @@ class ShardRowGroups:
         self._fields = [(name, types[name]) for name in delivered]
         self._fills = dict(config.fill_nulls or {})
 
+    @property
+    def counts(self) -> dict[str, float]:
+        stores = [store.counts for store in self._stores]
+        names = ("requests", "retries", "bytes_read")
+        found = {name: sum(getattr(counts, name) for counts in stores) for name in names}
+        return found | {"bytes_from_cache": 0 if self._cache is None else self._cache.bytes_read}
+
+    def threads(self) -> int:
+        """Reading what a cache has is decoding."""
+        if self._cache is None or self._cache.misses:
+            return self._threads
+        return min(self._threads, decoding_threads())
+
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        number = self._index.shard_of(row_group)
+        number = self.index.shard_of(row_group)
         shard = self._shard(number)
         location = self._location(number, row_group)
         with decoding(shard, location):
@@ -105,23 +156,25 @@ class ShardRowGroups:
             return columns, sum(_held_bytes(c) if grew else c.nbytes for c in columns.values())
 
     def name(self, row_group: int) -> tuple[str, int, int]:
-        shard = self._index.shard_of(row_group)
-        group = row_group - int(self._index.group_bounds[shard])
-        return self._shard_name(shard), group, self._index.first_row(row_group)
+        shard = self.index.shard_of(row_group)
+        group = row_group - int(self.index.group_bounds[shard])
+        return self._shard_name(shard), group, self.index.first_row(row_group)
 
     def close(self) -> None:
         for opened in self._formats.values():
             opened.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        table = read_table(self._format(number), shard, location, self._index.schema, self._leaves)
+        table = read_table(self._format(number), shard, location, self.index.schema, self._leaves)
         return table if self._filter is None else table.take(self._filter.rows(table))
 
     def _format(self, number: int) -> FileFormat:
-        return self._formats[self._index.sources[self._source(number)].format]
+        return self._formats[self.index.sources[self._source(number)].format]
 
     def _find_shard(self, number: int) -> ShardAt:
-        index, source = self._index, self._source(number)
+        index, source = self.index, self._source(number)
         if not self._stores:  # a block source
             return shard_at(index, number, "", None, index.name(number))
         store, is_file = self._stores[source], index.sources[source].is_file
@@ -129,7 +182,7 @@ class ShardRowGroups:
         return shard_at(index, number, path, store, self._shard_name(number))
 
     def _location(self, number: int, row_group: int) -> RowGroupLocation:
-        index = self._index
+        index = self.index
         group = row_group - int(index.group_bounds[number])
         return RowGroupLocation(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
@@ -137,7 +190,7 @@ class ShardRowGroups:
         return int(self._sources[number])
 
     def _shard_name(self, number: int) -> str:
-        return self._prefixes[self._source(number)] + self._index.name(number)
+        return self._prefixes[self._source(number)] + self.index.name(number)
 
 
 def _held_bytes(column: Column) -> int:

@@ -24,7 +24,6 @@ from elastic_dp.data import read_index
 from elastic_dp.data.formats import tar as tar_format
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.storage import Store
 from tests.data.fuzz.compressed import decompressed
 from tests.data.fuzz.mutations import Damaged, format_of
 from tests.data.values import Columns, columns_of, plain, same
@@ -75,7 +74,7 @@ def _tried(path: Path) -> Columns | str:
 def _in_place(path: Path) -> Columns:
     config = DataConfig(str(path), micro_batch_size=4)
     index = read_index(config)
-    groups = ShardRowGroups(config, index, [Store(str(path))])
+    groups = ShardRowGroups(config, index)
     found: Columns = {name: [] for name, _ in index.columns}
     try:
         if groups.reading_bytes.max(initial=0) > MEMORY_BYTES:  # as open_data does, without torch
