@@ -45,7 +45,6 @@ class Blocks:
     """The `FileFormat` of a block source, which is one shard with its identity as the name."""
 
     name = "blocks"
-    endings: tuple[str, ...] = ()
     scans_content = False
     growth = 2.0
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats import open_format
 from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
@@ -152,7 +152,7 @@ def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
             write_arrow(path, written, stream=False)
         content = path.read_bytes()
         both.append(ShardAt(Bucket(content), "x", len(content), "", "x"))
-    chosen = FORMATS[kind]()
+    chosen = open_format(kind)
     for shard in both:
         scan = chosen.scan(shard, None)
         known = replace(shard, check=scan.check, tail=scan.tail, head=int(scan.starts[0]))

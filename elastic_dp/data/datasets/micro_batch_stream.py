@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,12 +28,13 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import AnyOrder, batch_seed
 from elastic_dp.sampling.growing_order import row_groups_at_once
 from elastic_dp.storage import redact_url
+
+if TYPE_CHECKING:
+    from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 
 ASSEMBLERS = 2  # threads that make micro-batches, unless user code runs in processes
 AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
@@ -58,9 +59,7 @@ class MicroBatchStream(ABC):
         self._config, self._pin = config, pin
         self._order: Any = order  # packed rows are located by segments, others by rows
         self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
-        self._processes = [
-            UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
-        ]
+        self._processes = _new_processes(workers) if workers else []
 
     @property
     def counts(self) -> dict[str, float]:
@@ -126,6 +125,8 @@ class MicroBatchStream(ABC):
 
     def _start_processes(self) -> None:
         if self._processes and self._processes[0].pid is None:
+            from elastic_dp.module_pickling import pickle_with_modules
+
             pickled = pickle_with_modules(self._call())
             for process in self._processes:
                 process.start(pickled)
@@ -156,6 +157,12 @@ class MicroBatchStream(ABC):
 
     @abstractmethod
     def assembly(self, wanted: Sequence[MicroBatch]) -> Assembly: ...
+
+
+def _new_processes(count: int) -> list[UserCodeProcess]:
+    from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
+
+    return [UserCodeProcess(f"data process {number + 1} of {count}") for number in range(count)]
 
 
 class Evaluation:

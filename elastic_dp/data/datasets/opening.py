@@ -10,14 +10,12 @@ import numpy as np
 from elastic_dp.config import DataConfig, IterableData, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
-from elastic_dp.data.datasets.map_style import ItemStream
 from elastic_dp.data.datasets.micro_batch_stream import (
     Evaluation,
     RowStream,
     ShardStream,
     largest_bytes,
 )
-from elastic_dp.data.datasets.packed_micro_batches import PackedStream, packed_row_bytes
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
@@ -60,6 +58,8 @@ def open_data(
     """
     schedule = StepSchedule(virtual_workers)
     if isinstance(config, MapStyleData):
+        from elastic_dp.data.datasets.map_style import ItemStream
+
         return ItemStream(config, schedule=schedule, pin=pin)
     assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s, known=known)
@@ -81,6 +81,8 @@ def open_evaluation(
 ) -> EvaluationData:
     """Opens data for an evaluation: all rows once, in file order. Arguments as in `open_data`."""
     if isinstance(config, MapStyleData):
+        from elastic_dp.data.datasets.map_style import ItemStream
+
         return Evaluation(ItemStream(config, evaluation=True, pin=pin))
     index = index or read_index(config, timeout_s=timeout_s)
     check_decoded(config.decode, leaves(index.delivered))
@@ -99,6 +101,8 @@ def stream_of(
     """`options`: of the stream."""
     base = order.base if isinstance(order, GrowingOrder) else order
     if isinstance(base, PackedOrder):
+        from elastic_dp.data.datasets.packed_micro_batches import PackedStream
+
         return PackedStream(config, row_groups, order, **options)
     return RowStream(config, row_groups, order, **options)
 
@@ -181,6 +185,8 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
 def _packed_order(
     config: DataConfig, index: Index, virtual_workers: int, shuffle: Any, tail: Any
 ) -> PackedOrder:
+    from elastic_dp.data.datasets.packed_micro_batches import packed_row_bytes
+
     assert config.pack is not None and index.tokens is not None, "an index of another config"
     order = PackedOrder(
         group_tokens=index.tokens,

@@ -19,13 +19,10 @@ import pyarrow as pa
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
-from elastic_dp.data.columns.row_filter import columns_of
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.filtered_index import filtered
 from elastic_dp.data.discovery.partitions import folder_columns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.sources import OpenedSource, announce, open_sources, scan_all, some
-from elastic_dp.data.discovery.token_counts import is_packable, with_tokens
 from elastic_dp.data.formats.file_format import Ints, Scan
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -63,7 +60,11 @@ def read_index(
         return known
     for source in sources:
         announce(source, say or _log.info)
-    used = [] if config.filter is None else columns_of(config.filter)
+    used = list[str]()
+    if config.filter is not None:
+        from elastic_dp.data.columns.row_filter import columns_of
+
+        used = columns_of(config.filter)
     wanted, source_column = config.columns, config.source_column
     read = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
     in_folders = folder_columns(((s.root, s.entries) for s in sources), read)
@@ -108,6 +109,8 @@ def read_index(
     _pass_over(config, sources, empty)
     in_folders.check()
     if config.pack is not None:
+        from elastic_dp.data.discovery.token_counts import is_packable, with_tokens
+
         columns.leave_out(lambda leaf: not is_packable(leaf.type))
     delivered, found = {leaf.name for leaf in columns.leaves()}, columns.wanted_leaves()
     for_filter = {leaf.name for leaf in found} - delivered
@@ -116,6 +119,8 @@ def read_index(
     index = replace(build.finish(columns, fills), asked=asked)
     every = index.rows
     if config.filter is not None:
+        from elastic_dp.data.discovery.filtered_index import filtered
+
         index = filtered(index, config, sources)
     return index if config.pack is None else with_tokens(index, config, sources, every)
 

@@ -25,11 +25,12 @@ from elastic_dp.data.discovery.listing import (
 )
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.formats import (
-    FORMATS,
+    ENDINGS,
     MAGIC_BYTES,
     content_of,
     format_of,
     format_of_content,
+    open_format,
 )
 from elastic_dp.data.formats.file_format import FileFormat, Scan, ShardAt
 from elastic_dp.errors import DataError, ElasticError
@@ -77,7 +78,7 @@ def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         _say_skipped(listing, store, entries)
         return OpenedSource(
             store=store,
-            format=FORMATS[chosen](),
+            format=open_format(chosen),
             root=listing.root,
             is_file=listing.is_file,
             names=[listing.name(entry) for entry in entries],
@@ -123,7 +124,7 @@ def _nothing(listing: Listing, store: Store) -> str:
         if ending and name.rpartition("/")[2] != "index.json":
             counts[ending] += 1
             examples.setdefault(ending, name)
-    endings = [ending for chosen in FORMATS.values() for ending in chosen.endings]
+    endings = [ending for each in ENDINGS.values() for ending in each]
     wanted = [ending for ending in endings if ending.count(".") == 1]
     cause = why_nothing(listing, store, format_of)
     if counts and "subfolders" not in cause:

@@ -3,12 +3,13 @@ else by their first bytes."""
 
 from __future__ import annotations
 
-from elastic_dp.data.formats.arrow import Arrow
 from elastic_dp.data.formats.file_format import FileFormat
-from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.data.formats.tar import Tar
 
-FORMATS: dict[str, type[FileFormat]] = {chosen.name: chosen for chosen in (Parquet, Arrow, Tar)}
+ENDINGS: dict[str, tuple[str, ...]] = {
+    "parquet": (".parquet", ".pq", ".parq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+    "tar": (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.lz4", ".tar"),
+}
 MAGIC_BYTES = 512
 _MAGIC = {  # (index, bytes) of the beginning of a file
     (0, b"PAR1"): "a Parquet file",
@@ -32,7 +33,22 @@ _FORMAT_OF = {"a Parquet file": "parquet", "an Arrow file": "arrow", "a tar arch
 def format_of(name: str) -> str:
     """The format that the file's ending names; "" if the ending is of no format."""
     lower = name.lower()
-    return next((f.name for f in FORMATS.values() if lower.endswith(f.endings)), "")
+    return next((name for name, endings in ENDINGS.items() if lower.endswith(endings)), "")
+
+
+def open_format(name: str) -> FileFormat:
+    """Imports nothing of other formats."""
+    if name == "parquet":
+        from elastic_dp.data.formats.parquet import Parquet
+
+        return Parquet()
+    if name == "arrow":
+        from elastic_dp.data.formats.arrow import Arrow
+
+        return Arrow()
+    from elastic_dp.data.formats.tar import Tar
+
+    return Tar()
 
 
 def content_of(first: bytes) -> str:

@@ -69,7 +69,6 @@ _DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary o
 
 class Arrow:
     name = "arrow"
-    endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
     growth = 1.0
 

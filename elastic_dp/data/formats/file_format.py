@@ -126,7 +126,6 @@ class FileFormat(Protocol):
     """A file format. It keeps no state but caches, and several threads call `read`."""
 
     name: str
-    endings: tuple[str, ...]
     scans_content: bool  # whether `scan` reads a whole shard, not only its footer
     growth: float  # peak memory while a row group is read, as a multiple of `nbytes`
 

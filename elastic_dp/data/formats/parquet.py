@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import plain_schema
 from elastic_dp.data.columns.nulls import may_be_null
-from elastic_dp.data.columns.row_filter import equalities
 from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.decode_errors import long_nested_text
 from elastic_dp.data.formats.file_format import (
@@ -65,7 +64,6 @@ _DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary oc
 
 class Parquet:
     name = "parquet"
-    endings: tuple[str, ...] = (".parquet", ".pq", ".parq")
     scans_content = False
     # Arrow's buffers for lists and text grow by doubling, and the old ones stay until the allocator
     # returns them: up to 2.2 times as measured with pyarrow 26, for lengths just above a power of
@@ -141,6 +139,8 @@ class Parquet:
         do not count NaN."""
         # Here, since it imports pandas, where that is installed: 50 MB in each worker.
         from pyarrow import dataset
+
+        from elastic_dp.data.columns.row_filter import equalities
 
         held = _FetchedRanges(shard)
         schema, in_name = pa.schema(fields), equalities(shard.partition, fields)

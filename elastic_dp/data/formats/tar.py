@@ -66,7 +66,6 @@ _SHOWN = 40  # bytes of a value, in an error message
 
 class Tar:
     name = "tar"
-    endings: tuple[str, ...] = (*_CODECS, ".tar")
     scans_content = True
     growth = 1.0
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
@@ -19,11 +19,10 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.block_source import Blocks
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
-from elastic_dp.data.columns.row_filter import RowFilter
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
-from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats import open_format
 from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
 from elastic_dp.data.formats.file_format import (
     FileFormat,
@@ -33,6 +32,9 @@ from elastic_dp.data.formats.file_format import (
     read_table,
 )
 from elastic_dp.storage import DiskCache, Store
+
+if TYPE_CHECKING:
+    from elastic_dp.data.columns.row_filter import RowFilter
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class ShardRowGroups:
         self._threads = decoding_threads() if self._stores and is_local else READ_THREADS
         self._formats: dict[str, FileFormat] = {Blocks.name: Blocks(source)}
         if source is None:
-            self._formats = {n: FORMATS[n]() for n in {s.format for s in index.sources}}
+            self._formats = {n: open_format(n) for n in {s.format for s in index.sources}}
         self.index, self.rows, self.nbytes = index, index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
         for one in index.sources:
@@ -121,6 +123,8 @@ class ShardRowGroups:
         self._filter: RowFilter | None = None
         used: list[str] = []
         if config.filter is not None:
+            from elastic_dp.data.columns.row_filter import RowFilter
+
             self._filter = RowFilter(config.filter, index.schema)
             used = self._filter.leaves
         delivered = [name for name, _ in index.columns]

@@ -11,8 +11,7 @@ import io
 import random
 import struct
 import tarfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -21,9 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.data.fuzz import thrift
-from tests.data.fuzz.compressed import CODECS, compressed
 
-KINDS = ("parquet", "arrow", "tar", "tar-compressed")
+KINDS = ("parquet", "arrow", "tar")
 ROWS = 40
 _EDGES = (
     0,
@@ -47,22 +45,15 @@ _EDGES += ((1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, -(1 << 63))
 
 @dataclass(frozen=True)
 class Damaged:
-    """`whole`: nothing was damaged; the file is as a producer would write it. `ending`: of the
-    file's name, if it is not that of the format. `codec`: the ending that follows it."""
+    """`whole`: nothing was damaged; the file is as a producer would write it."""
 
     content: bytes
     whole: bool = False
-    ending: str = ""
-    codec: str = ""
 
 
 def mutated(kind: str, seed: int) -> Damaged:
     rng = random.Random(f"{kind} {seed}")
     return _MUTATORS[kind](rng)
-
-
-def format_of(kind: str) -> str:
-    return kind.partition("-")[0]
 
 
 def _changed_number(rng: random.Random, value: int, size: int = 0) -> int:
@@ -335,25 +326,6 @@ def _signed(number: int, bits: int) -> int:
     return number - (1 << bits) if number >> bits - 1 else number
 
 
-# ------------------------------------------------------------------------------------ text
-
-
-def _compressed(rng: random.Random, inner: Callable[[random.Random], Damaged]) -> Damaged:
-    """Where what is compressed is damaged, the content is mostly whole, so that a decoder of it
-    sees what is left."""
-    damage = rng.randrange(2) == 0
-    made = inner(rng)
-    for _ in range(3 if damage else 0):
-        made = made if made.whole else inner(rng)
-    codec = rng.choice(CODECS)
-    content = compressed(rng, made.content, codec, damage=damage)
-    return replace(made, content=content, whole=made.whole and not damage, codec=codec)
-
-
-def _tar_compressed(rng: random.Random) -> Damaged:
-    return _compressed(rng, _tar)
-
-
 # ------------------------------------------------------------------------------------ tar
 
 _TAR_FIELDS = {
@@ -498,5 +470,4 @@ _MUTATORS = {
     "parquet": _parquet,
     "arrow": _arrow,
     "tar": _tar,
-    "tar-compressed": _tar_compressed,
 }
