@@ -55,7 +55,7 @@ class BadShard(DataError):
     def __str__(self) -> str:
         return (
             f"row group {self.row_group} of {self.shard} cannot be decoded: {self.reason}; "
-            'repair or remove the shard, or set DataConfig.on_bad_shard="skip"'
+            "repair or remove the shard, or set DataConfig.max_bad_fraction"
         )
 
 

@@ -172,7 +172,6 @@ def places(tmp_path: Path, moto: str):
             DataConfig(
                 {bad_url: 1, good_url: 2},
                 micro_batch_size=4,
-                on_bad_shard="skip",
                 max_bad_fraction=0.5,
             ),
             DataConfig(good_url, micro_batch_size=4),

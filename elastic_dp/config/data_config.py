@@ -88,10 +88,9 @@ class DataConfig(_Order):
     - `cache_dir`: a folder of each machine in which its workers keep what they read from the store,
       for the next epochs and runs; an absolute path. Files of the machine itself are not copied.
     - `cache_bytes`: limit for what the cache keeps in `cache_dir`, which may hold other files.
-    - `on_bad_shard`: "fail" the run if a row group, or an image for `decode`, cannot be decoded; or
-      "skip" these rows and report them.
-    - `max_bad_fraction`: the run fails if more than this fraction of the rows is skipped (with
-      weights: of the rows of a source).
+    - `max_bad_fraction`: 0: the run fails if a row group, or an image for `decode`, cannot be
+      decoded. Above 0: these rows are skipped and reported, and the run fails if they are more than
+      this fraction of the rows (with weights: of the rows of a source).
     - `storage_options`: options for the store of `url`.
     """
 
@@ -110,8 +109,7 @@ class DataConfig(_Order):
     memory_bytes: int = field(default=2 << 30, kw_only=True)
     cache_dir: str | None = field(default=None, kw_only=True)
     cache_bytes: int | None = field(default=None, kw_only=True)
-    on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
-    max_bad_fraction: float = field(default=0.01, kw_only=True)
+    max_bad_fraction: float = field(default=0.0, kw_only=True)
     fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
@@ -142,7 +140,6 @@ class DataConfig(_Order):
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
-        one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
         if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         whole_number("DataConfig.workers", self.workers, 0)
@@ -216,10 +213,10 @@ class DataConfig(_Order):
                 f"{alone} url has weights, which count rows; pack each source beforehand: "
                 "`elastic-dp data convert --pack`, or leave the weights out"
             )
-        if self.on_bad_shard == "skip":
+        if self.max_bad_fraction:
             raise SpecError(
-                f'{alone} on_bad_shard is "skip"; a packed row has documents of several row '
-                'groups, so it must be "fail"'
+                f"{alone} max_bad_fraction is {self.max_bad_fraction}; a packed row has documents "
+                "of several row groups, so it must be 0"
             )
         if self.source_column is not None:
             raise SpecError(f"{alone} source_column has one value for each row, not for each token")

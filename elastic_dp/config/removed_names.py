@@ -70,6 +70,8 @@ REMOVED_DATA_NAMES = {
     "their first bytes",
     "csv_options": "csv_options= does not exist any more: training does not read CSV in place; "
     "write shards of it, once, by `elastic-dp data convert`",
+    "on_bad_shard": "on_bad_shard= does not exist any more: leave it out for a run that fails at "
+    "rows that cannot be decoded, or write max_bad_fraction=0.01, which skips up to this fraction",
     "sampler": "sampler= does not exist: the order of rows is arithmetic, and each row comes once "
     "an epoch. Leave it out. To weight rows, return (loss, weight) from the loss function; to "
     "choose or repeat them, pass torch.utils.data.Subset(dataset, indices)",

@@ -38,7 +38,7 @@ class BlockSource(Protocol):
     def read(self, block: int, columns: Sequence[str]) -> pa.Table:
         """All rows of a block, with these columns of `schema`. Threads call it at the same time.
         An OSError without an errno, or any other exception, is a block that cannot be decoded; see
-        `DataConfig.on_bad_shard`."""
+        `DataConfig.max_bad_fraction`."""
 
 
 class Blocks:

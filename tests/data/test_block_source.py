@@ -86,11 +86,11 @@ def test_identity_and_rows_are_what_a_run_remembers():
 
 
 def test_a_block_that_cannot_be_read_fails_or_is_skipped_and_named():
-    for on_bad_shard in ("fail", "skip"):
-        wanted = config(Numbers(broken=2), on_bad_shard=on_bad_shard, max_bad_fraction=1)
+    for max_bad_fraction in (0, 1):
+        wanted = config(Numbers(broken=2), max_bad_fraction=max_bad_fraction)
         data = open_evaluation(wanted)
         found: list[int] = []
-        if on_bad_shard == "fail":
+        if not max_bad_fraction:
             with pytest.raises(BadShard, match=r"numbers of version 1.*a bad block"):
                 [data.batch(number) for number in range(data.num_batches)]
         else:

@@ -189,7 +189,7 @@ from tests.data.values import in_place
 held = 6 << 30
 resource.setrlimit(resource.RLIMIT_AS, (held, held))
 try:
-    in_place(DataConfig(sys.argv[1], micro_batch_size=1, on_bad_shard="skip"))
+    in_place(DataConfig(sys.argv[1], micro_batch_size=1, max_bad_fraction=0.01))
 except DataError as error:
     print(type(error).__name__, error)
 """

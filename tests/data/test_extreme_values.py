@@ -131,7 +131,7 @@ def test_lists_of_more_text_than_arrow_reads_are_refused_at_open_and_are_no_bad_
 ):
     table = pa.table({"x": [["a" * 500] * 3] * 4, "s": ["a" * 5000] * 4, "y": [1, 2, 3, 4]})
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
-    config = DataConfig(str(tmp_path), micro_batch_size=1, on_bad_shard="skip")
+    config = DataConfig(str(tmp_path), micro_batch_size=1, max_bad_fraction=0.01)
     words = r"row group 0 of a\.parquet holds lists with more than 2 GiB of text"
     with monkeypatch.context() as small:
         small.setattr("elastic_dp.data.formats.parquet._NESTED_BYTES", 4000)

@@ -120,7 +120,7 @@ def test_skip_leaves_out_and_reports_the_row_of_an_image_that_cannot_be_decoded(
 ):
     contents: list[bytes | None] = [encoded(pixels(i)) for i in range(ROWS)]
     contents[3], contents[4], contents[9] = b"no image", None, contents[9][:40]  # type: ignore[index]
-    options: dict[str, Any] = {"on_bad_shard": "skip", "max_bad_fraction": 0.1}
+    options: dict[str, Any] = {"max_bad_fraction": 0.1}
     config = images(tmp_path, contents, epochs=1, workers=processes, shuffle="none", **options)
     data = open_data(config, virtual_workers=V)
     found, bad, left_out = list[int](), set[int](), 0

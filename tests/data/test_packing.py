@@ -369,7 +369,7 @@ def test_rows_that_memory_does_not_hold_are_refused_when_data_is_opened(tmp_path
         ({"pack_columns": "position_ids"}, r"pack_columns is 'position_ids', must be a list of"),
         ({"pack": None, "pack_columns": ()}, "pack_columns is set, and pack is not; set pack"),
         ({"url": {"a": 1.0}}, "url has weights, which count rows; pack each source beforehand"),
-        ({"on_bad_shard": "skip"}, 'on_bad_shard is "skip"'),
+        ({"max_bad_fraction": 0.1}, "max_bad_fraction is 0.1"),
         ({"source_column": "s"}, "source_column has one value for each row"),
     ],
 )

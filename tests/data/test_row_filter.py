@@ -137,7 +137,7 @@ def test_row_group_that_cannot_be_decoded_is_named_when_a_filter_is_applied(tmp_
     with pytest.raises(BadShard, match=r"row group 3 of 1\.parquet cannot be decoded") as found:
         read_index(config)
     assert (found.value.shard, found.value.row_group) == ("1.parquet", 3)
-    index = read_index(dataclasses.replace(config, on_bad_shard="skip"))
+    index = read_index(dataclasses.replace(config, max_bad_fraction=0.01))
     assert index.rows.tolist() == [4, *[10] * 19]  # all rows of it, which training skips
     assert "row group 3 of 1.parquet cannot be decoded" in caplog.text
     beside = where(config, pc.field("id") < 100)  # by the statistics it has no such row
@@ -145,7 +145,7 @@ def test_row_group_that_cannot_be_decoded_is_named_when_a_filter_is_applied(tmp_
 
 
 def test_filter_that_fails_on_some_rows_is_no_bad_row_group(tmp_path):
-    config = dataclasses.replace(ids(tmp_path / "in"), on_bad_shard="skip")
+    config = dataclasses.replace(ids(tmp_path / "in"), max_bad_fraction=0.01)
     expression = pc.divide(pc.scalar(6), pc.field("id")) > 1
     with pytest.raises(DataError, match=r"filter.*row group 0 of 0\.parquet: divide by zero"):
         read_index(where(config, expression))

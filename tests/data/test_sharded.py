@@ -443,7 +443,7 @@ def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
 def test_skipping_leaves_out_the_same_rows_for_any_workers(shuffle):
     groups = FakeRowGroups([16] * 8, bad=[2, 5])
     order = order_of(groups.rows, shuffle=shuffle)
-    data = opened(groups, shuffle=shuffle, on_bad_shard="skip")
+    data = opened(groups, shuffle=shuffle, max_bad_fraction=0.01)
     data.read_ahead(1, [0, 1])
     gone = {*range(32, 48), *range(80, 96)}
     for step in range(1, data.steps_per_epoch + 1):
@@ -465,7 +465,7 @@ def test_skipping_leaves_out_the_same_rows_for_any_workers(shuffle):
 
 def test_row_group_recorded_as_bad_is_left_out_where_it_could_be_read():
     groups = FakeRowGroups([16] * 8)
-    data = opened(groups, shuffle="none", on_bad_shard="skip")
+    data = opened(groups, shuffle="none", max_bad_fraction=0.01)
     data.read_ahead(1, range(V))
     check(data.batch(1, 0), list(range(8)))
     eventually(lambda: num_made(data) > 3)
@@ -478,7 +478,7 @@ def test_row_group_recorded_as_bad_is_left_out_where_it_could_be_read():
 
 
 def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
-    data = opened(FakeRowGroups([16] * 8, bad=[2]), shuffle="none", on_bad_shard="skip")
+    data = opened(FakeRowGroups([16] * 8, bad=[2]), shuffle="none", max_bad_fraction=0.01)
     data.read_ahead(1, range(V))
     data.batch(1, 0)
     eventually(lambda: 2 in data._pipeline.bad)
@@ -490,7 +490,7 @@ def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
 
 def test_more_bad_rows_than_the_limit_are_refused():
     groups = FakeRowGroups([10, 30, 60])
-    data = opened(groups, shuffle="none", on_bad_shard="skip", max_bad_fraction=0.1)
+    data = opened(groups, shuffle="none", max_bad_fraction=0.1)
     data.check_bad([])
     data.check_bad([0])
     said = (
@@ -500,7 +500,7 @@ def test_more_bad_rows_than_the_limit_are_refused():
     with pytest.raises(DataError, match=said):
         data.check_bad({0, 1})
     data.close()
-    data = opened(groups, shuffle="none", on_bad_shard="skip", max_bad_fraction=1)
+    data = opened(groups, shuffle="none", max_bad_fraction=1)
     data.check_bad([0, 2])
     with pytest.raises(DataError, match="no row of the data set can be decoded: row group 0 of"):
         data.check_bad([0, 1, 2])

@@ -1,4 +1,4 @@
-"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way for any
+"""A row group that cannot be decoded, and `max_bad_fraction=0.01`: left out in the same way for any
 number of workers."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
             }
         )
         pq.write_table(table, folder / f"part-{shard}.parquet", row_group_size=ROWS)
-    config = DataConfig(str(folder), micro_batch_size=4, on_bad_shard="skip", max_bad_fraction=0.99)
+    config = DataConfig(str(folder), micro_batch_size=4, max_bad_fraction=0.99)
     damage(config, *bad)
     return config
 
@@ -88,7 +88,7 @@ def test_any_number_of_workers_leaves_out_one_image_that_cannot_be_decoded(tmp_p
     images[5] = b"no image"
     table = pa.table({"x": pa.array(images, pa.binary()), "y": [n % 4 for n in range(24)]})
     pq.write_table(table, tmp_path / "part-0.parquet", row_group_size=8)
-    options: dict[str, Any] = {"on_bad_shard": "skip", "max_bad_fraction": 0.1}
+    options: dict[str, Any] = {"max_bad_fraction": 0.1}
     data = DataConfig(str(tmp_path), micro_batch_size=2, decode={"x": "rgb"}, **options)
 
     def loss(model: Any, batch: Any) -> Any:
@@ -123,7 +123,7 @@ def test_micro_batches_of_bad_rows_only_weigh_nothing(tmp_path):
 
 
 def test_the_default_names_the_shard(tmp_path):
-    config = dataclasses.replace(points(tmp_path), on_bad_shard="fail")
+    config = dataclasses.replace(points(tmp_path), max_bad_fraction=0)
     spec = job(config, config={"eval": config})
     with pytest.raises(BadShard, match=r"row group 2 of part-1\.parquet"):
         local(spec, train)
@@ -150,13 +150,6 @@ def test_more_bad_rows_than_the_limit_end_any_group_at_the_same_step(workers, tm
     assert outcome.error is not None and "but 16 of the 192 rows of the data set" in outcome.error
     assert "row group 2 of part-1.parquet" in outcome.error and "raise max_bad_fr" in outcome.error
     assert run.controller.status()["step"] == step - 1
-
-
-def test_rows_are_left_out_up_to_a_hundredth_where_no_limit_is_named(tmp_path):
-    points(tmp_path)  # 1 of 12 row groups is bad
-    config = DataConfig(str(tmp_path), micro_batch_size=4, on_bad_shard="skip")
-    with pytest.raises(DataError, match=r"max_bad_fraction is 0\.01, but 16 of the 192 rows"):
-        local(job(config, config={"eval": config}), train)
 
 
 def test_bad_row_group_that_a_filter_cannot_read_counts_with_all_its_rows(tmp_path):

@@ -11,9 +11,9 @@ Three things hold for both:
   `workers` it runs in a process that seeds them in the same way. `transform(batch, rng)` runs
   ahead, in threads, and must not keep state between calls.
 
-Row groups that cannot be decoded, and rows whose image cannot be: with on_bad_shard="fail", `batch`
-raises BadShard or UserCodeError. With "skip", `batch` leaves out these rows, so it has `masked`
-rows fewer than `rows` says. A worker reports what it found by `bad_row_groups`; `mark_bad` gives
+Row groups that cannot be decoded, and rows whose image cannot be: without max_bad_fraction, `batch`
+raises BadShard or UserCodeError. With it, `batch` leaves out these rows, so it has `masked` rows
+fewer than `rows` says. A worker reports what it found by `bad_row_groups`; `mark_bad` gives
 each worker those on which all have agreed. So all workers leave out the same rows. `check_bad` and
 `check_left_out` raise if these are too many: at the same step whatever the number of workers.
 """

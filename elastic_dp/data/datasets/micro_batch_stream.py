@@ -265,7 +265,7 @@ class ShardStream(MicroBatchStream):
             assemblers=workers or ASSEMBLERS,
             memory_bytes=config.memory_bytes - ahead - slack - copy_bytes,
             keep=evaluation or config.shuffle == "full",
-            skip_bad=config.on_bad_shard == "skip",
+            skip_bad=config.max_bad_fraction > 0,
         )
         if config.epochs is not None:
             self.last_step = order.steps_of(config.epochs)

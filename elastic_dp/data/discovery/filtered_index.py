@@ -27,9 +27,9 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
     of the row groups that may have such rows by their statistics and their folder's name. Reads
     nothing of a shard where the filter uses only what the folder's name says.
 
-    Raises BadShard if they cannot be decoded. With `on_bad_shard="skip"` all rows of such a row
+    Raises BadShard if they cannot be decoded. With `max_bad_fraction` all rows of such a row
     group are kept, since nobody knows which fit: training then skips them as bad ones, and counts
-    them for `max_bad_fraction`.
+    them.
     """
     rows_of = RowFilter(config.filter, index.schema)
     allowed = {name for name, _ in index.columns}.union(config.fill_nulls or {})
@@ -68,7 +68,7 @@ def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> I
                     table = read_table(source.format, shard, at, index.schema, rows_of.leaves)
                     refuse_other_count(table.num_rows, rows)
             except BadShard as error:
-                if config.on_bad_shard == "fail":
+                if not config.max_bad_fraction:
                     raise
                 _log.warning("DataConfig.filter: %s", _kept_whole(error))
                 found[group] = np.arange(rows)

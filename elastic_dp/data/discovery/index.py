@@ -50,7 +50,7 @@ def read_index(
     `known`: an index of an earlier start, which is returned if the options, and the names, sizes
     and versions of all shards are the same. `say(message)` is called before a scan starts. Shards
     without rows are left out with a warning. Raises DataError if there is nothing to train on, or
-    if a shard cannot be read (`on_bad_shard` is for row groups that fail later). Raises
+    if a shard cannot be read (`max_bad_fraction` is for row groups that fail later). Raises
     StorageError if the store refuses, or cannot be reached for `timeout_s`.
     """
     weights = None if config.weights_by_step is None else config.weights_by_step[0]
@@ -243,7 +243,7 @@ def _asked(config: DataConfig) -> str:
     options = (
         *(config.columns, expression, config.pack, config.pack_columns),
         *(config.source_column, sorted((config.fill_nulls or {}).items()), config.weights_by_step),
-        *(config.on_bad_shard, len(config.urls)),
+        *(config.max_bad_fraction > 0, len(config.urls)),
     )
     return hashlib.sha256(repr(options).encode()).hexdigest()
 

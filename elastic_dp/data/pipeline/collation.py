@@ -38,14 +38,14 @@ class Collator:
         self.runs_early = config.transform is not None and takes_rng(config.transform)
         own_generators = config.transform is None or self.runs_early
         self._decode = dict(config.decode or {})
-        self.decodes, self._skips = bool(self._decode), config.on_bad_shard == "skip"
+        self.decodes, self._skips = bool(self._decode), config.max_bad_fraction > 0
         self.all_early = own_generators and config.collate_fn is None
         self.has_user_code = config.transform is not None or config.collate_fn is not None
         # One micro-batch at a time.
         self.makes_alone = self.runs_early or self.decodes
 
     def decode(self, arrays: dict[str, Any]) -> tuple[dict[str, Any] | None, list[int]]:
-        """(the arrays with pixels, the indices of rows that are left out). With on_bad_shard="skip"
+        """(the arrays with pixels, the indices of rows that are left out). With max_bad_fraction
         these are the rows that cannot be decoded. The arrays are None if no row is left."""
         if not self._decode:
             return arrays, []
