@@ -265,22 +265,22 @@ def test_public_names_are_exactly_these():
 
 
 @pytest.mark.parametrize(
-    ("imported", "without", "found"),
+    ("imported", "without"),
     [
-        ("elastic_dp.cli", ("torch", "ray"), ()),
+        ("elastic_dp.cli", ("torch", "ray")),
         # `pyarrow.dataset` imports pandas: 50 MB and half a second for each worker.
         (
-            "elastic_dp.cluster.worker, elastic_dp.data.datasets.opening",
-            ("pandas", "pyarrow.parquet"),
-            ("pyarrow.parquet",),
+            "elastic_dp.cluster.worker, elastic_dp.data.datasets.opening, "
+            "elastic_dp.data.formats.parquet",
+            ("pandas", "pyarrow.dataset"),
         ),
     ],
 )
-def test_start_imports_no_library_that_it_does_not_need(imported, without, found):
+def test_start_imports_no_library_that_it_does_not_need(imported, without):
     look = f"import sys, {imported}; print(*[n for n in {without} if n in sys.modules])"
     command = [sys.executable, "-c", look]
     said = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
-    assert tuple(said.stdout.split()) == found
+    assert not said.stdout.split()
 
 
 # Lines of each package: how many it may have, and how many it shall have. Whoever makes a package
@@ -291,15 +291,15 @@ BUDGETS = {
     "cluster": (6_180, 4_800),
     "config": (1_350, 950),
     "coordinator": (4_900, 4_200),
-    "data": (8_780, 5_600),
-    "dataprep": (1_750, 1_100),
+    "data": (8_550, 5_600),
+    "dataprep": (1_725, 1_100),
     "device": (682, 620),
     "distributed": (4_360, 3_100),
     "extensions": (4_050, 3_300),
     "integrations": (1_620, 950),
     "materialization": (415, 330),
     "report": (1_310, 800),
-    "sampling": (1_250, 1_000),
+    "sampling": (1_235, 1_000),
     "storage": (1_780, 1_250),
     "telemetry": (1_070, 750),
     "testing": (815, 600),

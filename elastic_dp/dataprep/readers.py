@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from elastic_dp.data.columns.column_types import plain
+from elastic_dp.data.columns.column_types import plain, rebuilt
 from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.partitions import FolderColumns
@@ -247,7 +247,7 @@ def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
         return False
     of_range = pc.and_(pc.less_equal(whole, 1 << 53), pc.greater_equal(whole, -1 << 53))
     is_said = pc.equal(pc.is_inf(values), pc.match_substring(texts, "inf"))
-    return bool(pc.all(of_range).as_py() and pc.all(is_said).as_py())
+    return bool(pc.all(of_range, min_count=0).as_py() and pc.all(is_said).as_py())
 
 
 def _csv_texts(files: SourceFiles, name: str, options: Mapping[str, Any]) -> Batches:
@@ -417,13 +417,7 @@ def merged(one: pa.DataType, other: pa.DataType, where: str) -> pa.DataType:
 
 def _without_nulls(kind: pa.DataType) -> pa.DataType:
     """What never has a value becomes text."""
-    if pa.types.is_null(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_without_nulls(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_nulls(field.type)) for field in kind])
-    return kind
+    return pa.string() if pa.types.is_null(kind) else rebuilt(kind, _without_nulls)
 
 
 # ------------------------------------------------------------------------------ text and images

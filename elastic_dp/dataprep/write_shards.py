@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.columns.column_types import cast, plain
+from elastic_dp.data.columns.column_types import cast, node_types, plain
 from elastic_dp.data.discovery.listing import INCOMPLETE
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectMissing, Store
@@ -414,9 +414,7 @@ def _is_image(kind: pa.DataType) -> bool:
 
 
 def _has_lists_of_no_items(kind: pa.DataType) -> bool:
-    if pa.types.is_fixed_size_list(kind) and kind.list_size == 0:
-        return True
-    return any(_has_lists_of_no_items(kind.field(n).type) for n in range(kind.num_fields))
+    return any(pa.types.is_fixed_size_list(k) and k.list_size == 0 for k in node_types(kind))
 
 
 def _rows_in(content: pa.Buffer, format: OutputFormat) -> int:

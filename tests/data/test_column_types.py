@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from elastic_dp.data import open_data, read_index
+from elastic_dp.data import read_index
 from elastic_dp.data.columns.column_types import lossless, plain
 from elastic_dp.errors import DataError
 from tests.data.shards import in_memory, rows_of
@@ -74,15 +74,6 @@ def test_arrow_as_polars_writes_it_is_read(kind, where, tmp_path):
     assert rows == rows_of_frame(pl.concat(frames))
     some, _ = rows_of(where(tmp_path), columns=["level", "at.name"])
     assert some == [{"level": row["level"], "at.name": row["at.name"]} for row in rows]
-
-
-def test_strings_of_polars_are_trained_on(tmp_path):
-    frame().write_ipc(tmp_path / "a.arrow")
-    data = open_data(config(tmp_path, micro_batch_size=4, shuffle="none"), virtual_workers=1)
-    batch = data.batch(1, 0)
-    data.close()
-    assert batch["text"] == WORDS
-    assert batch["kind"] == ["x", "y", "x", "z"]
 
 
 def duckdb_writes(query: str, path: Path) -> None:
@@ -348,15 +339,6 @@ def test_extensions_of_pyarrow_are_read_as_their_storage(tmp_path):
     columns = stored.column_names
     both = [{name: row[name] for name in columns} for row in expected * 2]
     assert rows_of(f"{tmp_path}/*.parquet", columns=columns)[0] == both
-
-
-def test_json_as_duckdb_writes_it_is_text(tmp_path):
-    duckdb_writes(
-        "select json_object('a', i) as j, uuid() as u from range(3) t(i)", tmp_path / "a.parquet"
-    )
-    rows, _ = rows_of(tmp_path)
-    assert [json.loads(row["j"]) for row in rows] == [{"a": n} for n in range(3)]
-    assert rows_of(tmp_path, columns=["j"])[0] == [{"j": row["j"]} for row in rows]
 
 
 # Arrow shows `datasets`' extension types as such only once that is imported; a struct's as well.

@@ -102,6 +102,7 @@ CSV = {
     "a field without end": ('a\n"' + "x" * (65 << 20), {}, r"line 2 of a\.csv: field larger than field limit"),
     "an option that is no character": ("a\n1\n", {"delim": "ab"}, r'a\.csv: TypeError: "delimiter" must be a 1-character'),
     "no such encoding": ("a\n1\n", {"encoding": "utf-9"}, r"a\.csv: LookupError: unknown encoding"),
+    "fractions alone": ("a\n0.5\n1e-05\n", {}, {"a": [0.5, 1e-05]}),
     "floats": ("a\n1e3\n-0.5\nNaN\n\n12\n", {}, {"a": [1000.0, -0.5, math.nan, 12.0]}),
     "an option that is none": ("a\n1\n", {"ignore_errors": True}, "csv_options has no 'ignore_errors'"),
     "a pointer": ("version https://git-lfs.github.com/spec/v1\noid x\n", {}, "pointer of Git LFS"),

@@ -11,6 +11,8 @@ become float64, int32 and float64 become float64. int64 beside float64 is refuse
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pyarrow as pa
 
 _INTEGERS = (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32())
@@ -40,16 +42,31 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
+    return rebuilt(kind, plain)
+
+
+def rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """The type with `change` applied to the types of its items, keys and fields."""
     if is_list(kind):
-        return _with_values(kind, plain(kind.value_type))
+        return _with_values(kind, change(kind.value_type))
     if pa.types.is_map(kind):
-        key, item = plain(kind.key_type), plain(kind.item_type)
+        key, item = change(kind.key_type), change(kind.item_type)
         same = key.equals(kind.key_type) and item.equals(kind.item_type)
         return kind if same else pa.map_(key, item)
     if pa.types.is_struct(kind):
-        fields = [field.with_type(plain(field.type)) for field in kind]
+        fields = [field.with_type(change(field.type)) for field in kind]
         return kind if _same_types(fields, kind) else pa.struct(fields)
     return kind
+
+
+def node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """The type and those within it, in the order of the field nodes of a record batch: not the
+    values of dictionaries."""
+    yield kind
+    kind = storage_of(kind)
+    if not pa.types.is_dictionary(kind):
+        for number in range(kind.num_fields):
+            yield from node_types(kind.field(number).type)
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
@@ -166,12 +183,7 @@ def _with_plain_dictionaries(kind: pa.DataType) -> pa.DataType:
         values = plain(kind.value_type)
         same = values.equals(kind.value_type)
         return kind if same else pa.dictionary(kind.index_type, values)
-    if is_list(kind):
-        return _with_values(kind, _with_plain_dictionaries(kind.value_type))
-    if pa.types.is_struct(kind):
-        fields = [field.with_type(_with_plain_dictionaries(field.type)) for field in kind]
-        return kind if _same_types(fields, kind) else pa.struct(fields)
-    return kind
+    return rebuilt(kind, _with_plain_dictionaries)
 
 
 def _with_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:

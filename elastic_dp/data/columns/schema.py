@@ -20,6 +20,7 @@ from elastic_dp.data.columns.column_types import (
     lossless,
     null_bytes,
     plain_schema,
+    rebuilt,
     type_name,
 )
 from elastic_dp.errors import DataError
@@ -290,16 +291,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
-    if pa.types.is_map(kind):
-        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
-    if is_list(kind):
-        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return make(kind.value_field.with_type(plain_type(kind.value_type)))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
-    return kind
+    return rebuilt(kind, plain_type)
 
 
 def refuse_without_tensor(leaf: pa.Field) -> None:

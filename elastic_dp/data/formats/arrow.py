@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.columns.column_types import plain_schema
+from elastic_dp.data.columns.column_types import node_types, plain_schema
 from elastic_dp.data.columns.null_views import clear_null_views, has_views
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
@@ -41,7 +41,6 @@ from elastic_dp.data.formats.arrow_messages import (
     listed_messages,
     message_of_footer,
     messages_of_head,
-    node_types,
     read_footer,
     refuse_large,
     stream_of_head,

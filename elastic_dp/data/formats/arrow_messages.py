@@ -283,16 +283,6 @@ def _fixed_bytes(kind: pa.DataType, length: int) -> int:
     return length * int(kind.bit_width) // 8 if is_fixed_size(kind) else 0
 
 
-def node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """The types of a column's field nodes, in the order of a record batch."""
-    yield kind
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if not pa.types.is_dictionary(kind):
-        for number in range(kind.num_fields):
-            yield from node_types(kind.field(number).type)
-
-
 def is_fixed_size(kind: pa.DataType) -> bool:
     """Whether each of its values has the same size."""
     fixed = (pa.types.is_primitive, pa.types.is_fixed_size_binary, pa.types.is_decimal)

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from elastic_dp.data.columns.column_types import plain_schema
+from elastic_dp.data.columns.column_types import node_types, plain_schema, storage_of
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.decode_errors import long_nested_text
@@ -154,7 +154,9 @@ class Parquet:
         for used in fields:
             number = there.get_field_index(used.name)
             if used.name not in shard.partition and (
-                number < 0 or there.field(number).type != used.type or _has_floats(used.type)
+                number < 0
+                or there.field(number).type != used.type
+                or any(map(pa.types.is_floating, node_types(used.type)))
             ):
                 return None
         return frozenset(g.id for g in fragment.subset(expression, schema=schema).row_groups)
@@ -270,11 +272,6 @@ class _Footer:
     nbytes: int
     stamp: tuple[int, ...] | None  # of the file, before the footer was read
     idle: list[_OpenShard] = field(default_factory=list)
-
-
-def _has_floats(kind: pa.DataType) -> bool:
-    inner = (kind.field(number).type for number in range(kind.num_fields))
-    return bool(pa.types.is_floating(kind)) or any(map(_has_floats, inner))
 
 
 class _FetchedRanges:
@@ -451,12 +448,8 @@ def refuse_wrapped(
 
 
 def _has_text(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    inner = (kind.field(number).type for number in range(kind.num_fields))
-    return is_text(kind) or any(_has_text(one) for one in inner)
+    each = (one.value_type if pa.types.is_dictionary(one) else one for one in node_types(kind))
+    return any(map(is_text, each))
 
 
 @dataclass(frozen=True)
@@ -501,17 +494,13 @@ class _ScannedFooter:
 
 def num_chunks(kind: pa.DataType) -> int:
     """The number of Parquet columns that store a column of this Arrow type."""
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind) or kind.num_fields == 0:
-        return 1
-    return sum(num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+    each = map(storage_of, node_types(kind))
+    return sum(pa.types.is_dictionary(one) or one.num_fields == 0 for one in each)
 
 
 def _may_be_empty(kind: pa.DataType) -> bool:
     """Whether the type has lists that may be empty, which statistics count as nulls."""
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
+    kind = storage_of(kind)
     if pa.types.is_fixed_size_list(kind):
         return kind.list_size == 0 or _may_be_empty(kind.value_type)
     return kind.num_fields > 0
