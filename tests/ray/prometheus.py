@@ -1,11 +1,8 @@
-"""A real Prometheus that scrapes a Ray of the test every second, with alerts of which minutes are
-seconds."""
+"""A real Prometheus that scrapes a Ray of the test every second."""
 
 import contextlib
-import copy
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 import urllib.error
@@ -28,25 +25,6 @@ NEEDED = [
     ),
 ]
 REPORT_S = 1.0  # of Ray's metrics
-# What the alerts allow a run, and what a test has time for.
-AT_ONCE = {
-    r"\[15m:1m\]": "[5s:1s]",
-    r"\[1h\]": "[20s]",
-    r"offset 1h": "offset 20s",
-    r"> 7200\b": "> 20",
-    r"> 10\b": "> 1",
-}
-
-
-def at_once(groups):
-    """The same alerts, with seconds for minutes and two lost nodes for eleven."""
-    groups = copy.deepcopy(groups)
-    for rule in (rule for group in groups for rule in group["rules"]):
-        for usual, short in AT_ONCE.items():
-            rule["expr"] = re.sub(usual, short, rule["expr"])
-        if "for" in rule:
-            rule["for"] = "1s"
-    return groups
 
 
 @contextlib.contextmanager
