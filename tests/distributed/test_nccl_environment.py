@@ -28,25 +28,20 @@ def test_nccl_variables_are_known_to_the_installed_torch():
     assert [name for name in REQUIRED | DEFAULTS if f'"{name}"' not in known] == []
 
 
-def test_set_nccl_environment_without_values_of_the_user_sets_all_and_says_nothing():
-    environment = {}
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, []),
+        ({"TORCH_FR_BUFFER_SIZE": "2000"}, []),  # a flight recorder that the user asked for
+        # Values that end survivors.
+        *(({name: "1"}, [f"{name}=1 is overridden with 0"]) for name in sorted(REQUIRED)),
+    ],
+)
+def test_set_nccl_environment_overrides_what_ends_survivors_and_says_so(given, said):
+    environment = dict(given)
+    assert [text.partition(":")[0] for text in set_nccl_environment(environment)] == said
+    assert environment == DEFAULTS | given | REQUIRED
     assert set_nccl_environment(environment) == []
-    assert environment == REQUIRED | DEFAULTS
-    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-
-@pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_set_nccl_environment_with_a_value_that_ends_survivors_overrides_and_says_so(name):
-    environment = {name: "1"}
-    [said] = set_nccl_environment(environment)
-    assert said.startswith(f"{name}=1 is overridden with 0") and environment[name] == "0"
-    assert set_nccl_environment(environment) == []
-
-
-def test_set_nccl_environment_keeps_a_flight_recorder_that_the_user_asked_for():
-    environment = {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert set_nccl_environment(environment) == []
-    assert environment["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
 def test_set_nccl_environment_with_debug_detail_lowers_it_also_where_torch_has_read_it(monkeypatch):
