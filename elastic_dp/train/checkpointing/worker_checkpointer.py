@@ -205,11 +205,12 @@ class WorkerCheckpointer:
             return True
         if not was_late:
             before = self._uploader.snapshot.step
-            why = f"that of step {before} is still being written"
-            if before < 0:
-                why = "the memory for it is still being made ready"
             self._link.say(
-                f"{self._worker}: no checkpoint of step {step} yet: {why}; training goes on"
+                f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
+                "still being written; training goes on"
+                if before >= 0
+                else f"{self._worker}: no checkpoint of step {step} yet: the memory for it is "
+                "still being made ready; training goes on"
             )
         return False
 
