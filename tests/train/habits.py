@@ -281,12 +281,21 @@ def module_hooks(ctx: Any) -> None:
     run(ctx, model=model)
 
 
-@exact("a hook on a parameter's AccumulateGrad node", "`p.grad` is None when it runs")
+@refused(
+    "a hook on a parameter's AccumulateGrad node that writes `p.grad`",
+    ModelError,
+    "a hook on the AccumulateGrad node of model.0.weight writes to its gradient",
+)
 def accumulate_grad_node(ctx: Any) -> None:
     model = classifier()
     weight = model[0].weight
     node = weight.view_as(weight).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *_: None if weight.grad is None else weight.grad.zero_())
+
+    def hook(*_: Any) -> None:
+        if weight.grad is not None:
+            weight.grad.mul_(0.5)
+
+    node.register_hook(hook)
     model.node = [node]
     run(ctx, model=model)
 

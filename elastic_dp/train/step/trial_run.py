@@ -3,14 +3,16 @@ up. Where virtual workers make inner steps, it is one of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.errors import ModelError
 from elastic_dp.train.exactness.purity_probe import (
     Facts,
     ProbeOutcome,
@@ -49,6 +51,7 @@ class TrialRun:
         self._state, self._loss_fn, self._data = state, loss_fn, data
         self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
         self._virtual_workers, self._report, self._leaf = virtual_workers, report, leaf
+        self._written: str | None = None  # see `_watched_gradients`
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
             suppress_errors_of_code if gang is None else nullcontext
@@ -72,10 +75,18 @@ class TrialRun:
         """Runs a micro-batch twice, on the worker that provides the initial state; see
         purity_probe.py.
 
-        Raises DataError and LossError.
+        Raises DataError, LossError and ModelError.
         """
         try:
             probe(self, because, say, self._tolerates)
+            if self._written is not None:
+                raise ModelError(
+                    f"a hook on the AccumulateGrad node of model.{self._written} writes to its "
+                    "gradient, where it would find sums of as many micro-batches as this worker "
+                    "happens to run. Use register_hook of the parameter, which sees the gradient "
+                    "of each micro-batch, or for that of the step clip_norm=, or "
+                    "optimizer.register_step_pre_hook"
+                )
         finally:
             self._undo()
             self._report("start")
@@ -84,7 +95,8 @@ class TrialRun:
         """Implements `ProbeTarget`."""
         batch = self._batch()
         rows = facts_of("batch", batch)
-        result_of_batch = self._run_once(batch)
+        with self._watched_gradients():
+            result_of_batch = self._run_once(batch)
         if result_of_batch is None:
             return None
         model = self._state.model
@@ -119,6 +131,27 @@ class TrialRun:
     def _run_once(self, batch: Any) -> MicroBatchResult | None:
         self._gradients.drop()  # those that the user's code has left before the loop
         return self._leaf.try_out(self._largest(), batch)
+
+    @contextmanager
+    def _watched_gradients(self) -> Iterator[None]:
+        """Notes the name of a parameter whose gradient is written once autograd has added it."""
+        came: dict[str, tuple[torch.Tensor, int]] = {}
+
+        def note(name: str, p: torch.Tensor) -> None:
+            assert p.grad is not None
+            came[name] = p.grad, p.grad._version
+
+        parameters = self._state.parameters.items() if self._leaf.makes == "gradient" else ()
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(partial(note, name)) for name, p in trained]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, p in trained:
+            if name in came and (p.grad is not came[name][0] or p.grad._version != came[name][1]):
+                self._written = name
 
     def _undo(self, *, tried: bool = False) -> None:
         self._gradients.drop()
