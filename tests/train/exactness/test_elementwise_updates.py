@@ -44,7 +44,10 @@ def digest(kind, options, dtype, owners):
     whole = set(range(len(numels)))
     if owners > 1:
         whole = parameters_to_keep_whole(kind(parameters, **options), parameters)
-    together = layout.owned_together(whole)
+    together = []  # units that have one owner
+    for number in range(len(numels)):
+        owned = layout.of_parameter(number)
+        together += [owned] if number in whole else [range(unit, unit + 1) for unit in owned]
     units = [
         torch.nn.Parameter(torch.cat([layout.pieces(parameters)[i].detach() for i in owned]))
         for owned in together
