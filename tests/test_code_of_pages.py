@@ -141,6 +141,8 @@ def test_code_of_a_page_runs(page: str, folder: Path, tmp_path: Path, monkeypatc
             edp.ElasticTrainer(plain, data=data).fit()
             code = code.replace(A_RUN, made[-1].url)
         code = as_train(code)
+        names["model"] = MyModel()  # a model of a run that has ended has its hooks
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
         made.clear()
         ran.clear()
         exec(compile(code, page, "exec"), names)

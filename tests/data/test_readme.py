@@ -65,7 +65,7 @@ def test_readme_python_runs_as_written(raw, capsys):
 
 
 def test_programs_become_shards_by_the_command_of_the_kubernetes_page(tmp_path):
-    text = (Path(__file__).parents[2] / "k8s" / "docs" / "gke.md").read_text()
+    text = (Path(__file__).parents[2] / "k8s" / "docs" / "clouds.md").read_text()
     (command,) = re.findall(r"`elastic-dp (data convert 'PROGRAMS/[^`]*)`", text)
     words = shlex.split(command)
     source = tmp_path / "python3.11"

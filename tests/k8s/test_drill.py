@@ -1,5 +1,4 @@
-"""The restore drill of k8s/README.md, step by step: a copy of a run's folder elsewhere, some of it
-not there yet."""
+"""The drill of k8s/docs/reference.md: a copy of a run's folder elsewhere, some of it not there."""
 
 import shutil
 
