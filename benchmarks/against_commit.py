@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.paired import Turns
 from benchmarks.recovery import outside_load
-from benchmarks.report import RESULTS, exit_code, hardware, median_interval, write
+from benchmarks.report import exit_code, hardware, median_interval, recorded, write
 
 ROOT = Path(__file__).parent.parent
 NAME = "against_commit"
@@ -150,8 +150,7 @@ def measured_with() -> dict[str, Any]:
 
 
 def keep(commit: str, part: str, case: str, found: dict[str, Any]) -> None:
-    path = RESULTS / f"{NAME}.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    results = recorded(NAME)
     about = {"subject": git("log", "-1", "--format=%s", commit)}
     about["committed"] = git("log", "-1", "--format=%cs", commit)
     one = results.setdefault(commit, about)

@@ -16,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
@@ -33,9 +35,10 @@ def main() -> None:
         print("1. with kills", flush=True)
         run = make_trainer(name="kills", workers=options.workers, standby=1, **common).start()
         ended = threading.Event()
-        kills: list[str] = []
-        killer = threading.Thread(target=kill, args=(run, ended, kills, options), daemon=True)
-        killer.start()
+        kills: list[tuple[float, tuple[str, ...]]] = []
+        how = {"every_s": options.every, "seed": options.seed}
+        given = (run, ended, kills)
+        threading.Thread(target=kill_members, args=given, kwargs=how, daemon=True).start()
         disturbed = run.result(progress=ProgressPrinter())
         ended.set()
         print("2. undisturbed", flush=True)
@@ -52,29 +55,36 @@ def main() -> None:
     print("equal, to the last bit")
 
 
-def kill(
-    run: object, ended: threading.Event, kills: list[str], options: argparse.Namespace
+def kill_members(
+    run: Any,
+    ended: threading.Event,
+    kills: list[tuple[float, tuple[str, ...]]],
+    *,
+    every_s: float,
+    seed: int,
+    at_once: Sequence[int] = (1,),
 ) -> None:
-    """SIGKILL a random worker at random instants; never the only one that holds the state: the job
-    makes no checkpoints."""
-    rng = random.Random(options.seed)
-    while not ended.wait(rng.expovariate(1 / options.every)):
+    """SIGKILL random members at random instants, `every_s` apart in the mean. Never all: the job
+    makes no checkpoints. `kills` gets (time, workers). `at_once`: how many, one of these."""
+    rng, killed = random.Random(seed), set[str]()
+    while not ended.wait(every_s * rng.uniform(0.5, 1.5)):
         try:
             status, pids = run.status(), run.pids()
         except Exception:  # the run ended between two looks
             return
-        alive = {worker for worker in pids if worker not in kills}
-        holders = {worker for worker in alive if status["workers"].get(worker) == "member"}
-        if status["step"] < 2 or status["phase"] != "running" or len(holders) < 2:
+        members = {w for w, stage in status["workers"].items() if stage == "member"}
+        alive = sorted(members & {*pids} - killed)
+        if status["step"] < 2 or status["phase"] != "running" or len(alive) < 2:
             continue
-        victim = rng.choice(sorted(alive))
-        os.kill(pids[victim], signal.SIGKILL)
-        kills.append(victim)
-        print(
-            f"           killed {victim} (process {pids[victim]}) at step {status['step']}",
-            flush=True,
-        )
-        time.sleep(0.2)
+        victims = tuple(rng.sample(alive, min(rng.choice(at_once), len(alive) - 1)))
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL)
+            print(
+                f"           killed {victim} (process {pids[victim]}) at step {status['step']}",
+                flush=True,
+            )
+        kills.append((time.time(), victims))
+        killed.update(victims)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ Parts that are not measured keep their last results.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.recovery import outside_load
-from benchmarks.report import RESULTS, add_quick, median_interval, write
+from benchmarks.report import each, parser_of, ratio, recorded, spread
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load
@@ -267,43 +265,26 @@ def in_turn(
     return {**report, "ours / bare": ratio(speeds["ours"], speeds["bare"], 0.8)}
 
 
-def spread(values: list[float]) -> dict[str, Any]:
-    middle, low, high = median_interval(values)
-    return {"median": round(middle, 3), "interval": [round(low, 3), round(high, 3)]}
-
-
-def ratio(ours: list[float], others: list[float], target: float) -> dict[str, Any]:
-    return {**spread([a / b for a, b in zip(ours, others, strict=True)]), "target": target}
-
-
 def main() -> None:
     parts = {"save": save, "memory": memory, "restore": restore, "far": far}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint")
+    parser = parser_of(__doc__, rounds=7, megabytes=500)
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--megabytes", type=int, default=500)
-    add_quick(parser)
     given = parser.parse_args()
     if given.quick:
-        given.rounds, given.megabytes = 1, 8
+        given.rounds, given.megabytes, given.no_write = 1, 8, True
     torch.set_num_threads(1)
-    path = RESULTS / "checkpoint.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
+
+    def measured(root: Path) -> Iterator[tuple[str, Any]]:
+        for part in given.part:
+            (root / part).mkdir()
+            about = {"cores_busy_with_other_work": outside_load(), "megabytes": given.megabytes}
+            yield part, about | parts[part](given.megabytes, given.rounds, root / part)
+
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for part in given.part:
-            (Path(folder) / part).mkdir()
-            busy = outside_load()
-            found = parts[part](given.megabytes, given.rounds, Path(folder) / part)
-            results[part] = {
-                "cores_busy_with_other_work": busy, "megabytes": given.megabytes, **found
-            }  # fmt: skip
-            print(json.dumps({part: results[part]}, indent=2), flush=True)
-            if not given.quick:
-                write("checkpoint", results)
+        pieces = measured(Path(folder))
+        each("checkpoint", pieces, keep=not given.no_write, before=recorded("checkpoint"))
         dist.destroy_process_group()
-    if not given.quick:
-        print(path)
 
 
 if __name__ == "__main__":

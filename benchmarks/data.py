@@ -16,8 +16,6 @@ Parts that are not measured keep their last results.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,36 +23,31 @@ from typing import Any
 
 from benchmarks import data_local, data_store, token_rows
 from benchmarks.recovery import outside_load
-from benchmarks.report import RESULTS, write
+from benchmarks.report import each, parser_of, recorded
 
 
 def main() -> None:
     parts = ("local", "store")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data")
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
     default = Path(tempfile.gettempdir()) / "elastic_dp_benchmark_data"
     parser.add_argument("--folder", type=Path, default=default)
     given = parser.parse_args()
+    if given.quick:
+        given.rounds, given.no_write = 1, True
     given.folder.mkdir(parents=True, exist_ok=True)
     token_rows.write(given.folder)
 
     def measured() -> Iterator[tuple[str, Any]]:
-        if "local" in given.part:
-            yield "local", data_local.measure(given.folder, given.rounds, given.peers)
-        if "store" in given.part:
-            yield "store", data_store.measure(given.folder, given.rounds)
+        for part in given.part:
+            busy = {"cores_busy_with_other_work": outside_load()}
+            if part == "local":
+                yield part, busy | data_local.measure(given.folder, given.rounds, given.peers)
+            else:
+                yield part, busy | data_store.measure(given.folder, given.rounds)
 
-    path = RESULTS / "data.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
-    busy = outside_load()
-    for name, found in measured():
-        results[name] = {"cores_busy_with_other_work": busy, **found}
-        print(json.dumps({name: results[name]}, indent=2), flush=True)
-        write("data", results)
-        busy = outside_load()
-    print(path)
+    each("data", measured(), keep=not given.no_write, before=recorded("data"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ read the rows once, each in its own format.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import peers, token_rows
-from benchmarks.report import median_interval
+from benchmarks.report import ratio, spread
 from elastic_dp.config import DataConfig
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.data.discovery.index import read_index
@@ -58,34 +59,42 @@ def compare(folder: Path, rounds: int, with_peers: bool) -> dict[str, Any]:
         if with_peers:
             measure_peers(folder, found)
     report = {name: median(values) for name, values in speeds.items()}
-    ratios = {}
-    for name, (bare, target) in TARGETS.items():
-        each = [a / b for a, b in zip(speeds[name], speeds[bare], strict=True)]
-        middle, low, high = median_interval(each)
-        ratios[f"{name} / {bare}"] = {
-            "median": round(middle, 3),
-            "interval": [round(low, 3), round(high, 3)],
-            "target": target,
-        }
+    ratios = {
+        f"{name} / {bare}": ratio(speeds[name], speeds[bare], target)
+        for name, (bare, target) in TARGETS.items()
+    }
     peers_found = {n: median(v) if isinstance(v, list) else v for n, v in sorted(found.items())}
     return {"rows_per_s": report, "ratios": ratios, "peers_rows_per_s": peers_found}
 
 
 def ours(path: Path, shuffle: Literal["none", "rows"]) -> Callable[[], float]:
-    """One epoch's rows per second. The index is read before: a run does it once, in its driver."""
-    config = DataConfig(
-        str(path), micro_batch_size=token_rows.BATCH, shuffle=shuffle, epochs=1, seed=1
-    )
-    index = read_index(config)
+    """One epoch's rows per second, without opening and closing it."""
+    opened = opening(str(path), shuffle)
 
     def measure() -> float:
-        data = open_data(config, virtual_workers=VIRTUAL_WORKERS, index=index)
-        try:
+        with opened() as data:
             return timed(lambda: take_all(data))
-        finally:
-            data.close()
 
     return measure
+
+
+def opening(
+    url: str, shuffle: Literal["none", "rows"], **storage_options: str
+) -> Callable[[], contextlib.AbstractContextManager[Dataset]]:
+    """What opens the data of an epoch. The index is read before: a run does it once, in its
+    driver."""
+    config = DataConfig(
+        url,
+        micro_batch_size=token_rows.BATCH,
+        shuffle=shuffle,
+        epochs=1,
+        seed=1,
+        storage_options=storage_options,
+    )
+    index = read_index(config)
+    return lambda: contextlib.closing(
+        open_data(config, virtual_workers=VIRTUAL_WORKERS, index=index)
+    )
 
 
 def take_all(data: Dataset) -> int:
@@ -107,15 +116,14 @@ def timed(epoch: Callable[[], int]) -> float:
 
 
 def median(values: list[float]) -> dict[str, Any]:
-    middle, low, high = median_interval(values)
-    return {"median": round(middle), "interval": [round(low), round(high)], "runs": len(values)}
+    return spread(values, None) | {"runs": len(values)}
 
 
 def measure_peers(folder: Path, found: dict[str, Any]) -> None:
     """Adds one process's epochs of each. The interpreter that has them all: `DATA_PEERS_PYTHON`."""
     python = os.environ.get("DATA_PEERS_PYTHON", sys.executable)
     for name in PEERS:
-        answer = peers.run(python, f"data_{name}.py", str(folder), timeout_s=300.0)
+        answer = peers.run(python, "data.py", name, str(folder), timeout_s=300.0)
         if not isinstance(answer, dict):
             found.setdefault(name, answer)
             continue

@@ -34,12 +34,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import token_rows
-from benchmarks.data_local import VIRTUAL_WORKERS, take_all
-from benchmarks.report import median_interval
+from benchmarks.data_local import VIRTUAL_WORKERS, opening, take_all
+from benchmarks.report import median_interval, ratio
 from benchmarks.slow_store import BUCKET, serving
-from elastic_dp.config import DataConfig
-from elastic_dp.data import open_data
-from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.pipeline import READ_THREADS
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}
@@ -103,12 +100,6 @@ def compare(folder: Path, url: str, rounds: int) -> dict[str, Any]:
     return report
 
 
-def ratio(speeds: list[float], beside: list[float]) -> dict[str, Any]:
-    each = [a / b for a, b in zip(speeds, beside, strict=True)]
-    middle, low, high = median_interval(each)
-    return {"ratio": round(middle, 3), "interval": [round(low, 3), round(high, 3)]}
-
-
 def plan(folder: Path) -> list[Planned]:
     found = []
     for path in sorted((folder / "parquet").iterdir()):
@@ -122,24 +113,13 @@ def plan(folder: Path) -> list[Planned]:
 
 
 def ours(url: str, shuffle: Literal["none", "rows"]) -> Callable[[], int]:
-    """One epoch. The index is read before: a run does it once, in its driver; footers are read
-    again in workers."""
-    config = DataConfig(
-        f"s3://{BUCKET}/parquet",
-        micro_batch_size=token_rows.BATCH,
-        shuffle=shuffle,
-        epochs=1,
-        seed=1,
-        storage_options={"access_key_id": "k", "secret_access_key": "s", "endpoint": url},
-    )
-    index = read_index(config)
+    """One epoch, from opening to the last tensor; footers are read again in workers."""
+    options = {"access_key_id": "k", "secret_access_key": "s", "endpoint": url}
+    opened = opening(f"s3://{BUCKET}/parquet", shuffle, **options)
 
     def epoch() -> int:
-        data = open_data(config, virtual_workers=VIRTUAL_WORKERS, index=index)
-        try:
+        with opened() as data:
             return take_all(data)
-        finally:
-            data.close()
 
     return epoch
 

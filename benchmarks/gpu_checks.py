@@ -380,14 +380,11 @@ def changes(setup: Setup) -> dict[str, Any]:
     """Kill and join, drain, and restore after the loss of all: the bits of the undisturbed run."""
     options = {"workers": 2, "steps": setup.pick(80, 10), "body_s": setup.pick(0.1, 0.05)}
 
-    def fault(rank: int, name: str, step: int) -> WorkerFault:
-        return WorkerFault("backward", step=step, rank=rank, once=str(setup.folder / name))
-
-    all_die = [fault(rank, f"all-{rank}", 7) for rank in (0, 1)]
+    all_die = [fault(setup, f"all-{rank}", step=7, rank=rank) for rank in (0, 1)]
     spec, with_checkpoints = job(setup, **options), job(setup, **options, every_steps=2)
     runs = {
         "undisturbed": partial(group, spec),
-        "kill, join": partial(group, spec, [fault(1, "killed", 4)]),
+        "kill, join": partial(group, spec, [fault(setup, "killed", step=4, rank=1)]),
         "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
         "drain": partial(group, spec, act=drain_one),
     }
@@ -414,15 +411,12 @@ def gangs(setup: Setup) -> dict[str, Any]:
     )
     run = partial(group, shares_gpu=True, device=None if setup.on_gpu else SimulatedDevice())
 
-    def fault(rank: int, name: str) -> WorkerFault:
-        file = str(setup.folder / name)
-        return WorkerFault("backward", step=4, rank=rank, process=1, once=file)
-
-    all_die = [fault(rank, f"all-{rank}") for rank in (0, 1)]
+    where: dict[str, Any] = {"step": 4, "process": 1}
+    all_die = [fault(setup, f"all-{rank}", rank=rank, **where) for rank in (0, 1)]
     runs = {
         "one": partial(run, job(setup, workers=1, **options)),
         "two": partial(run, two),
-        "kill": partial(run, two, [fault(1, "killed")]),
+        "kill": partial(run, two, [fault(setup, "killed", rank=1, **where)]),
         "restore": partial(run, with_checkpoints, all_die, str(setup.folder / "run")),
     }
     return with_losses(setup, runs, {"kill": 1, "restore": 2})
@@ -437,12 +431,12 @@ def gangs_over_nccl(setup: Setup) -> dict[str, Any]:
     device = None if setup.on_gpu else SimulatedDevice()
     host = partial(group, shares_gpu=True, device=device)
     connects = job(setup, workers=2, **options, connects=True, host=AnotherHost())
-    file = str(setup.folder / "killed")
-    fault = WorkerFault("gather", step=options["steps"] // 2, rank=1, process=1, once=file)
+    step = options["steps"] // 2
+    one_dies = [fault(setup, "killed", "gather", step=step, rank=1, process=1)]
     runs = {
         "host": partial(host, job(setup, workers=2, **options)),
         "connected": partial(group, connects, device=device),
-        "kill": partial(group, connects, [fault], device=device),
+        "kill": partial(group, connects, one_dies, device=device),
     }
     return facts | with_losses(setup, runs, {"kill": 1})
 
@@ -474,19 +468,16 @@ def sharding(setup: Setup) -> dict[str, Any]:
     device = None if setup.on_gpu else SimulatedDevice()
     with_checkpoints = dataclasses.replace(three, checkpoint=CheckpointConfig(every_steps=2))
 
-    def fault(point: str, rank: int, name: str) -> WorkerFault:
-        return WorkerFault(point, step=5, rank=rank, once=str(setup.folder / name))
-
-    all_die = [fault("backward", rank, f"all-{rank}") for rank in range(3)]
+    all_die = [fault(setup, f"all-{rank}", step=5, rank=rank) for rank in range(3)]
+    one_dies = [fault(setup, "killed", "prepared", step=5, rank=1)]
+    another_dies = [fault(setup, "connected", "gathered", step=5, rank=2)]
     runs = {
         "one": partial(group, job(setup, workers=1, **options)),
         "three": partial(group, three),
-        "kill": partial(group, three, [fault("prepared", 1, "killed")]),
+        "kill": partial(group, three, one_dies),
         "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
         "connected": partial(group, connects, device=device),
-        "connected, kill": partial(
-            group, connects, [fault("gathered", 2, "connected")], device=device
-        ),
+        "connected, kill": partial(group, connects, another_dies, device=device),
     }
     outcomes, _ = together(setup, runs)
     lost = {name: outcomes[name].workers_lost for name in ("kill", "restore", "connected, kill")}
@@ -505,12 +496,11 @@ def on_whole_gpus(setup: Setup, spec: JobSpec) -> JobSpec:
 def with_a_kill(setup: Setup, options: dict[str, Any], **where: Any) -> dict[str, Any]:
     """The same bits on one worker, on two, and on two of which one is killed in a backward pass.
     `where`: of its WorkerFault."""
-    fault = WorkerFault("backward", once=str(setup.folder / "killed"), **where)
     two = job(setup, workers=2, **options)
     runs = {
         "one": partial(group, job(setup, workers=1, **options)),
         "two": partial(group, two),
-        "kill": partial(group, two, [fault]),
+        "kill": partial(group, two, [fault(setup, "killed", **where)]),
     }
     return with_losses(setup, runs, {"kill": 1})
 
@@ -524,6 +514,11 @@ def with_losses(
     if any(lost[name] < least for name, least in expected.items()):
         raise Wrong(f"the faults did not happen: {lost}")
     return same({name: outcome.digest for name, outcome in outcomes.items()}) | {"lost": lost}
+
+
+def fault(setup: Setup, name: str, point: str = "backward", **where: Any) -> WorkerFault:
+    """Once in the run. `name`: of a file that says that it has happened."""
+    return WorkerFault(point, once=str(setup.folder / name), **where)
 
 
 def drain_one(run: ProcessRun) -> None:
@@ -977,12 +972,11 @@ def connected_run(setup: Setup) -> dict[str, Any]:
     connects = dataclasses.replace(spec, config=spec.config | {"connects": True})
     connects = on_whole_gpus(setup, connects)
     device = None if setup.on_gpu else SimulatedDevice()
-    file = str(setup.folder / "killed")
-    fault = WorkerFault("gather", step=options["steps"] // 2, rank=1, once=file)
+    one_dies = [fault(setup, "killed", "gather", step=options["steps"] // 2, rank=1)]
     runs = {
         "Gloo": partial(group, spec),
         "connected": partial(group, connects, device=device),
-        "kill": partial(group, connects, [fault], device=device),
+        "kill": partial(group, connects, one_dies, device=device),
     }
     outcomes, _ = together(setup, runs)
     if outcomes["kill"].workers_lost != 1:

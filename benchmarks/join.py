@@ -19,7 +19,6 @@ import itertools
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,14 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import elastic_dp as edp
 from benchmarks.recovery import (
     Kill,
-    Points,
     Record,
     Timing,
     classifier,
+    end,
     kill,
+    line_of,
     loss_fn,
     outside_load,
     start_ray,
@@ -46,7 +45,7 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import add_quick, each, exit_code
+from benchmarks.report import each, exit_code, parser_of, run_main
 
 WIDTHS = {"4 MB": 540, "100 MB": 2850}
 TARGET_PAUSE_MS, TARGET_COPY_RATIO, TARGET_STANDBY_MS = 50.0, 0.7, 500.0
@@ -66,11 +65,7 @@ def train(ctx: Any) -> None:
             if ctx.generation == seen:
                 continue
             seen = ctx.generation
-            timing = session.timings[-1]
-            log.write(
-                f"timing {timing.generation} {timing.formed_at:.6f} {timing.copied_at:.6f} "
-                f"{timing.bytes_received}\n"
-            )
+            log.write(line_of(session.timings[-1]))
             times = bare_broadcast(session, f"{folder}.store-{seen}", size)
             for at in times:
                 with open(f"{folder}.bare", "a") as bare:
@@ -106,17 +101,7 @@ def joins(name: str, width: int, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as storage:
         folder = f"{storage}/logs"
         os.mkdir(folder)
-        ours = edp.ElasticTrainer(
-            train,
-            name="joins",
-            storage_path=storage,
-            config={"folder": folder, "width": width},
-            data=edp.MapStyleData(Points(), micro_batch_size=8),
-            scaling=edp.ScalingConfig(
-                min_workers=1, max_workers=2, virtual_workers=3, threads_per_worker=1
-            ),
-            max_steps=1_000_000,
-        )
+        ours = trainer("joins", storage, folder, 2, virtual=3, train=train, width=width)
         run = ours.start()
         wait_full(run, 2, 20)
         asked = []
@@ -242,10 +227,7 @@ def standby(kills: int) -> dict[str, Any]:
             done.append(kill({w: pids[w] for w in members}, rng))
             time.sleep(1.0)
             print(f"standby, kill {number + 1}", flush=True)
-        run.stop("enough")
-        result = run.result()
-        record = Record.read(folder, ours.url)
-        calm = trainer("calm", storage, None, 3, max_steps=result.step).fit(local=True)
+        _, record, facts = end(run, ours.url, storage, folder, 3)
     sizes = {
         line["generation"]: len(line["members"])
         for line in record.events
@@ -261,8 +243,7 @@ def standby(kills: int) -> dict[str, Any]:
         "kill_to_full_size": summary(waits),
         "target_ms": TARGET_STANDBY_MS,
         "went_on_smaller_first": shrunk,
-        "exact": result.exact and result.weights_sha256 == calm.weights_sha256,
-        "bodies_out_of_order": record.disorder(),
+        **facts,
     }
 
 
@@ -303,12 +284,7 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--joins", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__, joins=5, kills=10).parse_args()
     if options.quick:
         options.joins, options.kills, options.no_write = 0, 1, True
     torch.set_num_threads(1)
@@ -317,8 +293,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that workers import what is pickled here.
-    sys.modules.pop("benchmarks.join", None)
-    from benchmarks.join import main as main_here
-
-    sys.exit(main_here())
+    run_main("benchmarks.join")

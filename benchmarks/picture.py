@@ -12,67 +12,37 @@ weights or losses differ. Drawing needs matplotlib (`pip install 'elastic_dp[ben
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import random
-import signal
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos import kill_members
 from benchmarks.recovery import start_ray
-from benchmarks.report import RESULTS, add_quick, exit_code, write
+from benchmarks.report import exit_code, parser_of, recorded, write
 from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
 
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "picture.svg"
 WORKERS = 4
-LOOK_S = 0.05
 
 
 def watched(run: Any, every_s: float | None, seed: int) -> dict[str, Any]:
     """Follow one run to its end. `every_s`: the mean time between two kills; None: kill nobody."""
-    kills: list[tuple[float, int]] = []  # (time, how many were killed at once)
+    kills: list[tuple[float, tuple[str, ...]]] = []
     ended = threading.Event()
-    rng = random.Random(seed)
-
-    def look() -> None:
-        killed: set[str] = set()
-        due = None
-        while not ended.wait(LOOK_S):
-            try:
-                status, pids = run.status(), run.pids()
-            except Exception:  # the run ended between two looks
-                return
-            if every_s is None or status["step"] < 10 or status["phase"] != "running":
-                continue
-            now = time.time()
-            due = now + every_s / 2 if due is None else due
-            members = [w for w, stage in status["workers"].items() if stage == "member"]
-            alive = sorted({*members} - killed)
-            if now < due or len(alive) < 2:
-                continue
-            victims = rng.sample(alive, min(rng.choice((1, 1, 2)), len(alive) - 1))
-            for victim in victims:
-                os.kill(pids[victim], signal.SIGKILL)
-            kills.append((time.time(), len(victims)))
-            killed.update(victims)
-            due = kills[-1][0] + rng.uniform(0.5, 1.5) * every_s
-
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
+    if every_s is not None:
+        how: Any = {"every_s": every_s, "seed": seed, "at_once": (1, 1, 2)}
+        given = (run, ended, kills)
+        threading.Thread(target=kill_members, args=given, kwargs=how, daemon=True).start()
     result = run.result(progress=ProgressPrinter())
     ended.set()
-    watcher.join()
     lines = [*run_lines(result.path, "metrics"), *run_lines(result.path, "events")]
     losses = [line for line in lines if "loss" in line]
-    formed: dict[
-        int, dict[str, Any]
-    ] = {}  # the first line that names the members of each generation
+    # The first line that names the members of each generation.
+    formed: dict[int, dict[str, Any]] = {}
     for line in lines:
         if "members" in line:
             formed.setdefault(line["generation"], line)
@@ -84,7 +54,7 @@ def watched(run: Any, every_s: float | None, seed: int) -> dict[str, Any]:
         "workers_lost": result.workers_lost,
         "generations": result.generations,
         "seconds": round(losses[-1]["time"] - start, 1),
-        "kills": [[round(at - start, 2), count] for at, count in kills],
+        "kills": [[round(at - start, 2), len(victims)] for at, victims in kills],
         "workers": [[round(x["time"] - start, 2), len(x["members"])] for x in formed.values()],
         "losses": [[round(x["time"] - start, 2), x["step"], x["loss"]] for x in losses],
     }
@@ -134,12 +104,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--every", type=float, default=14.0, help="mean seconds between kills")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = parser_of(__doc__, steps=400, every=14.0, seed=1)  # every: seconds between kills
     parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
-    add_quick(parser)
     options = parser.parse_args()
     if options.quick:
         options.steps, options.every = 60, 1.0
@@ -156,10 +122,11 @@ def main() -> int:
                     steps=options.steps,
                 )
                 results[name] = watched(job.start(), every_s, options.seed)
-    if not (options.draw or options.quick):
+    if options.draw:
+        results = recorded("picture")
+    elif not (options.no_write or options.quick):
         print(write("picture", results))
-    if not options.quick:
-        results = json.loads((RESULTS / "picture.json").read_text())["results"]
+    if not (options.no_write or options.quick):
         draw(results, SVG)
     calm, disturbed = results["undisturbed"], results["with kills"]
     print(f"undisturbed  {calm['loss']!r}  {calm['weights_sha256']}")

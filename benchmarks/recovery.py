@@ -19,10 +19,8 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +34,7 @@ from torch.nn import functional as F
 
 import elastic_dp as edp
 from benchmarks import models
-from benchmarks.report import add_quick, each, exit_code
+from benchmarks.report import each, exit_code, parser_of, run_main
 
 ROOT = str(Path(__file__).parent.parent)
 TORCHFT = "torchft 0.2, tuned, 3 workers"
@@ -92,12 +90,14 @@ def train(ctx: Any) -> None:
         if log is not None:
             log.write(f"body {time.time():.6f} {step.number} {ctx.generation}\n")
             for timing in session.timings[timings:]:
-                log.write(
-                    f"timing {timing.generation} {timing.formed_at:.6f} {timing.copied_at:.6f} "
-                    f"{timing.bytes_received}\n"
-                )
+                log.write(line_of(timing))
             timings = len(session.timings)
         time.sleep(body_s)
+
+
+def line_of(timing: Any) -> str:
+    times = f"{timing.formed_at:.6f} {timing.copied_at:.6f}"
+    return f"timing {timing.generation} {times} {timing.bytes_received}\n"
 
 
 def trainer(
@@ -109,6 +109,7 @@ def trainer(
     virtual: int | None = None,
     standby: int = 0,
     max_steps: int = 1_000_000,
+    train: Callable[[Any], None] = train,
     data: torch.utils.data.Dataset | None = None,
     **config: Any,
 ) -> edp.ElasticTrainer:
@@ -310,6 +311,17 @@ def kill(pids: dict[str, int], rng: random.Random) -> Kill:
     return Kill(at, worker)
 
 
+def end(
+    run: Any, url: str, storage: str, folder: str, workers: int, **job: Any
+) -> tuple[edp.Result, Record, dict[str, Any]]:
+    """Stop the run, and compare it with an undisturbed one of this `job`."""
+    run.stop("enough")
+    result, record = run.result(), Record.read(folder, url)
+    calm = trainer("calm", storage, None, workers, max_steps=result.step, **job).fit(local=True)
+    exact = result.exact and result.weights_sha256 == calm.weights_sha256
+    return result, record, {"exact": exact, "bodies_out_of_order": record.disorder()}
+
+
 def measure(workers: int, options: argparse.Namespace) -> dict[str, Any]:
     kills, rng = options.kills, random.Random(workers)
     with tempfile.TemporaryDirectory() as storage, tempfile.TemporaryDirectory() as folder:
@@ -338,22 +350,13 @@ def measure(workers: int, options: argparse.Namespace) -> dict[str, Any]:
             pids_changed += [f"{w} was lost without a kill" for w in gone]
             print(f"{workers} workers, kill {number + 1}: {done[-1].worker}", flush=True)
         wait_full(run, workers)
-        run.stop("enough")
-        result = run.result()
-        record = Record.read(folder, ours.url)
-        if options.keep:
-            shutil.copytree(folder, f"{options.keep}/{workers}/bodies", dirs_exist_ok=True)
-            shutil.copytree(ours.url, f"{options.keep}/{workers}/run", dirs_exist_ok=True)
-            kept = json.dumps([[one.at, one.worker] for one in done])
-            Path(f"{options.keep}/{workers}/kills.json").write_text(kept)
-        calm = trainer("calm", storage, None, workers, max_steps=result.step).fit(local=True)
+        result, record, facts = end(run, ours.url, storage, folder, workers)
         return {
             "workers": workers,
             **judge(record, done),
             "steps": result.step,
             "generations": result.generations,
-            "exact": result.exact and result.weights_sha256 == calm.weights_sha256,
-            "bodies_out_of_order": record.disorder(),
+            **facts,
             "survivors_replaced": pids_changed,
         }
 
@@ -465,15 +468,9 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--forming-kills", type=int, default=12)
+    parser = parser_of(__doc__, kills=30, forming_kills=12, body_s=0.002)
     parser.add_argument("--workers", type=int, nargs="*", default=[3, 5])
-    parser.add_argument("--keep", help="copy each run's folders there")
-    parser.add_argument("--body-s", type=float, default=0.002)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
     options = parser.parse_args()
     if options.quick:
         options.kills, options.forming_kills, options.workers = 2, 0, [3]
@@ -484,8 +481,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that workers import what is pickled here.
-    sys.modules.pop("benchmarks.recovery", None)
-    from benchmarks.recovery import main as main_here
-
-    sys.exit(main_here())
+    run_main("benchmarks.recovery")

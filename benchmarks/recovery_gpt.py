@@ -34,6 +34,7 @@ from benchmarks.models import SMALL, Text
 from benchmarks.recovery import (
     Kill,
     Record,
+    end,
     kill,
     outside_load,
     start_ray,
@@ -42,7 +43,7 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import add_quick, each, exit_code
+from benchmarks.report import each, exit_code, parser_of, run_main
 
 WORKERS = 3
 RAY_NICENESS = 15  # Ray's default
@@ -63,14 +64,8 @@ def on_ray(size: str, kills: int, seed: int) -> dict[str, Any]:
 def ours(size: str, kills: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as storage, tempfile.TemporaryDirectory() as folder:
-        job = trainer(
-            "gpt",
-            storage,
-            folder,
-            WORKERS,
-            data=Text(100_000),
-            gpt=SMALL[size],
-        )
+        common: Any = {"data": Text(100_000), "gpt": SMALL[size]}
+        job = trainer("gpt", storage, folder, WORKERS, **common)
         run = job.start()
         wait_full(run, WORKERS, 20)
         done: list[Kill] = []
@@ -82,20 +77,8 @@ def ours(size: str, kills: int, seed: int) -> dict[str, Any]:
             wait_for(
                 lambda: whole_at(Record.read(folder), done[-1].at) is not None, 120, "3 again", 0.5
             )
-        run.stop("enough")
-        result = run.result()
-        record = Record.read(folder)
-        calm = trainer(
-            "calm",
-            storage,
-            None,
-            WORKERS,
-            max_steps=result.step,
-            data=Text(100_000),
-            gpt=SMALL[size],
-        ).fit(local=True)
-    same = result.exact and result.weights_sha256 == calm.weights_sha256
-    return {**judge(record, done), "exact": same and not record.disorder()}
+        _, record, facts = end(run, job.url, storage, folder, WORKERS, **common)
+    return {**judge(record, done), "exact": facts["exact"] and not facts["bodies_out_of_order"]}
 
 
 def judge(record: Record, kills: Sequence[Kill]) -> dict[str, Any]:
@@ -173,12 +156,11 @@ def joined(rounds: Sequence[Any]) -> Any:
         "pause": summary(values["pauses_ms"]),
         "full_size_again": summary(values["kill_to_full_size_ms"]),
         "pauses_ms": sorted(round(value, 1) for value in values["pauses_ms"]),
-        **({"exact": all(one["exact"] for one in rounds)} if "exact" in rounds[0] else {}),
-        **(
-            {"restarted_from_step_0": sum(one["restarted_from_step_0"] for one in rounds)}
-            if "restarted_from_step_0" in rounds[0]
-            else {}
-        ),
+        **{
+            name: over(one[name] for one in rounds)
+            for name, over in (("exact", all), ("restarted_from_step_0", sum))
+            if name in rounds[0]
+        },
     }
 
 
@@ -198,12 +180,7 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__, kills=6, rounds=2).parse_args()
     sizes = list(SMALL)
     if options.quick:
         sizes, options.kills, options.rounds, options.no_write = sizes[:1], 1, 1, True
@@ -213,8 +190,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that workers import what is pickled here.
-    sys.modules.pop("benchmarks.recovery_gpt", None)
-    from benchmarks.recovery_gpt import main as main_here
-
-    sys.exit(main_here())
+    run_main("benchmarks.recovery_gpt")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.models import SIZES
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -66,25 +66,18 @@ def each(
     return results
 
 
-def of_pairs(
-    description: str,
-    sizes: Iterable[str],
-    arguments: Sequence[str] | None = None,
-    links: Iterable[str] = (),
-    **more: int,
-) -> argparse.Namespace:
-    """Return the options of a benchmark that measures models in pairs. `sizes`: the models of
-    `models.SIZES` that it measures unless others are given. `links`: all that it can measure.
-    `more`: further numbers, with their defaults."""
+def parser_of(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """The options that each benchmark has. `numbers`: options of its own, with their defaults."""
     parser = argparse.ArgumentParser(description=description)
-    for name, default in {"pairs": 60, **more}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sizes", nargs="*", default=list(sizes), choices=list(SIZES))
-    if links:
-        parser.add_argument("--links", nargs="*", default=list(links), choices=list(links))
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
-    return parser.parse_args(arguments)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("--no-write", action="store_true", help="record nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="as little as shows that it runs; nothing is recorded, no target is judged",
+    )
+    return parser
 
 
 def conclude(
@@ -106,14 +99,6 @@ def conclude(
     return exit_code(targets(results))
 
 
-def add_quick(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="as little as shows that it runs; nothing is recorded, no target is judged",
-    )
-
-
 def exit_code(targets: Mapping[str, bool]) -> int:
     """Return 1 if a target was missed, and print which."""
     missed = [target for target, met in targets.items() if not met]
@@ -131,3 +116,22 @@ def median_interval(values: Sequence[float], samples: int = 2000) -> tuple[float
         medians[int(0.025 * samples)],
         medians[int(0.975 * samples)],
     )
+
+
+def run_main(module: str) -> None:
+    """Run `main` of the module under its own name, so that workers import what is pickled there."""
+    sys.modules.pop(module, None)
+    sys.exit(importlib.import_module(module).main())
+
+
+def spread(values: Sequence[float], digits: int | None = 3) -> dict[str, Any]:
+    middle, low, high = (round(value, digits) for value in median_interval(values))
+    return {"median": middle, "interval": [low, high]}
+
+
+def ratio(
+    ours: Sequence[float], others: Sequence[float], target: float | None = None
+) -> dict[str, Any]:
+    """Of the values of each round."""
+    found = spread([a / b for a, b in zip(ours, others, strict=True)])
+    return found if target is None else found | {"target": target}

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 class Row(NamedTuple):
-    """One measured fact, and the benchmark that measures it."""
+    """One measured fact, and the benchmark that measures it ("": one that is no more)."""
 
     what: str
     measured: str
@@ -86,7 +86,7 @@ def more_rows() -> Iterator[Row]:
             if isinstance(store, dict) and order in store:
                 yield Row(
                     f"Parquet from a store with {name}, {order}, relative to the best loop",
-                    f"{store[order]['ratio']:.2f}",
+                    f"{store[order]['median']:.2f}",
                     "data --part store",
                 )
     for one in read("sharding")["results"]:
@@ -94,13 +94,15 @@ def more_rows() -> Iterator[Row]:
             f"Step with a sharded optimizer, {one['parameters']} parameters, {one['workers']} "
             "workers, relative to an unsharded step",
             f"{one['beside']['not sharded'][0]:.2f}",
-            "sharding",
+            "",
         )
 
 
 def table(rows: Iterator[Row]) -> str:
     lines = ["| what | measured | command |", "|---|---|---|"]
-    lines += [f"| {what} | {found} | `python -m benchmarks.{name}` |" for what, found, name in rows]
+    for what, found, name in rows:
+        command = f"`python -m benchmarks.{name}`" if name else "recorded"
+        lines.append(f"| {what} | {found} | {command} |")
     return "\n".join(lines) + "\n"
 
 

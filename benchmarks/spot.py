@@ -1,9 +1,8 @@
 """A spot market, in compressed time, against real workers: what is made of the capacity that is
 there.
 
-    python -m benchmarks.spot [--seconds 160] [--no-write]    # needs .[bench]; some ten minutes,
-                                                              `--seconds 20` three
-    python -m benchmarks.spot --quick                         # one short trace, nothing is recorded
+    python -m benchmarks.spot [--seconds 160]    some ten minutes; `--seconds 20` three
+    python -m benchmarks.spot --quick            one short trace; records nothing
 
 A trace says how many places there are from when on. One is published (`spot_traces.G4DN`), of 17
 hours that are compressed into `--seconds`; two are generated and take a third of that: places are
@@ -20,13 +19,12 @@ worker does not train yet) and `paused` (nobody trains, a step is done again, or
 than calm ones); `pauses` has each. Compute is a sleep for each virtual worker, so a machine's few
 cores do not matter, as long as they are idle enough. Compression is hard on whoever pauses or
 starts: a second here is eight minutes of the day. Cost per step is in places x time at the price of
-a place: 1 on demand, SPOT_PRICE on spot. Results and plot are written after each trace; one that
+a place: 1 on demand, SPOT_PRICE on spot. Results are written after each trace; one that
 fails is written as its error, and the others follow.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
@@ -40,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, add_quick, write
+from benchmarks.report import parser_of, write
 from benchmarks.spot_traces import PLACES, Trace, generated, published
 from elastic_dp.config import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
@@ -127,7 +125,6 @@ def replay(trace: Trace, restart: bool) -> dict[str, Any]:
         "generations": outcome.generations,
         "step_at_end": outcome.step,
         "digest": outcome.digest,
-        "curve": [(round(at, 2), step - first) for at, step, _ in inside[::10]],
     }
 
 
@@ -233,51 +230,11 @@ def measure(trace: Trace, paces: dict[int, float]) -> dict[str, Any]:
         },
         "pauses": _pauses(ours["lines"], paces),
         "cost_per_step": {name: round(cost, 4) for name, cost in costs.items()},
-        "_curves": {"elastic_dp": ours["curve"], "all restarted": theirs["curve"]},
-        "_on_demand": on_demand,
-        "_trace": trace,
     }
 
 
-def plot(results: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(results), figsize=(6 * len(results), 7), squeeze=False)
-    for (top, bottom), result in zip(axes.T, results, strict=True):
-        trace: Trace = result["_trace"]
-        for name, curve in result["_curves"].items():
-            top.plot([at for at, _ in curve], [step for _, step in curve], label=name)
-        steady = [0, trace.seconds * result["_on_demand"]]
-        top.plot([0, trace.seconds], steady, ":", label="on demand only")
-        at = [i * trace.seconds / 400 for i in range(401)]
-        behind = top.twinx()
-        behind.fill_between(at, [trace.places(x) for x in at], alpha=0.15, color="grey")
-        behind.set(ylabel="places")
-        top.set(title=f"{trace.name}: goodput {result['goodput']:.3f}", xlabel="s", ylabel="steps")
-        top.legend()
-        bottom.bar(list(result["cost_per_step"]), list(result["cost_per_step"].values()))
-        bottom.set(ylabel="place-seconds at their price, per step")
-    figure.tight_layout()
-    figure.savefig(RESULTS / "spot.svg")
-    plt.close(figure)
-
-
-def keep(results: list[dict[str, Any]]) -> None:
-    shown = [{k: v for k, v in result.items() if k[0] != "_"} for result in results]
-    print(write("spot", shown), flush=True)
-    if complete := [result for result in results if "error" not in result]:
-        plot(complete)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=160)
-    parser.add_argument("--no-write", action="store_true")
-    add_quick(parser)
-    options = parser.parse_args()
+    options = parser_of(__doc__, seconds=160.0).parse_args()
     seconds = 6.0 if options.quick else options.seconds
     # A quick one takes for calm what would be if nothing but the sleeps took time.
     ideal = {places: VIRTUAL / places * MICRO_BATCH_S for places in range(1, PLACES + 1)}
@@ -296,9 +253,9 @@ def main() -> None:
         except Exception as error:  # whatever it is, the others are to be seen
             traceback.print_exc()
             results.append({"trace": trace.name, "error": f"{type(error).__name__}: {error}"})
-        print({k: v for k, v in results[-1].items() if k[0] != "_"}, flush=True)
+        print(results[-1], flush=True)
         if not (options.no_write or options.quick):
-            keep(results)
+            print(write("spot", results), flush=True)
     if any("error" in result for result in results):
         raise SystemExit(1)
 

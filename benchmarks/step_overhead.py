@@ -17,20 +17,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
-from benchmarks.report import conclude, median_interval, of_pairs
+from benchmarks.report import conclude, median_interval, parser_of
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
-from elastic_dp.distributed.rendezvous import GroupName, MemberRecord, Rendezvous
+from elastic_dp.distributed.rendezvous import GroupName, Rendezvous
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.train_function import train_until_released
 from elastic_dp.train.worker_session import WorkerSession
@@ -52,12 +52,12 @@ TARGETS, TARGET_ACCUMULATING = {"fast": 1.0, "exact": 1.03}, 1.02
 class TcpRendezvous(Rendezvous):
     """For processes without a controller: they meet in a store of torch."""
 
-    def __init__(self, host: str, port: int, job: str) -> None:
+    def __init__(self, port: int, job: str) -> None:
         super().__init__(job, b"secret", lambda record: None)
-        self._host, self._port, self._job = host, port, job
+        self._port, self._job = port, job
 
     def store(self, group: GroupName, rank: int, world_size: int, timeout: timedelta) -> Any:
-        store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
+        store = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=timeout)
         return dist.PrefixStore(f"{self._job}/{group}", store)
 
 
@@ -76,29 +76,10 @@ class StaticLink:
             print(event.traceback, file=sys.stderr)  # type: ignore[union-attr]
             os._exit(1)
 
-    def register(self, record: MemberRecord) -> None:
+    def ignore(self, *given: Any, **named: Any) -> None:
         pass
 
-    def log(self, call: Any, previous: Any, metrics: Any) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def wrote(self, worker: str, written: Any) -> None:
-        pass
-
-    def skipped(self, row_groups: Any) -> None:
-        pass
-
-    def write(self, generation: int, step: int, phase: str) -> None:
-        pass
-
-    def write_speed(self, virtual_s: float) -> None:
-        pass
-
-    def write_fault(self, kind: str, text: str) -> None:
-        pass
+    register = log = say = wrote = skipped = write = write_speed = write_fault = ignore
 
 
 def worker(
@@ -136,21 +117,13 @@ def worker(
             started = time.perf_counter()
 
     train_until_released(train, session)
-    tell(out, rank, (ours, theirs))
-
-
-def tell(out: Any, rank: int, found: Any) -> NoReturn:
-    """Hands over what a worker has found, and ends its process."""
-    out.put((rank, found))
+    out.put((rank, (ours, theirs)))
     time.sleep(0.3)
     os._exit(0)
 
 
-def session_of(
-    rank: int, port: int, spec: JobSpec, data: RandomTokens, host: str = "127.0.0.1"
-) -> WorkerSession:
-    """One of `spec.scaling.max_workers` workers that stay, without a controller. Several sessions
-    of one process need jobs of different names."""
+def session_of(rank: int, port: int, spec: JobSpec, data: RandomTokens) -> WorkerSession:
+    """One of `spec.scaling.max_workers` workers that stay, without a controller."""
     workers = spec.scaling.max_workers
     each = spec.scaling.num_virtual_workers // workers
     members = tuple(
@@ -169,26 +142,23 @@ def session_of(
         status=link,
         control=control,
         is_source=rank == 0,
-        rendezvous=TcpRendezvous(host, port, spec.name),
+        rendezvous=TcpRendezvous(port, spec.name),
     )
 
 
-def timed_on_workers(
-    target: Callable[..., None], *args: Any, workers: int = WORLD, host: str = "127.0.0.1"
-) -> list[Any]:
-    """Runs `target(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
-    rank. `host`: address of the store in which they meet, which is in this process. Raises
-    RuntimeError if one ends without a word."""
+def timed_on_workers(*args: Any) -> list[Any]:
+    """Runs `worker(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
+    rank. Raises RuntimeError if one ends without a word."""
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         given = (store.port, f"{folder}/store", *args, out)
-        processes = [context.Process(target=target, args=(r, *given)) for r in range(workers)]
+        processes = [context.Process(target=worker, args=(r, *given)) for r in range(WORLD)]
         for process in processes:
             process.start()
         found: dict[int, Any] = {}
-        while len(found) < workers:
+        while len(found) < WORLD:
             ended = [r for r, process in enumerate(processes) if process.exitcode is not None]
             while not out.empty():
                 rank, told = out.get()
@@ -200,7 +170,7 @@ def timed_on_workers(
             time.sleep(0.05)
         for process in processes:
             process.join()
-    return [found[rank] for rank in range(workers)]
+    return [found[rank] for rank in range(WORLD)]
 
 
 def ddp_step(
@@ -218,7 +188,7 @@ def ddp_step(
 
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
-    (ours, theirs), *_ = timed_on_workers(worker, size, exact, per_worker, pairs)
+    (ours, theirs), *_ = timed_on_workers(size, exact, per_worker, pairs)
     skip = 5  # first steps allocate
     ours, theirs = ours[skip:], theirs[skip : skip + len(ours) - skip]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
@@ -249,7 +219,9 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = of_pairs(__doc__, SIZES, arguments)
+    parser = parser_of(__doc__, pairs=60)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    options = parser.parse_args(arguments)
     if options.quick:
         options.sizes, options.pairs = list(SIZES)[:1], 5
     prepare_environment(os.environ, 1)  # as workers have it, for both

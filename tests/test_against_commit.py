@@ -98,7 +98,6 @@ def test_result_that_is_worse_with_all_of_its_interval_is_missed(part, unit, low
 
 def test_result_is_kept_beside_those_of_other_commits_and_cases(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(against_commit, "RESULTS", tmp_path)
     monkeypatch.setattr(against_commit, "git", lambda *words: words[0])
     for commit, part, case in (("a", "step", "x"), ("b", "step", "x"), ("a", "data", "y")):
         against_commit.keep(commit, part, case, {"measured": {}})

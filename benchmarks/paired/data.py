@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
-import json
 import os
 import random
 import shutil
@@ -31,9 +29,6 @@ CASES = {
     "arrow in order": ("read", "arrow", "none"),
     "arrow shuffled": ("read", "arrow", "rows"),
     "open 512 files of Parquet": ("open", "parquet"),
-    "open 32 MB of CSV": ("open", "csv"),
-    "open 32 MB of CSV in two files": ("open", "csv-long"),
-    "open 32 MB of JSON Lines": ("open", "jsonl"),
     "open 32 MB of tar": ("open", "tar"),
     "convert 32 MB of CSV": ("convert", "csv"),
 }
@@ -49,15 +44,10 @@ def prepare(folder: Path) -> None:
     if small.exists():
         return
     shutil.rmtree(folder / "part", ignore_errors=True)
-    for kind, write in (("csv", write_csv), ("jsonl", write_jsonl), ("tar", write_tar)):
+    for kind, write in (("csv", write_csv), ("tar", write_tar)):
         (folder / "part" / kind).mkdir(parents=True)
         for number in range(FILES):
             write(folder / f"part/{kind}/part-{number}.{kind}", rows(number))
-    (folder / "part/csv-long").mkdir()
-    for number in range(2):
-        seeds = range(FILES // 2 * number, FILES // 2 * (number + 1))
-        lines = itertools.chain.from_iterable(map(rows, seeds))
-        write_csv(folder / f"part/csv-long/part-{number}.csv", lines)
     (folder / "part/parquet").mkdir()
     import numpy as np
 
@@ -82,11 +72,6 @@ def write_csv(path: Path, lines: Iterator[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, ["id", "x", "text", "label"])
         writer.writeheader()
         writer.writerows(lines)
-
-
-def write_jsonl(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def write_tar(path: Path, lines: Iterator[dict[str, Any]]) -> None:

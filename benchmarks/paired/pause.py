@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import elastic_dp as edp
 from benchmarks import models, recovery
 from benchmarks.paired import serve, start_ray
 from benchmarks.recovery import Record, wait_for
@@ -46,19 +45,9 @@ def run(folder: str, name: str) -> None:
     bodies, hold = Path(folder) / "bodies", Path(folder) / "hold"
     bodies.mkdir()
     start_ray(niceness)
-    job = edp.ElasticTrainer(
-        train,
-        name="pause",
-        storage_path=f"{folder}/storage",
-        config={"folder": folder, "model": model, "body_s": body_s},
-        data=edp.MapStyleData(
-            Text(100_000) if model == "GPT" else recovery.Points(), micro_batch_size=8
-        ),
-        scaling=edp.ScalingConfig(
-            max_workers=WORKERS, virtual_workers=WORKERS, threads_per_worker=1
-        ),
-        max_steps=1_000_000,
-    ).start()
+    rows = Text(100_000) if model == "GPT" else recovery.Points()
+    how: Any = {"train": train, "data": rows, "model": model, "body_s": body_s}
+    job = recovery.trainer("pause", f"{folder}/storage", folder, WORKERS, **how).start()
 
     def turn(number: int) -> dict[str, list[float]]:
         rng = random.Random(number)

@@ -13,7 +13,7 @@ torch==2.13.0 'ray[train]==2.60.0'`), and for other loaders `DATA_PEERS_PYTHON`:
 
 Streaming comes without its dependencies, since it asks for older transformers and NumPy than the
 others do, which it does not need here. torchvision is not installed: one that was built for another
-torch ends with "operator torchvision::nms does not exist" (`stand_in_for_torchvision`).
+torch ends with "operator torchvision::nms does not exist" (`stand_in_for_torchvision` in data.py).
 """
 
 from __future__ import annotations
@@ -33,18 +33,11 @@ HERE = Path(__file__).parent
 def measure_all(kills: int = 10, ray_train_kills: int = 3) -> Iterator[tuple[str, Any]]:
     torchft = os.environ.get("TORCHFT_PYTHON", sys.executable)
     for kind in ("tuned", "default"):
-        yield (
-            f"torchft 0.2, {kind}, 3 workers",
-            run(torchft, "torchft_recovery.py", kind, str(kills)),
-        )
-    yield (
-        "Ray Train, checkpoint each 20 steps, 3 workers",
-        run(
-            os.environ.get("RAY_TRAIN_PYTHON", sys.executable),
-            "ray_train_recovery.py",
-            str(ray_train_kills),
-        ),
-    )
+        found = run(torchft, "torchft_recovery.py", kind, str(kills))
+        yield f"torchft 0.2, {kind}, 3 workers", found
+    ray_train = os.environ.get("RAY_TRAIN_PYTHON", sys.executable)
+    found = run(ray_train, "ray_train_recovery.py", str(ray_train_kills))
+    yield "Ray Train, checkpoint each 20 steps, 3 workers", found
 
 
 def run(python: str, script: str, *arguments: str, timeout_s: float = 240.0) -> Any:

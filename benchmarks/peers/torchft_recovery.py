@@ -157,14 +157,8 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
 
         def start(number: int) -> None:
             name = f"r{number}"
-            arguments = [
-                "replica",
-                name,
-                address,
-                str(HEARTBEAT_MS[kind]),
-                f"{folder}/{name}",
-                *size,
-            ]
+            heartbeat = str(HEARTBEAT_MS[kind])
+            arguments = ["replica", name, address, heartbeat, f"{folder}/{name}", *size]
             live[name] = subprocess.Popen(
                 [sys.executable, __file__, *arguments],
                 env=os.environ | {"RUST_LOG": "error"},
@@ -216,8 +210,7 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
                 if min(after) < before / 2:  # survivors took the state of the new replica
                     restarts += 1
                 elif firsts:
-                    pauses.append(1e3 * min(firsts))
-                    pauses[-1] -= 1e3 * at
+                    pauses.append(1e3 * (min(firsts) - at))
         finally:
             for process in live.values():
                 process.kill()
