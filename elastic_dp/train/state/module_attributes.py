@@ -1,58 +1,105 @@
-"""Plain attributes of modules (numbers and text) that forward changes.
+"""Attributes of modules that forward changes: numbers, text, tensors that are no buffers, and what
+dicts, lists, sets and arrays hold.
 
 A module that changes itself when the rows ask for it, such as a rotary embedding that recomputes
 its frequencies for a longer row, computes something else for the rows that come after it. These
 differ between workers. So what a micro-batch changes in a module is undone with its attributes:
-each micro-batch begins with the module as the step began. A module that changes a buffer, too,
-would leave half of the change behind, and is refused by name.
+each micro-batch begins with the module as the step began. Two changes cannot be undone, and are
+refused by name: that of a buffer with other attributes, half of which would be left, and that of a
+tensor in place.
 
 Attributes that one micro-batch changes each time, such as a counter, stay as they are: the check
-before the first step names them. All workers find the same ones, by one micro-batch of step 1.
+before the first step names them. All workers find the same ones, by one micro-batch of step 1. Of
+torch's layers, numbers and text are watched alone.
 
 A look at all attributes of a module takes some hundred nanoseconds.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
-from operator import call, itemgetter
-from typing import Any
+from operator import call, is_, itemgetter
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 
 from elastic_dp.errors import ModelError
 
-_PLAIN = (bool, int, float, complex, str)
-_OF_TORCH = {"training"}  # other parts keep it
+_PLAIN = (bool, int, float, complex, str, type(None))
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
+_MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
+
+
+class _Container(NamedTuple):
+    """What an attribute holds that is not one value."""
+
+    place: int
+    key: str
+    held: Any
+    before: Any
+
+    @classmethod
+    def of(cls, place: int, key: str, held: Any) -> _Container:
+        return cls(place, key, held, held.copy())
+
+    @property
+    def has_changed(self) -> bool:
+        held, before = self.held, self.before
+        if isinstance(held, np.ndarray):
+            return held.shape != before.shape or held.tobytes() != before.tobytes()
+        if len(held) != len(before) or isinstance(held, set):
+            return bool(len(held) != len(before) or held != before)
+        if isinstance(held, dict):
+            same_keys = all(map(is_, held, before))
+            return not (same_keys and all(map(is_, held.values(), before.values())))
+        return not all(map(is_, held, before))
+
+    def restore(self) -> None:
+        if isinstance(self.held, np.ndarray):
+            self.held[...] = self.before
+            return
+        self.held.clear()
+        (self.held.extend if isinstance(self.held, list | deque) else self.held.update)(self.before)
 
 
 class ModuleAttributes:
     """The attributes of all modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Modules with extra state carry their attributes, and torch's layers change none.
-        self._modules = [
+        self._modules = [  # those with extra state carry their attributes
             (name, module)
             for name, module in model.named_modules()
-            if type(module).get_extra_state is nn.Module.get_extra_state and not _is_layer(module)
+            if type(module).get_extra_state is nn.Module.get_extra_state
         ]
         self._dicts = [vars(module) for _, module in self._modules]
         self._counters: set[tuple[int, str]] = set()  # changed by each micro-batch
         self._sizes: list[int] = []
+        self._names: list[set[str]] = []  # of all attributes of each module
+        # Of the modules with numbers to watch: the place, the names, the reader, what it reads.
+        self._places: list[int] = []
+        self._keys: list[list[str]] = []
         self._readers: list[Callable[[dict[str, Any]], Any]] = []
-        self._places: list[int] = []  # of the modules that have attributes to watch
-        self._watched: list[dict[str, Any]] = []  # theirs
+        self._watched: list[dict[str, Any]] = []
+        self._tensors: list[tuple[int, str, torch.Tensor]] = []
+        self._containers: list[_Container] = []
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
         self.begin()
 
     def begin(self) -> None:
         """Takes the attributes as they are now: each micro-batch begins with them."""
-        self._before = [held.copy() for held in self._dicts]
         sizes = list(map(len, self._dicts))
-        if sizes != self._sizes:
+        if sizes != self._sizes or self._has_other_kinds():
             self._sizes = sizes
             self._find_attributes()
         self._values = self._read()
+        self._versions = [tensor._version for *_, tensor in self._tensors]
+        self._containers = [
+            _Container.of(place, key, held) for place, key, held, _ in self._containers
+        ]
 
     def tried(self) -> None:
         """Takes what the micro-batch before the first step has changed. It may fill caches."""
@@ -62,6 +109,7 @@ class ModuleAttributes:
         else:
             self._counters |= changed & self._first
             self._first = set()
+        self._sizes = []  # finds them anew, without the counters
         self.begin()
 
     @property
@@ -72,33 +120,52 @@ class ModuleAttributes:
     def undo(self, written: Collection[int] = ()) -> None:
         """Undoes what a micro-batch has changed. `written`: identities of modules whose buffers it
         has changed. Raises ModelError."""
-        try:
-            if self._read() == self._values:
-                return
-        except (RuntimeError, ValueError):  # an attribute is a tensor now, and is compared below
-            pass
-        changed = self._changed()
-        changed -= self._counters
+        if not self._differ():
+            return
+        changed = self._changed() - self._counters
         for place in {place for place, _ in changed}:
             name, module = self._modules[place]
             keys = sorted(key for at, key in changed if at == place)
+            before, now = self._before(place), self._dicts[place]
+            for (at, key, tensor), version in zip(self._tensors, self._versions, strict=True):
+                if at == place and tensor._version != version:
+                    raise ModelError(_in_place_refusal(name, key))
             if id(module) in written:
-                raise ModelError(_refusal(name, keys, self._before[place], self._dicts[place]))
-            self._restore(place)
+                raise ModelError(_refusal(name, keys, before, now))
+            self._restore(place, before)
         self._values = self._read()
 
     # ------------------------------------------------------------------------------ private
 
     def _find_attributes(self) -> None:
-        self._readers, self._places, self._watched = [], [], []
-        for place, held in enumerate(self._dicts):
-            keys = [
-                key for key, value in held.items() if type(value) in _PLAIN and key not in _OF_TORCH
-            ]
+        self._names = [set(held) for held in self._dicts]
+        self._places, self._keys, self._readers, self._watched = [], [], [], []
+        self._tensors, self._containers = [], []
+        for place, ((_, module), held) in enumerate(zip(self._modules, self._dicts, strict=True)):
+            is_layer = _is_layer(module)
+            keys = []
+            for key, value in held.items():
+                if key in _OF_TORCH or (place, key) in self._counters:
+                    continue
+                if type(value) in _PLAIN:
+                    keys.append(key)
+                elif isinstance(value, torch.Tensor) and not is_layer:
+                    self._tensors.append((place, key, value))
+                elif not is_layer and _is_small_container(value):
+                    self._containers.append(_Container(place, key, value, None))
             if keys:
                 self._places.append(place)
+                self._keys.append(keys)
                 self._watched.append(held)
                 self._readers.append(itemgetter(*keys))
+
+    def _has_other_kinds(self) -> bool:
+        """Whether other objects are there than when the attributes were found, as the loop's body
+        or a cache of the first micro-batch may leave them."""
+        held = [(place, key, one) for place, key, one, _ in self._containers]
+        return any(
+            self._dicts[place].get(key) is not one for place, key, one in (*self._tensors, *held)
+        )
 
     def _read(self) -> list[Any]:
         try:
@@ -106,24 +173,58 @@ class ModuleAttributes:
         except KeyError:  # an attribute is gone
             return []
 
+    def _differ(self) -> bool:
+        if list(map(len, self._dicts)) != self._sizes:
+            return True
+        try:
+            if list(map(call, self._readers, self._watched)) != self._values:
+                return True
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or a tensor now
+            return True
+        if not (self._tensors or self._containers):
+            return False
+        if self._has_other_kinds() or [t._version for *_, t in self._tensors] != self._versions:
+            return True
+        return any(one.has_changed for one in self._containers)
+
+    def _before(self, place: int) -> dict[str, Any]:
+        """Returns the attributes of a module that are watched, as the step began."""
+        if place not in self._places:
+            return {}
+        at = self._places.index(place)
+        keys, values = self._keys[at], self._values[at]
+        return dict(zip(keys, values if len(keys) > 1 else (values,), strict=True))
+
     def _changed(self) -> set[tuple[int, str]]:
-        return {
+        changed = {
             (place, key)
             for place in self._places
-            for key, value in self._before[place].items()
-            if type(value) in _PLAIN
-            and key not in _OF_TORCH
-            and not _same(self._dicts[place].get(key), value)
+            for key, value in self._before(place).items()
+            if not _same(self._dicts[place].get(key), value)
         }
+        for place, (held, names) in enumerate(zip(self._dicts, self._names, strict=True)):
+            changed |= {(place, key) for key in held.keys() - names}
+        for (place, key, tensor), version in zip(self._tensors, self._versions, strict=True):
+            if self._dicts[place].get(key) is not tensor or tensor._version != version:
+                changed.add((place, key))
+        for one in self._containers:
+            if self._dicts[one.place].get(one.key) is not one.held or one.has_changed:
+                changed.add((one.place, one.key))
+        return changed
 
-    def _restore(self, place: int) -> None:
-        before, held = self._before[place], self._dicts[place]
-        kept = {key for at, key in self._counters if at == place} | _OF_TORCH
-        for key in held.keys() - before.keys():
+    def _restore(self, place: int, before: dict[str, Any]) -> None:
+        held = self._dicts[place]
+        before |= {key: tensor for at, key, tensor in self._tensors if at == place}
+        for key in held.keys() - self._names[place]:
             del held[key]
         for key, value in before.items():
-            if key not in kept and held.get(key, self) is not value:
+            if held.get(key, self) is not value:
                 held[key] = value
+        for one in self._containers:
+            if one.place == place:
+                held[one.key] = one.held
+                if one.has_changed:
+                    one.restore()
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -131,13 +232,33 @@ def _is_layer(module: nn.Module) -> bool:
     return name.startswith("torch.nn.modules.") and not name.endswith(".container")
 
 
+def _is_small_container(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= 8 * _MOST and not value.dtype.hasobject and value.flags.writeable
+    return type(value) in _CONTAINERS and len(value) <= _MOST
+
+
 def _same(now: Any, before: Any) -> bool:
     return type(now) is type(before) and bool(now == before)
 
 
+def _in_place_refusal(name: str, key: str) -> str:
+    where = f"model.{name}.{key}".replace("..", ".")
+    return (
+        f"forward changed {where} in place, a tensor that is neither a parameter nor a buffer, "
+        "when the rows asked for it: what comes of it depends on which rows a worker has. Make it "
+        "a buffer (register_buffer), whose changes by all workers are combined"
+    )
+
+
 def _refusal(name: str, keys: list[str], before: dict[str, Any], after: dict[str, Any]) -> str:
     where = f"model.{name}".rstrip(".")
-    called = ", ".join(f"{key} ({before[key]!r}, then {after.get(key)!r})" for key in keys)
+    called = ", ".join(
+        f"{key} ({before[key]!r}, then {after.get(key)!r})"
+        if type(before.get(key, ())) in _PLAIN
+        else key
+        for key in keys
+    )
     return (
         f"forward changed {called} of {where} together with a buffer of it, when "
         "the rows asked for it: what comes of it depends on which rows a worker has. Use a module "

@@ -1,10 +1,16 @@
 """Models that change themselves when the rows ask for it: exact, or refused by name."""
 
+import collections
+import copy
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from elastic_dp.errors import ModelError
+from elastic_dp.train.state.module_attributes import ModuleAttributes
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
@@ -45,6 +51,116 @@ def test_attributes_that_some_rows_change_are_undone_after_each_micro_batch():
     outcome, _ = group(job(12, workers=3), grows)
     assert outcome.error is None, outcome.traceback
     assert outcome.digest == alone.digest
+
+
+class Holder(nn.Module):
+    """Has one attribute of each kind, of which the result depends."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.leaky, self.drop = classifier(), nn.LeakyReLU(), nn.Dropout(0.5)
+        self.number, self.absent, self.scale = 1.0, None, torch.ones(())
+        self.by_name, self.counts = {"factor": 1.0}, collections.defaultdict(float)
+        self.past, self.window = [1.0], collections.deque([1.0], maxlen=2)
+        self.seen, self.table = {1.0}, np.ones(3)
+
+    def forward(self, x):
+        factors = [self.number, self.absent or 1.0, self.by_name["factor"], self.counts["n"] + 1.0]
+        factors += [sum(self.past), sum(self.window), max(self.seen), float(self.table.sum())]
+        factors.append(getattr(self, "late", 1.0))
+        return self.drop(self.leaky(self.net(x)) * self.scale * math.prod(factors))
+
+
+CHANGES = {
+    "number": lambda m, x: setattr(m, "number", m.number + x),
+    "absent": lambda m, x: setattr(m, "absent", x),
+    "tensor": lambda m, x: setattr(m, "scale", m.scale + x),
+    "dict": lambda m, x: m.by_name.update(factor=m.by_name["factor"] + x),
+    "key of a dict": lambda m, x: m.by_name.update({str(x): x}, factor=x),
+    "defaultdict": lambda m, x: m.counts.update(n=m.counts["n"] + x),
+    "list": lambda m, x: m.past.append(x),
+    "deque": lambda m, x: m.window.append(x),
+    "set": lambda m, x: m.seen.add(x + 2),
+    "array": lambda m, x: m.table.__setitem__(1, m.table[1] + x),
+    "another dict": lambda m, x: setattr(m, "by_name", {"factor": x}),
+    "new attribute": lambda m, x: setattr(m, "late", x),
+    "of a layer of torch": lambda m, x: setattr(m.leaky, "negative_slope", x),
+    "mode of a module": lambda m, x: m.drop.eval(),
+}
+
+
+def state_of(model):
+    kinds = [copy.copy(value) for key, value in vars(model).items() if not key.startswith("_")]
+    return str([kinds, model.leaky.negative_slope, model.drop.training])
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_of_each_kind_is_undone(kind):
+    model = Holder()
+    model(torch.zeros(2, 16))  # a defaultdict has its key
+    attributes, before = ModuleAttributes(model), state_of(model)
+    for x in (0.5, 0.25):
+        CHANGES[kind](model, x)
+        assert state_of(model) != before
+        attributes.undo()
+        assert state_of(model) == before
+
+
+def test_changes_of_all_kinds_at_once_depend_on_no_worker():
+    def train(ctx):
+        model = Holder()
+
+        def loss_fn(m, batch):
+            if (largest := int(batch["i"].max())) > LATER:
+                for change in CHANGES.values():
+                    change(m, largest / 1000)
+            return nn.functional.cross_entropy(m(batch["x"]), batch["y"])
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    alone = local(job(12), train)
+    outcome, _ = group(job(12, workers=3), train)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == alone.digest
+
+
+def test_what_each_micro_batch_leaves_in_a_module_stays():
+    """Such as activations that are kept to be looked at, also if no attribute was there before."""
+
+    class Keeps(Holder):
+        def forward(self, x):
+            self.absent, self.kept = None, x
+            self.past.append(1.0)
+            return super().forward(x)
+
+    model, rows = Keeps(), [torch.full((2, 16), float(n)) for n in range(4)]
+    attributes = ModuleAttributes(model)
+    for row in rows[:2]:
+        model(row)
+        attributes.tried()
+    attributes.begin()
+    for row in rows[2:]:
+        model(row)
+        attributes.undo()
+        assert model.kept is row
+    assert len(model.past) == 5
+
+
+def test_a_tensor_that_some_rows_change_in_place_is_refused_by_name():
+    def train(ctx):
+        model = Holder()
+
+        def loss_fn(m, batch):
+            if int(batch["i"].max()) > LATER:
+                m.scale.add_(1)
+            return nn.functional.cross_entropy(m(batch["x"]), batch["y"])
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    with pytest.raises(ModelError, match=r"changed model\.scale in place.*register_buffer"):
+        local(job(12), train)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
