@@ -129,7 +129,9 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
         line.get("command") or line.get("event") for line in map(json.loads, lines)
     }
     assert "starting 1 worker\n" in asked("logs", "job", "--events").stdout
-    eventually(lambda: "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout)
+    # Its log comes some seconds later, and until then the folder has none of it.
+    of_w1 = ["logs", "job", "--worker", "w1"]
+    eventually(lambda: "w1  hello from cli" in CliRunner().invoke(cli.app, of_w1).stdout)
     nobody = asked("logs", "job", "--worker", "w9", code=2).stderr
     assert f"must be one of those in {tmp_path}/runs/job/logs: w1" in nobody
     there = ("--storage-path", tmp_path / "runs")

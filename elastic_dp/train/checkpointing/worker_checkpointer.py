@@ -33,7 +33,13 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Membership, Signature, WorkerId
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
+from elastic_dp.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    ElasticError,
+    StateError,
+    StorageError,
+)
 from elastic_dp.train.checkpointing.job_match import (
     changes_since,
     check_fits,
@@ -329,20 +335,30 @@ class WorkerCheckpointer:
         )
         commit = read.commit
         mine = self._metadata
-        check_job(commit.metadata, mine.naming["job"], mine.data, commit.step)
-        tree = read.tree(holders.common(commit.manifest))
         kind = group.gather_bytes(mine.versions["kind"].encode())[0].decode()
-        check_fits(tree, commit.metadata.naming, state)
-        warnings = self._changes_since(commit, tree["step"], kind)
+        try:
+            check_job(commit.metadata, mine.naming["job"], mine.data, commit.step)
+            tree = read.tree(holders.common(commit.manifest))
+            check_fits(tree, commit.metadata.naming, state)
+            warnings = self._changes_since(commit, tree["step"], kind)
+            places = _places_here(commit, state)
+            if share is not None:
+                tree = share(tree, commit.step, places)
+            state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
+            holders.restore(read, places, membership.rank(self._worker), *among)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ElasticError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint of step {commit.step} cannot be restored: "
+                f"{type(error).__name__}: {error}. Either load_state_dict of an object in state= "
+                "does not take what its state_dict returned then, or something else has written "
+                "to the folder: begin the run in another one, or delete this checkpoint"
+            ) from error
         if group.rank == 0:  # the others would report the same
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        places = _places_here(commit, state)
-        if share is not None:
-            tree = share(tree, commit.step, places)
-        state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
-        holders.restore(read, places, membership.rank(self._worker), *among)
         self._due_from = commit.step + 1
         return commit.step, tree
 

@@ -359,7 +359,7 @@ class BodyVariables:
         tensors = itertools.islice(itertools.chain(module.parameters(), module.buffers()), _TENSORS)
         versions = [(id(t), t._version) for t in tensors if not t.is_inference()]
         own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
-        return _Version(id(module), (versions, self._of_attributes(own, depth)))
+        return _Version(id(module), (versions, self._of_attributes(own, depth)), True)
 
 
 class _ModuleAttributes:
@@ -398,7 +398,8 @@ class _ModuleAttributes:
             for key in [*before, *_watched(held)]:
                 if not _same(before.get(key), now := held.get(key)):
                     found[name + key] = before.get(key), now
-            for key, was in zip(_HOOKS, self._sizes[3 * n + 1 :], strict=False):
+            first = (1 + len(_HOOKS)) * n + 1
+            for key, was in zip(_HOOKS, self._sizes[first:], strict=False):
                 if was != len(held[key]):
                     found[name + key] = was, len(held[key])
         return found
@@ -412,7 +413,7 @@ class _ModuleAttributes:
             return []
 
 
-_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def _watched(held: Mapping[str, Any]) -> Iterator[str]:
@@ -436,6 +437,7 @@ class _Version:
 
     identity: int
     version: Any
+    is_of_module: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +485,7 @@ def _warning(changed: Mapping[str, tuple[Any, Any]]) -> str:
     of_model = name.startswith("model.")
     name = re.split(r"\W", name)[0]
     remedy = f"c = ctx.carry({name}=…) before the loop, c.{name} in it"
-    if isinstance(value, _Version):
+    if isinstance(value, _Version) and value.is_of_module:
         remedy = f'state={{"{name}": {name}}} of ctx.steps'
     if of_model:
         remedy = "make it a buffer, or return it from get_extra_state"
