@@ -77,10 +77,11 @@ class JobSpec:
                 "a name=. Started again under the same name, a run goes on"
             )
         word = isinstance(self.name, str) and self.name.isprintable()
+        word = word and not self.name.startswith("-")  # a command would take it for an option
         if not word or self.name.strip() in ("", ".", "..") or _SEPARATOR.search(self.name):
             raise SpecError(
-                f"name is {self.name!r}, must be a word without '/' and '::': it names the run's "
-                "folder"
+                f"name is {self.name!r}, must be a word without '/' and '::' that does not begin "
+                "with '-': it names the run's folder"
             )
         if len(self.name.encode()) > _NAME_BYTES:
             raise SpecError(

@@ -146,7 +146,10 @@ async def waits(ctx):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"name": name}, "name is ") for name in ("..", ".", "", " ", "a/b", "a::b", "a\nb", 5)),
+        *(
+            ({"name": name}, "name is ")
+            for name in ("..", ".", "", " ", "a/b", "a::b", "a\nb", "-rf", 5)
+        ),
         ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
         ({"labels": {"team": "a"}}, "labels= does not exist any more: put them into config="),
         ({"storage_path": 5}, "storage_path is 5"),
