@@ -22,7 +22,7 @@ from elastic_dp.checkpoint.checkpoint_reader import load, load_newest
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
 from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
-from elastic_dp.errors import CheckpointDamaged, CheckpointError
+from elastic_dp.errors import CheckpointDamaged, CheckpointError, ElasticError
 from elastic_dp.storage import StorageURL, Store
 
 
@@ -130,15 +130,23 @@ def _loaded(
     commit: CommitRecord, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
 ) -> LoadedState:
     naming, metrics = commit.metadata.naming, commit.metadata.metrics
-    return LoadedState(
-        step=commit.step,
-        model=model_state(tree, naming, plain=plain),
-        optimizer=optimizer_state(tree, naming),
-        scheduler=scheduler_state(tree),
-        user=tree["body"]["user"],
-        metrics=metrics,
-        damaged=damaged,
-    )
+    try:
+        return LoadedState(
+            step=commit.step,
+            model=model_state(tree, naming, plain=plain),
+            optimizer=optimizer_state(tree, naming),
+            scheduler=scheduler_state(tree),
+            user=tree["body"]["user"],
+            metrics=metrics,
+            damaged=damaged,
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ElasticError):
+            raise
+        raise CheckpointError(
+            f"the checkpoint of step {commit.step} cannot be read: {type(error).__name__}: {error}."
+            " Something else than elastic_dp has written to its folder: take another checkpoint"
+        ) from error
 
 
 def _as_dict(state: LoadedState) -> dict[str, Any]:

@@ -4,7 +4,9 @@ The job keeps an average in the loop's body, draws random numbers there, and eva
 checkpoint leaves out changes the final weights or a logged value.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 from unittest.mock import MagicMock
 
@@ -12,9 +14,10 @@ import pytest
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.layout import canonical
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
-from elastic_dp.errors import CheckpointError
+from elastic_dp.errors import CheckpointError, RunMismatch
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations import state_transfer
@@ -35,7 +38,7 @@ from tests.runs import (
     spec_of,
     texts_of,
 )
-from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy, hold
+from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy, hold, plain
 
 STEPS = 30
 EVERY_5 = CheckpointConfig(every_steps=5)
@@ -287,3 +290,41 @@ def test_the_weights_of_a_run_can_be_loaded_without_it(calm, tmp_path):
     metadata = Catalog(Store(str(tmp_path))).find().metadata
     assert metadata.job and metadata.data, "it says whose it is"
     assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)
+
+
+# Paths in a commit record, and what is written there; None: nothing.
+CHANGES_BY_OTHERS = {
+    "no record of the step": (("manifest", "trees", 0, 0, "step", "record"), None),
+    "no groups of the optimizer": (("manifest", "trees", 0, 0, "step", "optimizer_rest"), None),
+    "a name that is a list": (("about", "naming", "parameters", 0), []),
+    "names that are no list": (("about", "naming", "parameters"), {"$": 1}),
+    "settings of another kind": (("about", "naming", "job", "growth"), {"$": "a"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_BY_OTHERS)
+def test_a_commit_record_that_something_else_has_written_is_an_error_of_this_package(
+    change, tmp_path
+):
+    url, path = str(tmp_path / "run"), CHANGES_BY_OTHERS[change][0]
+    spec = dataclasses.replace(spec_of(steps=2), checkpoint=CheckpointConfig(every_steps=2))
+    local(spec, plain, url=url)
+    *others, seal = sorted((tmp_path / "run" / "checkpoints" / "seals").glob("step-*"))
+    assert not others
+    record = json.loads(seal.read_bytes())
+    node = record["body"]
+    for key in path[:-1]:
+        node = node[key]
+    del node[path[-1]]
+    if CHANGES_BY_OTHERS[change][1] is not None:
+        if isinstance(node, list):
+            node.insert(path[-1], CHANGES_BY_OTHERS[change][1])
+        else:
+            node[path[-1]] = CHANGES_BY_OTHERS[change][1]
+    record["digest"] = hashlib.sha256(canonical(record["body"])).hexdigest()
+    seal.write_bytes(canonical(record))
+    (tmp_path / "run" / "result.json").unlink(missing_ok=True)
+    with pytest.raises((CheckpointError, RunMismatch)):
+        local(dataclasses.replace(spec, max_steps=4), plain, url=url)
+    with contextlib.suppress(CheckpointError):  # some of this it does not need
+        edp.load_state(url)
