@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from elastic_dp.checkpoint.commit_record import (
     unit_digester,
 )
 from elastic_dp.checkpoint.layout import MAX_UNIT_BYTES, Blob, Unit
-from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
+from elastic_dp.errors import CheckpointDamaged, CheckpointError, ElasticError, StorageError
 from elastic_dp.storage import ObjectMissing
 
 if TYPE_CHECKING:
@@ -130,6 +131,21 @@ def load_newest(
         except CheckpointDamaged as error:
             on_damage(error)
     raise AssertionError("newest_first ends with an error")
+
+
+@contextlib.contextmanager
+def taking_apart(step: int, advice: str) -> Iterator[None]:
+    """Returns a context for what finds its way in the state of a checkpoint. Raises CheckpointError
+    with `advice` if something is not where this package writes it."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be read: {type(error).__name__}: {error}. "
+            + advice
+        ) from error
 
 
 def newest_first(

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.checkpoint_reader import load, load_newest
+from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, taking_apart
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
 from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
-from elastic_dp.errors import CheckpointDamaged, CheckpointError, ElasticError
+from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store
 
 
@@ -130,7 +130,8 @@ def _loaded(
     commit: CommitRecord, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
 ) -> LoadedState:
     naming, metrics = commit.metadata.naming, commit.metadata.metrics
-    try:
+    others = "Something else than elastic_dp has written to its folder: take another checkpoint"
+    with taking_apart(commit.step, others):
         return LoadedState(
             step=commit.step,
             model=model_state(tree, naming, plain=plain),
@@ -140,13 +141,6 @@ def _loaded(
             metrics=metrics,
             damaged=damaged,
         )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ElasticError):
-            raise
-        raise CheckpointError(
-            f"the checkpoint of step {commit.step} cannot be read: {type(error).__name__}: {error}."
-            " Something else than elastic_dp has written to its folder: take another checkpoint"
-        ) from error
 
 
 def _as_dict(state: LoadedState) -> dict[str, Any]:

@@ -65,12 +65,14 @@ class SnapshotMemory:
     def make_ready(self) -> None:
         """Has the pages of new memory found, and registers the memory with the device. Each piece
         keeps those who wait for the memory for some milliseconds."""
-        while self._pieces:
+        while True:
             with self._changing:
-                piece = self._pieces.pop() if self._pieces else self.content[:0]
+                if not self._pieces:
+                    return
+                piece = self._pieces.pop()
                 if not self._is_used:
                     piece.zero_()
-                if self._on_device and piece.numel():
+                if self._on_device:
                     self.copies.register(piece)
 
     def use(self) -> None:
@@ -79,7 +81,8 @@ class SnapshotMemory:
             self._is_used = True
 
     def close(self) -> None:
-        """Unregisters the memory. Nothing may be copied or read afterwards."""
+        """Unregisters the memory, and ends `make_ready`. Nothing may be copied into it
+        afterwards."""
         with self._changing:
             self._pieces = []
             self.copies.unregister()

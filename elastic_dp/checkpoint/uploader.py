@@ -127,9 +127,9 @@ class Uploader:
 
     def close(self) -> None:
         """Waits for the writes under way. No further write starts."""
+        self.snapshot.memory.close()  # first: nobody needs memory that is not ready
         self._one.shutdown(cancel_futures=True)
         self._writers.shutdown()
-        self.snapshot.memory.close()
 
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()

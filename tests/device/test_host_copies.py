@@ -261,6 +261,14 @@ def test_no_copy_goes_to_two_pieces_of_memory_that_are_registered_apart(on_devic
     assert max(nbytes for _, nbytes in copies.registered) == 3 << 12
 
 
+def test_memory_that_is_closed_is_not_made_ready(on_device):
+    snapshot = Snapshot(copies := LateCopies())
+    snapshot.prepare(big_tree(1 << 18))
+    snapshot.memory.close()
+    snapshot.memory.make_ready()
+    assert copies.threads == []
+
+
 def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatch):
     """However long the system takes to find it: the checkpoint is made later."""
     monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 0)

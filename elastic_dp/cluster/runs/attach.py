@@ -88,9 +88,10 @@ def find_live(name: str, url: str | None = None, address: str | None = None) -> 
             cluster_connection.connect(one)
         elif one is None or not cluster_connection.connects(one):
             continue  # it is ending
-        if (run := attach_live(name, url)) is not None and (url is not None or len(asked) == 1):
-            return run
-        if run is not None and (live := find(name)) is not None:
+        if url is not None or len(asked) == 1:
+            if (run := attach_live(name, url)) is not None:
+                return run
+        elif (live := find(name)) is not None:
             found[str(one)] = live
         others |= {*names()}
         if len(asked) > 1:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types
+from elastic_dp.checkpoint.checkpoint_reader import device_types, taking_apart
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs
 from elastic_dp.checkpoint.codec import encode
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
@@ -35,8 +35,6 @@ from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import (
     CheckpointDamaged,
-    CheckpointError,
-    ElasticError,
     StateError,
     StorageError,
 )
@@ -336,7 +334,12 @@ class WorkerCheckpointer:
         commit = read.commit
         mine = self._metadata
         kind = group.gather_bytes(mine.versions["kind"].encode())[0].decode()
-        try:
+        others = (
+            "Either load_state_dict of an object in state= does not take what its state_dict "
+            "returned then, or something else has written to the folder: begin the run in another "
+            "one, or delete this checkpoint"
+        )
+        with taking_apart(commit.step, others):
             check_job(commit.metadata, mine.naming["job"], mine.data, commit.step)
             tree = read.tree(holders.common(commit.manifest))
             check_fits(tree, commit.metadata.naming, state)
@@ -346,15 +349,6 @@ class WorkerCheckpointer:
                 tree = share(tree, commit.step, places)
             state.adopt(rehome_state(tree, device, state.own_tensors, places), body=True)
             holders.restore(read, places, membership.rank(self._worker), *among)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ElasticError):
-                raise
-            raise CheckpointError(
-                f"the checkpoint of step {commit.step} cannot be restored: "
-                f"{type(error).__name__}: {error}. Either load_state_dict of an object in state= "
-                "does not take what its state_dict returned then, or something else has written "
-                "to the folder: begin the run in another one, or delete this checkpoint"
-            ) from error
         if group.rank == 0:  # the others would report the same
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:

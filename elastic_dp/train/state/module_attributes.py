@@ -18,7 +18,7 @@ A look at all attributes of a module takes some hundred nanoseconds.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import call, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -79,9 +79,8 @@ class ModuleAttributes:
         self._counters: set[tuple[int, str]] = set()  # changed by each micro-batch
         self._sizes: list[int] = []
         self._names: list[set[str]] = []  # of all attributes of each module
-        # Of the modules with numbers to watch: the place, the names, the reader, what it reads.
-        self._places: list[int] = []
-        self._keys: list[list[str]] = []
+        # Of the modules with numbers to watch: place and names, the reader, what it reads.
+        self._numbers: list[tuple[int, list[str]]] = []
         self._readers: list[Callable[[dict[str, Any]], Any]] = []
         self._watched: list[dict[str, Any]] = []
         self._tensors: list[tuple[int, str, torch.Tensor]] = []
@@ -103,7 +102,7 @@ class ModuleAttributes:
 
     def tried(self) -> None:
         """Takes what the micro-batch before the first step has changed. It may fill caches."""
-        changed = self._changed()
+        changed = self._changed(self._before())
         if self._first is None:
             self._first = changed
         else:
@@ -122,11 +121,12 @@ class ModuleAttributes:
         has changed. Raises ModelError."""
         if not self._differ():
             return
-        changed = self._changed() - self._counters
+        began = self._before()
+        changed = self._changed(began) - self._counters
         for place in {place for place, _ in changed}:
             name, module = self._modules[place]
             keys = sorted(key for at, key in changed if at == place)
-            before, now = self._before(place), self._dicts[place]
+            before, now = began.get(place, {}), self._dicts[place]
             for (at, key, tensor), version in zip(self._tensors, self._versions, strict=True):
                 if at == place and tensor._version != version:
                     raise ModelError(_in_place_refusal(name, key))
@@ -139,7 +139,7 @@ class ModuleAttributes:
 
     def _find_attributes(self) -> None:
         self._names = [set(held) for held in self._dicts]
-        self._places, self._keys, self._readers, self._watched = [], [], [], []
+        self._numbers, self._readers, self._watched = [], [], []
         self._tensors, self._containers = [], []
         for place, ((_, module), held) in enumerate(zip(self._modules, self._dicts, strict=True)):
             is_layer = _is_layer(module)
@@ -154,8 +154,7 @@ class ModuleAttributes:
                 elif not is_layer and _is_small_container(value):
                     self._containers.append(_Container(place, key, value, None))
             if keys:
-                self._places.append(place)
-                self._keys.append(keys)
+                self._numbers.append((place, keys))
                 self._watched.append(held)
                 self._readers.append(itemgetter(*keys))
 
@@ -187,19 +186,19 @@ class ModuleAttributes:
             return True
         return any(one.has_changed for one in self._containers)
 
-    def _before(self, place: int) -> dict[str, Any]:
-        """Returns the attributes of a module that are watched, as the step began."""
-        if place not in self._places:
-            return {}
-        at = self._places.index(place)
-        keys, values = self._keys[at], self._values[at]
-        return dict(zip(keys, values if len(keys) > 1 else (values,), strict=True))
+    def _before(self) -> dict[int, dict[str, Any]]:
+        """Returns the numbers that are watched by the places of their modules, as the step
+        began."""
+        return {
+            place: dict(zip(keys, values if len(keys) > 1 else (values,), strict=True))
+            for (place, keys), values in zip(self._numbers, self._values, strict=True)
+        }
 
-    def _changed(self) -> set[tuple[int, str]]:
+    def _changed(self, began: Mapping[int, Mapping[str, Any]]) -> set[tuple[int, str]]:
         changed = {
             (place, key)
-            for place in self._places
-            for key, value in self._before(place).items()
+            for place, before in began.items()
+            for key, value in before.items()
             if not _same(self._dicts[place].get(key), value)
         }
         for place, (held, names) in enumerate(zip(self._dicts, self._names, strict=True)):
