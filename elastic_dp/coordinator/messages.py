@@ -469,7 +469,7 @@ class PrepareGroup:
     """
 
     generation: int
-    number: int  # counts the preparations of one generation, from 1
+    number: int  # grows with each preparation; no other controller uses the same
     workers: tuple[WorkerId, ...]
     forming_timeout_s: float
 

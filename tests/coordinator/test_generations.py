@@ -7,6 +7,9 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.workers.worker_state import Stage
 from tests.coordinator.scenarios import Scenario, trio
 
+# Of the first preparation by a controller that has claimed generation 1, and generation 2.
+NUMBER, LATER = (1 << 20) + 1, (2 << 20) + 1
+
 
 def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
     scenario = trio(min_workers=2)
@@ -96,24 +99,30 @@ def test_claim_that_was_sent_while_members_left_is_waited_for() -> None:
 
 
 def test_likely_members_connect_while_members_leave() -> None:
+    """At once: they do not wait for the claim."""
     scenario = trio(min_workers=2, forming_timeout_s=30.0)
+    scenario.claims = False
     scenario.lost("w2")
-    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 1, ("w1", "w3"), 30.0)]
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, NUMBER, ("w1", "w3"), 30.0)]
+    scenario.tell(m.GenerationClaimed(2))
+    assert not scenario.of(m.PrepareGroup)
     scenario.stopped("w1", step=4)
     scenario.stopped("w3", step=5)
     membership = scenario.coordinator.membership
-    assert (membership.source, membership.prepared) == ("w3", 1)
+    assert (membership.source, membership.prepared) == ("w3", NUMBER)
 
 
 def test_likely_members_that_change_connect_again() -> None:
     scenario = trio(min_workers=1, forming_timeout_s=30.0)
     scenario.lost("w2")
     scenario.ready("w4")
-    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 2, ("w1", "w3", "w4"), 30.0)]
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, LATER, ("w1", "w3", "w4"), 30.0)]
     scenario.lost("w3")
-    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, 3, ("w1", "w4"), 30.0)]
+    assert scenario.of(m.PrepareGroup) == [m.PrepareGroup(2, LATER + 1, ("w1", "w4"), 30.0)]
     scenario.stopped("w1", step=4)
-    assert scenario.members == ["w1", "w4"] and scenario.coordinator.membership.prepared == 3
+    assert (
+        scenario.members == ["w1", "w4"] and scenario.coordinator.membership.prepared == LATER + 1
+    )
 
 
 def test_members_who_are_others_than_was_likely_connect_when_the_generation_forms() -> None:

@@ -60,7 +60,8 @@ class Invariants:
         self.lineages: dict[int, dict[int, str]] = {}  # lineage -> step -> the state after it
         self.lineage = 0  # the one that counts
         self.memberships: dict[int, Membership] = {}
-        self.prepared: dict[tuple[int, int], tuple[str, ...]] = {}  # by generation and number
+        self.prepared: dict[int, tuple[int, tuple[str, ...]]] = {}  # by number
+        self.asked: set[tuple[int, int]] = set()  # which generation whom
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
         self.left_at: dict[int, dict[str, float]] = {}  # generation -> worker -> when
@@ -292,6 +293,7 @@ class Invariants:
                 self.started.add(worker)
             case m.ClaimGeneration(generation=generation):
                 must(self.claims.get(generation) is not by, f"{generation} claimed twice by one")
+                self.asked.add((generation, id(by)))
             case m.PrepareGroup():
                 self.preparation(command, by)
             case m.FindCheckpoint(at_most=at_most):
@@ -333,8 +335,9 @@ class Invariants:
         self.finished_stays(members, by)
         if membership.prepared:
             self.marks["prepared"] += 1
-            told = self.prepared.get((generation, membership.prepared))
-            must(told == tuple(s.worker for s in members), f"{told} connect, not {members}")
+            told = self.prepared.get(membership.prepared)
+            here = generation, tuple(member.worker for member in members)
+            must(told == here, f"{told} connect, not {members}")
         has_state = [member for member in members if member.has_state]
         if has_state:
             top = max(member.position for member in has_state)
@@ -416,14 +419,15 @@ class Invariants:
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
 
     def preparation(self, command: m.PrepareGroup, by: SimController) -> None:
-        """Members connect for a number that is claimed, not announced; none of them is gone."""
+        """Members connect for a number that is being claimed or is, and that is not announced; none
+        of them is gone. No two controllers prepare under one number."""
         generation, workers = command.generation, command.workers
-        must(self.claims.get(generation) is by, f"{command} without its claim")
+        must((generation, id(by)) in self.asked, f"{command} without a claim")
         must(generation not in self.memberships, f"{command} of a generation that is announced")
         gone = {*workers} & (by.lost | by.removed)
         must(not gone, f"{gone} are gone, and are told to connect")
-        must((generation, command.number) not in self.prepared, f"{command} for the second time")
-        self.prepared[generation, command.number] = workers
+        must(command.number not in self.prepared, f"{command} for the second time")
+        self.prepared[command.number] = generation, workers
 
     def finished_stays(self, members: tuple[m.Member, ...], by: SimController) -> None:
         """Nobody must run more than where each keeps what it has finished, nor more than with

@@ -483,14 +483,16 @@ class Controller:
 
     def _execute_all(self, commands: list[Command]) -> None:
         """Execute commands. The state that follows from them is stored before. Only the end of a
-        generation does not wait for that, because a successor of this controller ends it, too."""
+        generation does not wait for that, because a successor of this controller ends it, too, nor
+        does a preparation, from which nothing follows."""
         urgent: _Tasks = []
         tasks: _Tasks = []
         for command in commands:
             self.state_store.record(command)
         for command in commands:
             if (task := self._begin(command)) is not None:
-                (urgent if isinstance(command, AbortGeneration) else tasks).append(task)
+                is_urgent = isinstance(command, AbortGeneration | PrepareGroup)
+                (urgent if is_urgent else tasks).append(task)
         if urgent or tasks or self.state_store.has_changed:
             self._tasks.put((urgent, tasks))
 

@@ -35,6 +35,9 @@ _LOW_ON_MEMORY = "low on memory"
 # Ray sends longer arguments as objects of their own, one for each call.
 _INLINE_BYTES = 100_000
 _ASKED_EACH_S = 1.0  # workers are asked for metrics at most so often
+# A replacement takes seconds to start, and asking Ray for it takes the interpreter's lock for
+# milliseconds in which the survivors form the next generation.
+_STARTS_AFTER_S = 0.1
 
 
 class RayWorkerGroup:
@@ -65,7 +68,13 @@ class RayWorkerGroup:
         self._thread.start()
 
     def start(self, worker: WorkerId) -> None:
-        self._tasks.put(lambda: self._start(worker))
+        due = time.monotonic() + _STARTS_AFTER_S
+
+        def start_when_due() -> None:
+            self._closing.wait(max(0.0, due - time.monotonic()))
+            self._start(worker)
+
+        self._tasks.put(start_when_due)
 
     def kill(self, worker: WorkerId) -> None:
         self._tasks.put(lambda: self._kill(worker))

@@ -199,12 +199,15 @@ class MembershipPlanner:
             self._leadership.claim(self._generation.number, now)
 
     def prepare_ahead(self) -> None:
-        """Let those who will most likely be the next members connect while some of them still leave
-        the present generation, say because they are inside a long micro-batch.
+        """Let those who will most likely be the next members connect while they still leave the
+        present generation. They connect under the number that is being claimed: whether it is
+        granted matters only to what is announced.
         """
         run, registry, generation = self.run, self._registry, self._generation
-        seen = self._leadership.claimed, len(generation.members), len(registry.ready)
-        if seen == self._looked_at or not self._has_number or not generation.must_stop:
+        claimed = self._leadership.claimed
+        following = max(self._leadership.claiming, claimed)
+        seen = following, len(generation.members), len(registry.ready)
+        if seen == self._looked_at or not generation.must_stop:
             return
         self._looked_at = seen
         certain = generation.formed and self._lineage.established and not registry.retained
@@ -214,9 +217,10 @@ class MembershipPlanner:
         workers = tuple(worker.id for worker in likely)
         if len(workers) < max(2, run.min_members):
             return
-        before, claimed = self._preparation, self._leadership.claimed
-        number = before.number + 1 if before is not None and before.generation == claimed else 1
-        self._preparation = m.PrepareGroup(claimed, number, workers, run.config.forming_timeout_s)
+        # No other controller, which may claim the same number, has this one.
+        before = 0 if self._preparation is None else self._preparation.number
+        number = max(before, claimed << 20) + 1
+        self._preparation = m.PrepareGroup(following, number, workers, run.config.forming_timeout_s)
         run.emit(self._preparation)
 
     def _prepared(self, selection: MemberSelection) -> int:

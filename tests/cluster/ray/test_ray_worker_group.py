@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 import types
 
 import pytest
@@ -102,6 +103,13 @@ def test_command_to_all_workers_is_serialized_once(worker_group, monkeypatch, nb
     assert command.times == 1 and len(put) == objects
     (message,) = {pickle.loads(given)[0] for given in delivered}
     assert len(delivered) == 3 and pickle.loads(message) == b"x" * nbytes
+
+
+def test_replacement_is_asked_for_when_survivors_have_been_told(worker_group, monkeypatch):
+    started, told = threading.Event(), time.monotonic()
+    monkeypatch.setattr(worker_group, "_start", lambda worker: started.set())
+    worker_group.start("w2")
+    assert started.wait(PATIENCE_S) and time.monotonic() >= told + ray_worker_group._STARTS_AFTER_S
 
 
 def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
