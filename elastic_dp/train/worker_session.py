@@ -55,7 +55,7 @@ from elastic_dp.train.generations.worker_control import (
 )
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.interruption import INTERRUPTED_REASON, NO_HANDLERS, handlers
-from elastic_dp.train.loop_guard.steps_arguments import check_schedule_lasts
+from elastic_dp.train.loop_guard.steps_arguments import check_schedule_lasts, decay_by_epochs
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.step_record import StepRecord
@@ -210,6 +210,9 @@ class WorkerSession:
                 "write ElasticTrainer(epochs=…) and read step.epoch and step.epoch_end in the body"
             )
         check_schedule_lasts(given.scheduler, self.total_steps)
+        decay = decay_by_epochs(given.scheduler, self.data.steps_per_epoch, self.total_steps)
+        if decay is not None and self.is_source:
+            self.link.say(f"WARNING: {decay}")
         if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
             raise LoopError(NO_HANDLERS)
         build = StepBuild(

@@ -186,6 +186,7 @@ MISTAKES = {
         (["loss_fn is a NoneType"], {"loss_fn": None}),
         (["loss_fn takes (m)", "(model, batch)"], {"loss_fn": lambda m: m}),
         (["state is a list", "dict"], {"state": [classifier()]}),
+        (["state['a'] is a dict", "load_state_dict()"], {"state": {"a": {"n": 1}}}),
         # After the first step, the model would be ahead of its scheduler.
         (PLATEAU, {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}),
         (["object", "no step()"], {"scheduler": lambda o: object()}),

@@ -131,7 +131,7 @@ def test_name_that_is_a_file_and_a_pattern_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parq", "a.pq", "A.PARQUET", "a.Parq"])
-def test_parquet_with_other_endings_is_read_and_converted(name, tmp_path):
+def test_parquet_with_other_endings_is_read(name, tmp_path):
     put(tmp_path / "set" / name)
     assert ids(config(tmp_path / "set")) == [0, 1]
 

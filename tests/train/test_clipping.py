@@ -1,4 +1,4 @@
-"""Clipping by the norm over units."""
+"""Clipping by the norm over units, and by value."""
 
 from types import SimpleNamespace
 
@@ -9,24 +9,35 @@ from tests.runs import local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 
-def test_clipped_gradients_have_the_norm_asked_for_and_report_the_one_before():
-    norms = SimpleNamespace(found=[])
+def gradients_of(**options):
+    """The gradients that the optimizer gets in the first step, and the norm of the step."""
+    found = SimpleNamespace()
 
     def train(ctx):
         model = classifier()
         optimizer = adamw(model)
 
-        def measure(optimizer, args, kwargs):
-            grads = [p.grad for p in model.parameters()]
-            norms.found.append(float(torch.nn.utils.get_total_norm(grads)))
+        def look(optimizer, args, kwargs):
+            found.gradients = [p.grad.clone() for p in model.parameters()]
 
-        optimizer.register_step_pre_hook(measure)
-        for step in ctx.steps(model, optimizer, cross_entropy, clip_norm=0.01):
-            norms.found.append(step.grad_norm)
+        optimizer.register_step_pre_hook(look)
+        for step in ctx.steps(model, optimizer, cross_entropy, **options):
+            found.norm = step.grad_norm
 
     local(spec_of(steps=1), train)
-    after, before = norms.found
-    assert after == pytest.approx(0.01, rel=1e-3) and before > 0.02
+    return found.gradients, found.norm
+
+
+def test_clipped_gradients_are_those_of_torch_and_the_norm_is_that_before():
+    whole, before = gradients_of()
+    assert float(torch.nn.utils.get_total_norm(whole)) == pytest.approx(before) and before > 0.02
+    by_norm, of_norm = gradients_of(clip_norm=0.01)
+    assert float(torch.nn.utils.get_total_norm(by_norm)) == pytest.approx(0.01, rel=1e-3)
+    by_value, of_value = gradients_of(clip_value=0.01)
+    assert of_norm == of_value == before
+    for gradient, clipped in zip(whole, by_value, strict=True):
+        assert torch.equal(clipped, gradient.clamp(-0.01, 0.01))
+    assert not all(map(torch.equal, whole, by_value))
 
 
 def test_norm_is_the_same_number_with_and_without_clipping():

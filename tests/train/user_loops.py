@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -77,7 +78,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @exact
 def mnist_like(ctx):
     model, optimizer = made()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
+    scheduler = StepLR(optimizer, step_size=5, gamma=0.7)
     log_interval = 4
     for step in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
         if step.number % log_interval == 0:
@@ -728,6 +729,14 @@ def hook_that_is_added_later(ctx):
     for step in ctx.steps(model, optimizer, cross_entropy):
         if step.number == 5:
             model[0].register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+@said("a StepLR that leaves 1e-08 of the learning rate after 8 of 18 steps")
+def schedule_that_counts_epochs(ctx):
+    model, optimizer = made()
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.1)
+    for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+        pass
 
 
 @said("criterion")

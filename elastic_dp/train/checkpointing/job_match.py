@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -175,6 +176,28 @@ def _compared(
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
     yield "staleness", int("previous" in step), int(state.previous is not None)
     yield "the keys of state=", sorted(body["user"]), sorted(state.user)
+    yield from _kinds(step, state.optimizer, names)
+
+
+def _kinds(
+    step: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the kinds of what the optimizer's groups hold, and of the state of an optimizer of
+    torch, which is in tensors."""
+    groups, held = optimizer.param_groups, step["held"]["optimizers"][0]["groups"]
+    for number, (group, given) in enumerate(zip(groups, held, strict=True)):
+        for key, value in given["values"].items():
+            if value is not None and group.get(key) is not None:
+                what = f"optimizer.param_groups[{number}][{key!r}]"
+                yield what, _kind(value), _kind(group[key])
+    if type(optimizer).__module__.startswith("torch.optim."):
+        optimized = [p for group in groups for p in group["params"]]
+        # A sharded optimizer reads its state elsewhere.
+        for p, entry in zip(optimized, step["optimizer"], strict=False):
+            for key, value in entry.items():
+                if value is not None:
+                    what = f"optimizer.state[{names[p]}][{key!r}]"
+                    yield what, type(value).__name__, torch.Tensor.__name__
 
 
 def _tensors(
@@ -186,6 +209,12 @@ def _tensors(
 
 def _shape(tensor: torch.Tensor | None) -> str:
     return "absent" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "a number" if isinstance(value, Real | torch.Tensor) else type(value).__name__
 
 
 def _of_group(number: int, made: Mapping[str, Any]) -> str:

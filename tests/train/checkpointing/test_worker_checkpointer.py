@@ -293,12 +293,17 @@ def test_the_weights_of_a_run_can_be_loaded_without_it(calm, tmp_path):
 
 
 # Paths in a commit record, and what is written there; None: nothing.
+STEP = ("manifest", "trees", 0, 0, "step")
+ENTRY = (*STEP, "optimizer", 0)
 CHANGES_BY_OTHERS = {
     "no record of the step": (("manifest", "trees", 0, 0, "step", "record"), None),
     "no groups of the optimizer": (("manifest", "trees", 0, 0, "step", "optimizer_rest"), None),
     "a name that is a list": (("about", "naming", "parameters", 0), []),
     "names that are no list": (("about", "naming", "parameters"), {"$": 1}),
     "settings of another kind": (("about", "naming", "job", "growth"), {"$": "a"}),
+    "a count of steps that is a number": ((*ENTRY, "step"), 3.0),
+    "an average that is text": ((*ENTRY, "exp_avg"), "x"),
+    "a rate that is text": ((*STEP, "held", "optimizers", 0, "groups", 0, "values", "lr"), "x"),
 }
 
 
