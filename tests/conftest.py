@@ -29,17 +29,14 @@ os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 # Ray gives its own processes 30 s to start. More than two at once need longer on two cores.
 ON_ONE_RAY = (
     *("tests/ray/test_run.py", "tests/ray/test_commands.py"),
-    *("tests/ray/test_controller_restart.py", "tests/ray/test_gpu.py"),
+    "tests/ray/test_controller_restart.py",
 )
 ON_OTHERS = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/cluster/ray/")
 START_RAY = (*ON_ONE_RAY, *ON_OTHERS)
 # These parse the package, which takes seconds.
 READ_THE_SOURCE = (
-    *(
-        "tests/test_architecture.py",
-        "tests/test_docs.py",
-    ),
-    *("tests/test_wording.py", "tests/test_packaging.py"),
+    "tests/test_architecture.py",
+    "tests/test_docs.py",
 )
 # Each process with one of these starts the servers that stand for S3, Azure and Google.
 ASK_STORES = (

@@ -1,9 +1,6 @@
 """`benchmarks.against_commit`: each side has its own tree, they take turns, and ratios are paired.
 Its workloads use only what other commits have."""
 
-import json
-import subprocess
-
 import pytest
 
 from benchmarks import against_commit, report
@@ -50,34 +47,6 @@ def test_side_that_imports_another_tree_is_an_error(trees, tmp_path):
         against_commit.compare("workload", "", (tmp_path / "empty", trees[0]), 1, tmp_path)
 
 
-def test_side_that_ends_early_is_an_error_with_its_last_lines(trees, tmp_path):
-    (trees[1] / "workload.py").write_text("raise SystemExit('no such case')")
-    with pytest.raises(RuntimeError, match="no such case"):
-        against_commit.compare("workload", "", trees, 1, tmp_path)
-
-
-def test_ratio_is_the_median_of_each_rounds_ratio():
-    found = against_commit.summary([(1.0, 1.1), (100.0, 90.0), (10.0, 10.2)], "s")
-    assert found["ratio"] == 1.02  # not 10.2 / 10 of the medians of all, nor 101.3 / 111
-    found = against_commit.summary([(100, 120), (100, 90), (200, 205)], "bytes")
-    assert found["more_bytes"] == 5
-
-
-def test_export_has_the_package_of_that_commit_only(tmp_path):
-    repository = tmp_path / "repository"
-    (repository / "elastic_dp").mkdir(parents=True)
-    (repository / "README.md").write_text("")
-    call = ["git", "-C", str(repository), "-c", "user.name=x", "-c", "user.email=x@y"]
-    subprocess.run([*call, "init", "-q"], check=True)
-    for text in ("then", "now"):
-        (repository / "elastic_dp/__init__.py").write_text(text)
-        subprocess.run([*call, "add", "."], check=True)
-        subprocess.run([*call, "commit", "-q", "-m", text], check=True)
-    tree = against_commit.export("HEAD~1", tmp_path, repository)
-    assert [path.name for path in tree.iterdir()] == ["elastic_dp"]
-    assert (tree / "elastic_dp/__init__.py").read_text() == "then"
-
-
 @pytest.mark.parametrize(
     ("part", "unit", "low", "missed"),
     [
@@ -94,15 +63,3 @@ def test_result_that_is_worse_with_all_of_its_interval_is_missed(part, unit, low
     assert report.exit_code(found) == (1 if missed else 0)
     said = f"missed: abc, {part}, case: x, {missed}\n" if missed else ""
     assert capsys.readouterr().out == said
-
-
-def test_result_is_kept_beside_those_of_other_commits_and_cases(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(against_commit, "git", lambda *words: words[0])
-    for commit, part, case in (("a", "step", "x"), ("b", "step", "x"), ("a", "data", "y")):
-        against_commit.keep(commit, part, case, {"measured": {}})
-    against_commit.keep("a", "step", "x", {"measured": {"new": 1}})
-    results = json.loads((tmp_path / "against_commit.json").read_text())["results"]
-    assert sorted(results) == ["a", "b"]
-    assert results["a"]["step"]["x"]["measured"] == {"new": 1}
-    assert {"date", "now", "hardware"} < results["a"]["data"]["y"].keys()

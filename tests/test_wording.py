@@ -1,8 +1,6 @@
 """Messages count as English does, and identifiers use the field's words."""
 
-from elastic_dp.coordinator import messages as m
 from elastic_dp.wording import SHOWN, counted, first_few
-from tests.coordinator.scenarios import Scenario
 
 
 def test_counted_one_is_singular_and_zero_is_plural() -> None:
@@ -14,12 +12,3 @@ def test_first_few_words_end_with_an_ellipsis_only_if_there_are_more() -> None:
     workers = [f"w{n}" for n in range(1, SHOWN + 2)]
     assert first_few(workers[:SHOWN]) == ", ".join(workers[:SHOWN])
     assert first_few(iter(workers)) == ", ".join(workers[:SHOWN]) + " …"
-
-
-def test_a_run_of_one_worker_says_worker_and_never_workers() -> None:
-    scenario = Scenario(size=1)
-    scenario.running("w1", step=1)
-    said = [command.text for command in scenario.ever(m.Explain)]
-    assert any("1 worker" in text for text in said) and not any(
-        "1 workers" in text for text in said
-    )

@@ -15,7 +15,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.config import JobSpec, MapStyleData
-from tests.runs import Points, group, local, spec_of
+from tests.runs import Points, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 
 STEPS = 12
@@ -57,10 +57,6 @@ class Job:
     rows: int = 192
     tail: str = "drop"
     loss: Callable[[Any, Any], Any] = cross_entropy
-
-    @property
-    def fewest_virtual_workers(self) -> int:
-        return self.virtual if isinstance(self.virtual, int) else min(self.virtual.values())
 
     def train(self, ctx: Any) -> None:
         model = self.model()
@@ -216,12 +212,3 @@ def of_one_process(name: str) -> dict[str, str]:
     run = local(JOBS[name].made(1), JOBS[name].train)
     said = json.dumps(run.logged, sort_keys=True).encode()
     return {"weights": run.digest, "said": hashlib.sha256(said).hexdigest()}
-
-
-def of_workers(name: str, workers: int, **how: Any) -> str:
-    """Train the job on that many processes, all of which are there in some step. `how` are
-    arguments of `tests.runs.group`. Returns the SHA-256 of the final weights."""
-    spec = JOBS[name].made(workers, hold=dict.fromkeys(range(1, 5), workers))
-    outcome, _ = group(spec, JOBS[name].train, **how)
-    assert outcome.digest
-    return outcome.digest

@@ -1,14 +1,11 @@
 """Decisions, bits and names are those that were recorded. `python -m tests.behaviour --record`
 records a change that is made on purpose."""
 
-import os
-
 import pytest
 import torch
 
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.behaviour.__main__ import ZOO, recorded, simulator_digest
-from tests.behaviour.option_jobs import JOBS, of_one_process, of_workers
+from tests.behaviour.option_jobs import JOBS, of_one_process
 from tests.behaviour.public_api import command_line, documented_names, public_api
 from tests.behaviour.zoo_digests import this_machine, zoo_digest
 
@@ -50,23 +47,6 @@ def recorded_on_this_machine(part, names):
 @pytest.mark.parametrize("name", JOBS)
 def test_job_with_options_has_the_recorded_weights_and_records(name, one_thread):
     assert of_one_process(name) == recorded_on_this_machine("options", JOBS)[name]
-
-
-EXACT = [name for name, job in JOBS.items() if job.spec.get("exact", True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3, 5], ids="w{}".format)
-@pytest.mark.parametrize("name", EXACT)
-def test_job_with_options_has_the_recorded_weights_with_workers_and_kills(name, workers, tmp_path):
-    """With more than one worker, one of them is killed in a backward pass."""
-    workers = min(workers, JOBS[name].fewest_virtual_workers)
-    dead = WorkerFault(
-        "backward", rank=workers - 1, world_size=workers, once=str(tmp_path / "dead"), settled=True
-    )
-    found = of_workers(name, workers, faults=(dead,) if workers > 1 else ())
-    assert found == recorded_on_this_machine("options", JOBS)[name]["weights"]
-    assert os.path.exists(dead.once) == (workers > 1)
 
 
 @pytest.mark.slow

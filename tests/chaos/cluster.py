@@ -11,16 +11,14 @@ import json
 import os
 import shutil
 import signal
-import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.hosts import Host, Network, disk, unmount
+from tests.chaos.hosts import Host, Network
 from tests.patience import eventually
 from tests.ray import clusters
 
@@ -44,24 +42,17 @@ class Cluster:
 
     `memory`: where the head keeps what it knows, so that it may die: "redis", "rocksdb", or None.
     `office`: the head is a spot node, too, so that the controller goes to a host of its own.
-    `disk_mib`: runs have a disk of their own, so large, that may be full. `cable`: there is `far`,
-    one more host without a node on it yet, behind a bad cable.
     """
 
     folder: Path
     workers: int = 3
     memory: str | None = None
     office: bool = False
-    disk_mib: int = 0
-    cable: bool = False
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        self._head_is_up = threading.Event()
-        self.storage = Path(disk(self.disk_mib)) if self.disk_mib else self.folder
-        path = f"{ROOT / 'tests' / 'chaos' / 'clock'}:{ROOT}"
         self.environment = os.environ | {
-            "PYTHONPATH": path,
+            "PYTHONPATH": clusters.MINIMAL_PATH,
             "OMP_NUM_THREADS": "1",
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -70,7 +61,7 @@ class Cluster:
             # processes.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
-            **clusters.forked_workers(path),
+            **clusters.forked_workers(),
         }
         try:
             self._start()
@@ -91,29 +82,10 @@ class Cluster:
         self.start_nodes(self.nodes)
         if self.office:
             self._ray(self.network.host(), {}, f"--address={self.head.address}:{PORT}")
-        self.far = self.network.host(delay_s=0.01, loss=0.02) if self.cable else None
-        self.far_is_free = threading.Lock()
-
-    def set_clock(self, host: Host, by_s: float) -> None:
-        """What all of its Python processes take for the time, those to come included."""
-        with open(self._clock(host), "r+b") as file:
-            file.write(struct.pack("<d", by_s))
-
-    def _clock(self, host: Host) -> Path:
-        path = self.folder / f"{host.name}.clock"
-        if not path.exists():
-            path.write_bytes(bytes(8))
-        return path
 
     def start_head(self) -> None:
         options = ("--head", f"--port={PORT}", "--include-dashboard=false", "--no-monitor")
         self._ray(self.head, _HEAD | self._kept, *options, *_SPOT * self.office)
-        self._head_is_up.set()
-
-    def lose_head(self, pattern: str = "") -> None:
-        """No node is started until there is one again."""
-        self._head_is_up.clear()
-        self.head.signal(signal.SIGKILL, pattern)
 
     def start_node(self, node: Host) -> None:
         """With one place for a worker."""
@@ -148,11 +120,8 @@ class Cluster:
                 # By this and the processes of other hosts, which it sees, Ray thinks that the head
                 # is there already.
                 (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
-            else:
-                self._head_is_up.wait()
             log = self.folder / f"{host.name}-{len(list(self.folder.glob(f'{host.name}-*')))}.log"
-            clock = {"CHAOS_CLOCK": str(self._clock(host))}
-            process = host.start(command, self.environment | clock | environment, str(log))
+            process = host.start(command, self.environment | environment, str(log))
             while process.poll() is None:
                 if "will now block forever" in log.read_text():
                     return
@@ -164,11 +133,11 @@ class Cluster:
         """Start a job; see `tests.chaos.job`."""
         words = [f"{key}={json.dumps(value)}" for key, value in options.items()]
         driver = self.head.start(
-            [sys.executable, "-m", "tests.chaos.job", str(self.storage), name, str(steps), *words],
+            [sys.executable, "-m", "tests.chaos.job", str(self.folder), name, str(steps), *words],
             self.environment | {"RAY_ADDRESS": f"{self.head.address}:{PORT}"},
             f"{self.folder}/{name}.log",
         )
-        return ChaosRun(self.storage / name, driver)
+        return ChaosRun(self.folder / name, driver)
 
     def host_of(self, worker: str) -> Host:
         """Where this worker's process is: its sidecar names it."""
@@ -181,8 +150,6 @@ class Cluster:
         self.network.close()
         clusters.close_server()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self.disk_mib:
-            unmount(str(self.storage))
 
 
 class ChaosRun:

@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -116,21 +115,16 @@ class Network:
         _bury()
         self._tag, self._prefix = f"edp{os.getpid()}", _free_prefix()
         self.hosts: list[Host] = []
-        self._cables: list[subprocess.Popen[bytes]] = []
         _run("ip", "link", "add", self._tag, "type", "bridge")
         _run("ip", "address", "add", f"{self._prefix}.1/24", "dev", self._tag)
         _run("ip", "link", "set", self._tag, "up")
 
-    def host(self, *, delay_s: float = 0.0, loss: float = 0.0) -> Host:
-        """Every frame to it and from it comes so much later, or not at all (this share of them)."""
+    def host(self) -> Host:
         number = len(self.hosts) + 2
         name, port = f"{self._tag}-{number}", f"{self._tag}p{number}"
         address = f"{self._prefix}.{number}"
         _run("ip", "netns", "add", name)
-        if delay_s or loss:
-            self._lay_cable(name, port, delay_s, loss)
-        else:
-            _run(*f"ip link add {port} type veth peer name eth0 netns {name}".split())
+        _run(*f"ip link add {port} type veth peer name eth0 netns {name}".split())
         _run(*f"ip link set {port} master {self._tag} up".split())
         inside = f"ip netns exec {name} ip"
         _run(*f"{inside} address add {address}/24 dev eth0".split())
@@ -142,37 +136,14 @@ class Network:
     def close(self) -> None:
         for host in self.hosts:
             host.kill()
-        for cable in self._cables:
-            cable.communicate()  # which closes its input, and so ends it
         for host in self.hosts:
             host.close()
         _run("ip", "link", "delete", self._tag)
-
-    def _lay_cable(self, name: str, port: str, delay_s: float, loss: float) -> None:
-        """This kernel's own (netem) is missing on many machines; see `tests.chaos.cable`."""
-        command = [sys.executable, "-m", "tests.chaos.cable", port, f"{port}i"]
-        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        cable = subprocess.Popen([*command, str(delay_s), str(loss)], **ends)  # type: ignore[call-overload]
-        self._cables.append(cable)
-        assert cable.stdout is not None and cable.stdout.readline() == b"there\n"
-        _run(*f"ip link set {port}i netns {name} name eth0".split())
 
 
 def folder() -> str:
     """For a cluster, short, since Ray's sockets lie below it; or to mount a disk on."""
     return tempfile.mkdtemp(prefix=f"edp{os.getpid()}-")
-
-
-def disk(mib: int) -> str:
-    """Such a folder, with a disk of that size mounted on it."""
-    path = folder()
-    _run("mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", path)
-    return path
-
-
-def unmount(path: str) -> None:
-    _run("umount", "--lazy", path)
-    os.rmdir(path)
 
 
 def _free_prefix() -> str:

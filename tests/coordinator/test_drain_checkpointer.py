@@ -191,15 +191,6 @@ def test_checkpoint_requested_while_no_worker_trains_is_taken_later() -> None:
     assert told(scenario, m.TakeCheckpoint) == ["w1"]
 
 
-def test_a_stop_is_told_again_until_it_is_heard() -> None:
-    scenario = Scenario(size=1)
-    scenario.running("w1", step=1)
-    scenario.tell(m.StopRequested("enough"))
-    assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
-    scenario.wait(1.0, "w1", step=1)
-    assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
-
-
 def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
     """All who were to go on without it are lost before they made a step."""
     scenario = Scenario(size=2, min_workers=2, checkpointing=True)

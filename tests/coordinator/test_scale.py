@@ -128,7 +128,7 @@ class Counting(Life):
         super().obey(commands)
 
 
-@pytest.mark.parametrize("size", [500, 2000])
+@pytest.mark.parametrize("size", [200, 800])
 def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size: int) -> None:
     """Two for each whose generation ends (stop after this step; stop now), one for each member, two
     for each that comes or goes."""

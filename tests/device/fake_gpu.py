@@ -3,11 +3,7 @@ devices, and the calls to torch.cuda and to NCCL's process group.
 
 Tensors of the host whose storage is marked count as the GPU's: they say `cuda:0`, what is computed
 from them is marked, too, and what CUDA refuses raises `WrongDevice`. All is computed at once and
-with the bits of the processor, so a run has the digest of one without a GPU. A thread that reads
-the GPU gets the warning of CUDA's debug mode for synchronizations.
-
-A process that starts with `tests/device/fake_gpu_site` in its PYTHONPATH has such a GPU, and so
-have those that it starts.
+with the bits of the processor, so a run has the digest of one without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import contextlib
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -40,9 +35,7 @@ _host_device = torch.Tensor.device
 # host (a tensor without dimensions) either.
 _MIXED = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "set_", "detach"})
 _STRICT = frozenset({"cat", "stack"})
-_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"})
 _inside = threading.local()
-_entered = contextlib.ExitStack()
 
 
 class WrongDevice(RuntimeError):
@@ -73,7 +66,6 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(dist, "init_process_group", init_gloo)
     # Not torch's own count: whoever has it is taken for a build for CUDA.
     patch(gpu, "sees_other_gpus", lambda: False)
-    patch(torch.nn.parallel, "DistributedDataParallel", _OneRank)
     for module in (gpu, machine_kind):
         patch(module, "gpu_kind", lambda device: ["fake GPU"])
     # Where torch is built for CUDA, its optimizers ask for the stream of a GPU of the machine.
@@ -88,11 +80,6 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
             run(thread)
 
     patch(threading.Thread, "run", run_with_modes)
-
-
-def enter() -> None:
-    """In the thread of a process that has this GPU to its end."""
-    _entered.enter_context(modes())
 
 
 @contextlib.contextmanager
@@ -157,8 +144,6 @@ def _to(func: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 def _moved(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
     if on_gpu(tensor) == to_gpu:
         return tensor
-    if not to_gpu:
-        _synchronizes()
     return _marked(tensor.clone(), to_gpu)
 
 
@@ -180,8 +165,6 @@ class _Operations(TorchDispatchMode):
         given = _tensors((args, kwargs))
         name = func._schema.name.partition("::")[2]
         _check(name, given)
-        if name in _READS and any(map(on_gpu, given)):
-            _synchronizes()
         result = func(*args, **(kwargs or {}))
         if any(map(on_gpu, given)) or (not given and getattr(_inside, "gpu", False)):
             known = {tensor.untyped_storage()._cdata for tensor in given}
@@ -214,14 +197,6 @@ def _check(name: str, given: list[torch.Tensor]) -> None:
 
 
 # ------------------------------------------------------------------------------ what CUDA offers
-
-
-_debug = types.SimpleNamespace(warns=False)
-
-
-def _synchronizes() -> None:
-    if _debug.warns:
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
 
 class _Event:
@@ -309,18 +284,6 @@ class _Cuda:
         return False
 
     @staticmethod
-    def set_sync_debug_mode(mode: str) -> None:
-        _debug.warns = mode == "warn"
-
-    @staticmethod
-    def _sleep(cycles: int) -> None:
-        pass
-
-    @staticmethod
-    def mem_get_info() -> tuple[int, int]:
-        return 64 << 30, 80 << 30
-
-    @staticmethod
     def get_device_properties(device: Any) -> Any:
         return types.SimpleNamespace(name="fake GPU", total_memory=80 << 30)
 
@@ -334,18 +297,6 @@ class _Cuda:
 class _Autocast(torch.autocast):
     def __init__(self, device_type: str, **options: Any) -> None:
         super().__init__("cpu", **options)
-
-
-class _OneRank(torch.nn.Module):
-    """DistributedDataParallel of one rank."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.no_sync = contextlib.nullcontext
-
-    def forward(self, *given: Any) -> Any:
-        return self.module(*given)
 
 
 class _Options:

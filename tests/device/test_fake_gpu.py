@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,39 +14,6 @@ from elastic_dp.train.local_run import LocalRun
 from tests.device import fake_gpu
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    fake_gpu.install(partial(monkeypatch.setattr, raising=False))
-    with fake_gpu.modes():
-        yield fake_gpu.GPU
-
-
-@pytest.mark.parametrize(
-    "mix",
-    [
-        lambda gpu, host: gpu + host,
-        lambda gpu, host: host.add_(gpu.sum()),
-        lambda gpu, host: torch.stack([gpu.sum(), host.sum()]),
-        lambda gpu, host: gpu.numpy(),
-    ],
-    ids=["operand", "result", "parts", "numpy"],
-)
-def test_fake_gpu_refuses_what_cuda_refuses(mix, installed):
-    gpu, host = torch.ones(4, device=installed), torch.ones(4)
-    with pytest.raises(fake_gpu.WrongDevice):
-        mix(gpu, host)
-
-
-def test_fake_gpu_does_what_cuda_does(installed):
-    gpu, host = torch.ones(4, device=installed), torch.ones(4)
-    assert gpu.device == installed != host.device
-    assert (gpu * 2).device == gpu.view(2, 2).device == torch.zeros_like(gpu).device == installed
-    assert (gpu + host.sum()).device == installed
-    assert gpu.cpu().device == host.device
-    assert torch.equal(host.copy_(gpu * 3), torch.full((4,), 3.0))
-    assert torch.nn.Linear(4, 4).to(installed)(gpu).device == installed
 
 
 def digest_of(folder, device, steps, url=None, **how):
@@ -126,21 +89,3 @@ def test_state_is_restored_to_another_device_with_and_without_sharding(
             url = str(tmp_path / "run")
             digest = digest_of(tmp_path, device, steps, url=url, sharding=sharding, **how)
     assert digest == on_host
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ["environment", "abort", "communicators", "snapshot", "overhead"])
-def test_gpu_check_on_a_fake_gpu_passes(check, tmp_path):
-    """What these checks do on a GPU and not on the processor."""
-    result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--run", check, "--small"]
-    path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
-    subprocess.run(
-        [*command, "--device", "cuda", "--output", str(result)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        timeout=300.0,
-        check=True,
-    )
-    found = json.loads(result.read_text())
-    assert found["status"] == "ok", found

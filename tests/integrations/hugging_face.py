@@ -134,36 +134,23 @@ class Diary(TrainerCallback):
         with open(self.path, "a") as file:
             file.write(f"{event} {state.global_step} {who} {os.getpid()}\n")
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._write("train_begin", state)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._write("train_end", state)
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self._write("epoch_begin", state)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._write("epoch_end", state)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._write("step_begin", state)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._write("step_end", state)
-
-    def on_log(self, args, state, control, **kwargs):
-        self._write("log", state)
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._write("evaluate", state)
-
-    def on_save(self, args, state, control, **kwargs):
-        self._write("save", state)
-
     def lines(self) -> list[tuple[str, int, str, int]]:
         words = [line.split() for line in Path(self.path).read_text().splitlines()]
         return [(event, int(step), who, int(pid)) for event, step, who, pid in words]
+
+
+def _writes(event: str) -> Any:
+    def method(self: Diary, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write(event, state)
+
+    return method
+
+
+for _event in (
+    *("train_begin", "train_end", "epoch_begin", "epoch_end", "step_begin", "step_end"),
+    *("log", "evaluate", "save"),
+):
+    setattr(Diary, f"on_{_event}", _writes(_event))
 
 
 class Halved(Trainer):

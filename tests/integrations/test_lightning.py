@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader
 
 import elastic_dp as edp
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import PATIENT, group, lines_of, texts_of
 
 pl = ImportedWhenUsed("lightning.pytorch")
 integration = ImportedWhenUsed("elastic_dp.integrations.lightning")
@@ -405,45 +403,3 @@ def test_module_that_asks_for_more_in_training_is_an_error(module, error, words,
 
 
 # ------------------------------------------------------------------------------------ with kills
-
-
-@pytest.mark.slow  # each worker imports Lightning, which takes seconds
-def test_kills_change_no_bit_and_hooks_are_called_once_per_step(tmp_path):
-    two = edp.ScalingConfig(min_workers=2, max_workers=2, threads_per_worker=1, standby=1)
-    options = {"scaling": two, "accumulate_grad_batches": 2, "max_epochs": 3}
-    options |= {"callbacks": [stops_late()], **QUIET}
-    calm = fit(jobs.Classifier(), tmp_path, name="calm", **options)
-    diary = jobs.LightningDiary(tmp_path)
-    trainer = integration.LightningTrainer(
-        jobs.Classifier(),
-        datamodule=jobs.PointsData(),
-        storage_path=str(tmp_path),
-        name="killed",
-        failure=PATIENT,
-        **options | {"callbacks": [diary, stops_late()]},
-    )
-    faults = tuple(
-        WorkerFault(point, step=step, rank=rank, once=str(tmp_path / point))
-        for point, step, rank in [("forward", 4, 0), ("backward", 9, 0), ("after_commit", 15, 1)]
-    )
-    outcome, run = group(
-        trainer.spec, trainer.train, faults=faults, url=str(trainer.url), timeout_s=500
-    )
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 3 and outcome.digest == calm.weights_sha256
-    of_zero = [(hook, step) for hook, step, _, who, _ in diary.lines() if who == "zero"]
-    assert [s for h, s in of_zero if h == "on_train_batch_end"] == [*range(1, 19)]
-    assert [s for h, s in of_zero if h == "on_validation_end"] == [6, 12, 18]
-    assert [h for h, _ in of_zero].count("on_fit_end") == 1
-    for pid in {line[4] for line in diary.lines()}:
-        steps = [s for h, s, *_, p in diary.lines() if (h, p) == ("on_train_batch_end", pid)]
-        assert steps == [*range(steps[0], steps[0] + len(steps))]  # of each process, too
-    ends = [
-        (line["step"], line["train_loss_epoch"], line["val_loss"])
-        for lines in (logged(tmp_path, "calm"), lines_of(run))
-        for line in lines
-        if "val_loss" in line
-    ]
-    assert ends[:3] == ends[3:]
-    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
-    assert edp.load_state(str(trainer.url)).step == 18

@@ -4,7 +4,6 @@ per step, and what cannot be had is refused by name."""
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import re
 from pathlib import Path
@@ -14,16 +13,13 @@ import torch
 
 import elastic_dp as edp
 from elastic_dp.errors import LoopError, SpecError
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import PATIENT, group, texts_of
 
 datasets = ImportedWhenUsed("datasets")
 transformers = ImportedWhenUsed("transformers")
 integration = ImportedWhenUsed("elastic_dp.integrations.transformers")
 jobs = ImportedWhenUsed("tests.integrations.hugging_face")
 ROOT = Path(__file__).parents[2]
-SEQUENTIAL = {"train_sampling_strategy": "sequential", "dropout": 0.0}
 
 
 @pytest.fixture(params=["text_classification", "causal_lm"])
@@ -112,17 +108,6 @@ def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_pat
         assert curve or key == "eval_loss"
     saved = [{path.name for path in (tmp_path / each).glob("out/checkpoint-*")} for each in "ab"]
     assert saved[0] == saved[1]
-
-
-def test_loss_curve_over_shuffled_rows_falls_as_that_of_trainer(tmp_path):
-    """Another order of rows: the mean of the last two epochs is the same within 3 %."""
-    options = {"max_steps": 36, "learning_rate": 1e-2}
-    original, ours = pair(tmp_path, **options)
-    original.train()
-    fit(ours, tmp_path)
-    ends = [sum(list(losses(trainer).values())[-12:]) / 12 for trainer in (original, ours)]
-    assert ends[1] == pytest.approx(ends[0], rel=0.03)
-    assert ends[0] < 0.85 * losses(original)[1]
 
 
 def test_bf16_has_the_loss_curve_of_trainer(tmp_path):
@@ -478,49 +463,3 @@ def test_option_that_is_unknown_or_of_a_wrong_kind_is_refused_by_name(options, w
 
 
 # ------------------------------------------------------------------------------------- with kills
-
-
-@pytest.mark.slow  # each worker imports transformers, which takes seconds
-def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path):
-    """The world process zero dies before any worker can have committed the step, so that its
-    callbacks of no step are lost."""
-    options = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 2}
-    options |= {"save_strategy": "steps", "save_steps": 10, "metric_for_best_model": "loss"}
-    stopping = transformers.EarlyStoppingCallback
-    options |= {"callbacks": [stopping(99)], "load_best_model_at_end": False}
-    calm = fit(job(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(2))
-    diary = jobs.Diary(tmp_path)
-    trainer = integration.TransformersTrainer(
-        job(tmp_path, **options | {"callbacks": [diary, stopping(99)]}),
-        storage_path=tmp_path,
-        name="killed",
-        scaling=of_workers(2),
-        failure=PATIENT,
-    )
-    faults = tuple(
-        WorkerFault(point, step=step, rank=rank, once=str(tmp_path / point))
-        for point, step, rank in [("forward", 4, 0), ("backward", 9, 0), ("after_commit", 15, 1)]
-    )
-    outcome, run = group(
-        trainer.spec, trainer.train, faults=faults, url=str(trainer.url), timeout_s=500
-    )
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 3 and outcome.digest == calm.weights_sha256
-    of_zero = [(event, step) for event, step, who, _ in diary.lines() if who == "zero"]
-    for event in ("step_begin", "step_end"):
-        first = 0 if event == "step_begin" else 1
-        assert [s for e, s in of_zero if e == event] == [*range(first, 20 + first)]
-    assert [s for e, s in of_zero if e == "evaluate"] == [6, 12, 18, 20]
-    assert [s for e, s in of_zero if e == "save"] == [10, 20]
-    assert [e for e, _ in of_zero].count("train_end") == 1
-    for _, lines in itertools.groupby(sorted(diary.lines(), key=lambda x: x[3]), lambda x: x[3]):
-        steps = [step for event, step, *_ in lines if event == "step_end"]
-        assert steps == [*range(steps[0], steps[0] + len(steps))]  # of each process, too
-    model = transformers.AutoModel.from_pretrained(tmp_path / "out/checkpoint-20")
-    assert model is not None
-    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
-    assert edp.load_state(str(trainer.url)).step == 20
-
-
-def of_workers(count):
-    return edp.ScalingConfig(min_workers=count, max_workers=count, threads_per_worker=1, standby=1)

@@ -42,13 +42,6 @@ def test_text_shards_have_blocks_in_several_row_groups(gpt, text):
     assert [path.name for path in text.parent.iterdir()] == ["bytes"], "something half was left"
 
 
-def test_a_crash_leaves_nothing_half(gpt, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpt.pq, "write_table", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        gpt.write_shards(tmp_path / "bytes")
-    assert not (tmp_path / "bytes").exists()
-
-
 def test_gpt_learns_and_samples(gpt, text, tmp_path):
     """The loss falls well below what any model could reach that does not look at the context."""
     trainer = gpt.make_trainer(
@@ -96,48 +89,6 @@ def same_everywhere(trainer, sizes):
 def test_gpt_is_the_same_for_any_number_of_workers(gpt, text, tmp_path, sizes):
     options = {"storage_path": str(tmp_path), "data": str(text)}
     same_everywhere(gpt.make_trainer(steps=6, config=SMALL, **options), sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 5, 8])
-def test_gpt_with_a_sharded_optimizer_has_the_same_weights(gpt, text, tmp_path, workers):
-    options = {"storage_path": str(tmp_path), "data": str(text), "virtual_workers": 8}
-    options |= {"workers": workers, "min_workers": workers, "steps": 6, "config": SMALL}
-    trainer = gpt.make_trainer(sharding="optimizer", **options)
-    outcome, _ = group(trainer.spec, trainer.train)
-    assert outcome.error is None, outcome.traceback
-    plain = gpt.make_trainer(**options)
-    assert (plain.spec.sharding, trainer.spec.sharding) == (None, "optimizer")
-    assert outcome.digest == local(plain.spec, plain.train).digest
-
-
-@pytest.mark.slow
-def test_gpt_in_gangs_has_the_same_weights_for_any_number_of_them(gpt, text, tmp_path):
-    digests = []
-    for workers in (1, 2, 3):
-        trainer = gpt.make_trainer(
-            storage_path=str(tmp_path),
-            data=str(text),
-            workers=workers,
-            min_workers=workers,
-            processes=2,
-            steps=6,
-            config=SMALL,
-        )
-        outcome, _ = group(trainer.spec, trainer.train)
-        assert (outcome.error, outcome.step) == (None, 6), outcome.traceback
-        digests.append(outcome.digest)
-    assert len(set(digests)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(5,), (1, 2, 3, 4, 8)], ids=str)
-def test_digits_are_the_same_for_any_number_of_workers(tmp_path, sizes):
-    """With BatchNorm and dropout, over the short tail of an epoch and its evaluation."""
-    digits = importlib.import_module("jobs.digits")
-    trainer = digits.make_trainer(storage_path=str(tmp_path), data=str(tmp_path / "d"), epochs=1)
-    trainer.spec = dataclasses.replace(trainer.spec, max_steps=12)
-    same_everywhere(trainer, sizes)
 
 
 def test_llama_is_tuned_from_hugging_face_files_to_hugging_face_files(tmp_path):

@@ -13,14 +13,12 @@ import pytest
 import ray
 
 import elastic_dp as edp
-from elastic_dp.errors import ClusterError
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (
     FOR_EVER,
     is_whole,
-    members,
     pid_of_controller,
     pids_of,
     trainer,
@@ -125,18 +123,3 @@ def test_a_run_outlives_its_driver_and_its_controller(tmp_path):
     events = written(tmp_path / "away", "events")
     assert [what(line) for line in heard if "loss" not in line] == [what(line) for line in events]
     assert sum("took over" in line.get("text", "") for line in events) == 3
-
-
-@pytest.mark.slow
-def test_a_worker_that_no_controller_leads_ends_itself(tmp_path):
-    failure = edp.FailureConfig(heartbeat_timeout_s=3.0, orphan_timeout_s=12.0, run_lease_s=2.0)
-    run = trainer(tmp_path, "orphan", steps=FOR_EVER, failure=failure, body_s=0.05).start()
-    led = wait_for(run, lambda s: is_whole(s, 1) and s["step"] >= 5)
-    [pid] = pids_of(run, members(led)).values()
-    ray.kill(run.controller)
-    eventually(lambda: not os.path.exists(f"/proc/{pid}"))
-    assert len(list((tmp_path / "orphan" / "checkpoints" / "seals").glob("step-*"))) == 1
-    with pytest.raises(ClusterError, match="is gone"):
-        run.status()
-    with pytest.raises(ClusterError, match="no run named 'orphan' is live"):
-        edp.attach("orphan")

@@ -13,8 +13,7 @@ import pytest
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.storage import Store
-from tests.patience import PATIENCE_S, eventually
-from tests.processes import lives
+from tests.patience import PATIENCE_S
 from tests.ray import clusters
 from tests.runs import local, spec_of
 from tests.train.jobs import clipped_average_norm as plain
@@ -92,42 +91,3 @@ def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_p
     assert [name.step for name in Catalog(Store(str(tmp_path / "mine"))).names()] == [ended["step"]]
     spec = spec_of(steps=ended["step"] + 20, workers=1)
     assert local(spec, plain, str(tmp_path / "mine")).digest == local(spec, plain).digest
-
-
-GANG_DRIVER = """
-import elastic_dp as edp, sys
-from tests.ray.test_gangs_on_ray import gangs
-gangs(sys.argv[1], "mine", 2, steps=100_000, body_s=0.05, pids=sys.argv[2]).fit()
-"""
-
-
-@pytest.mark.slow
-def test_interrupted_driver_leaves_no_process_of_a_gang_behind(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", GANG_DRIVER, str(tmp_path), str(pids)],
-        cwd=clusters.ROOT,
-        env=environment | {"PYTHONPATH": clusters.ROOT},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    try:
-        lines = [""]
-        while " loss " not in lines[-1]:
-            lines.append(driver.stderr.readline())
-            assert lines[-1], "".join(lines)
-        os.killpg(driver.pid, signal.SIGINT)
-        said = "".join(lines) + driver.communicate()[1]
-    finally:
-        driver.kill()
-        driver.wait()
-    assert driver.returncode == 128 + signal.SIGINT, said
-    ended = json.loads((tmp_path / "mine" / "result.json").read_text())
-    assert [name.step for name in Catalog(Store(str(tmp_path / "mine"))).names()] == [ended["step"]]
-    processes = [int(file.name) for file in pids.iterdir()]
-    assert len(processes) >= 2
-    eventually(lambda: not any(map(lives, processes)))

@@ -6,15 +6,12 @@ All on one cluster, whose GCS keeps what it knows in a folder; Redis would do th
 
 import json
 import os
-import queue
 import signal
 import time
-import types
 
 import pytest
 import ray
 
-from elastic_dp.coordinator.messages import Cause
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (
@@ -27,7 +24,6 @@ from tests.ray.jobs import (
     undisturbed,
     wait_for,
 )
-from tests.runs import spec_of
 from tests.train.test_notice import kinds, waited_for
 
 pytestmark = pytest.mark.ray
@@ -105,39 +101,6 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
     assert len({tuple(x["position"]) for x in stops}) == 1, "nobody makes a step again"
     assert result.weights_sha256 == undisturbed(tmp_path, result.step)
     cluster.remove_node(node)
-
-
-@pytest.mark.slow
-def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
-    from elastic_dp.cluster.ray import private, ray_worker_group
-
-    class Dies:
-        def __init__(self, identity, job, controller, term):
-            pass
-
-        def run(self):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(ray_worker_group, "WorkerActor", ray.remote(Dies))
-    lost, said = queue.Queue(), []
-    state_store = types.SimpleNamespace(state=types.SimpleNamespace(term=1))
-    controller = types.SimpleNamespace(post=lost.put, say=said.append, state_store=state_store)
-    job = types.SimpleNamespace(run="avoided")
-    worker_group = ray_worker_group.RayWorkerGroup(job, spec_of(), controller, None)
-
-    def dies(worker):
-        worker_group.start(worker)
-        actor = worker_group.actors()[worker]
-        assert lost.get().cause is Cause.UNKNOWN
-        return actor, private.actor(actor).node
-
-    actor, bad = dies("w1")
-    worker_group.node_avoidance.failed(actor)
-    assert said == []
-    worker_group.node_avoidance.failed(actor)
-    assert said == [f"node {bad} is avoided for now: 3 workers failed on it within 30 minutes"]
-    assert worker_group.node_avoidance.avoided == {bad: 3}
-    assert {dies("w2")[1]} == there() - {bad}
 
 
 def test_a_run_outlives_the_gcs(two, tmp_path):

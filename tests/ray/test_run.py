@@ -11,9 +11,7 @@ import pytest
 import ray
 
 import elastic_dp as edp
-from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.errors import ClusterError, UserCodeError
-from elastic_dp.storage import Store
+from elastic_dp.errors import ClusterError
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (
@@ -28,7 +26,6 @@ from tests.ray.jobs import (
 )
 from tests.storage.conftest import send
 from tests.storage.servers import s3_options
-from tests.train.jobs import adamw, classifier, cross_entropy
 
 pytestmark = pytest.mark.ray
 
@@ -64,58 +61,8 @@ def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
     assert [record["step"] for record in records] == list(range(1, result.step + 1))
 
 
-@pytest.mark.slow  # in CI on processes: tests/train/checkpointing/test_worker_checkpointer.py
-def test_all_workers_are_killed_and_the_run_goes_on_from_its_newest_checkpoint(tmp_path):
-    """The loss costs the steps since that checkpoint, and no more."""
-    url = tmp_path / "all"
-    run = trainer(tmp_path, "all", steps=FOR_EVER, workers=2, every_steps=10, body_s=0.05).start()
-    catalog = Catalog(Store(str(url)))
-    whole = wait_for(run, lambda s: is_whole(s, 2) and catalog.names())
-    pids = pids_of(run, members(whole))
-    last = max(name.step for name in catalog.names())
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-    again = wait_for(run, lambda s: is_whole(s, 2) and not pids.keys() & s["workers"].keys())
-    wait_for(run, lambda s: s["step"] >= again["step"] + 5)
-    run.stop("enough")
-    result = run.result()
-    assert (result.exact, result.workers_lost) == (True, 2)
-    assert result.weights_sha256 == undisturbed(tmp_path, result.step)
-    said = [
-        line.get("text", "") for line in map(json.loads, read(url / "events.jsonl").splitlines())
-    ]
-    back = [
-        text
-        for text in said
-        if "every worker with the training state is lost; going back to step" in text
-    ]
-    assert len(back) == 1 and int(back[0].rpartition(" ")[2]) >= last, back
-    records = [json.loads(line) for line in read(url / "metrics.jsonl").splitlines()]
-    assert [record["step"] for record in records] == list(range(1, result.step + 1))
-
-
 def read(path):
     return path.read_text() if path.exists() else ""
-
-
-# In CI by the command line (test_commands.py), and on processes (tests/cluster/test_ends.py).
-@pytest.mark.slow
-def test_user_errors_arrive_with_their_own_traceback(tmp_path):
-    def broken(ctx):
-        model = classifier()
-        for step in ctx.steps(model, adamw(model), cross_entropy):
-            if step.number == 3:
-                {}["missing key"]
-
-    run = trainer(tmp_path, "broken", broken).start()
-    for _ in range(2):
-        with pytest.raises(UserCodeError, match="missing key") as caught:
-            run.result()
-        assert str(caught.value).count('{}["missing key"]') == 1
-        status = run.status()
-        assert (status["phase"], status["reason"][:17]) == ("over", "failed: KeyError:"), status
-    with pytest.raises(ClusterError, match="is over"):
-        run.scale(1)
 
 
 def test_a_name_is_one_run(tmp_path):

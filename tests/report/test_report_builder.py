@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,6 @@ from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
 from elastic_dp.run_record import Result
 from elastic_dp.telemetry.goodput import goodput_of
 from tests.report.journals import T0, command, event, explain, form, logged, lost, night, times
-from tests.telemetry.test_goodput import recorded  # noqa: F401
 
 
 def report_of(lines, now=T0 + 12, **more):
@@ -247,29 +245,6 @@ def test_damaged_line_is_ignored_and_the_report_is_still_json(data):
     report = report_of([*lines, *night()])
     json.dumps(report.to_json(), allow_nan=False)
     assert report.starts >= 1
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_history_has_as_many_events_as_an_independent_count(seed, recorded):  # noqa: F811
-    lines = recorded(seed).lines
-    builder = ReportBuilder("random")
-    for number, line in enumerate(lines):
-        line.setdefault("generation", number)
-        builder.line(line)
-    report = builder.build(lines[-1]["time"])
-    end = next((i for i, each in enumerate(lines) if is_end(each)), len(lines))
-    kinds = Counter(event.kind for event in report.events)
-    gone = [each for each in lines[:end] if each.get("event") == "WorkerLost"]
-    unasked = {each["worker"] for each in gone if each["cause"] != "released"}
-    assert report.lost == kinds[EventKind.LOSS] == len(unasked)
-    assert kinds[EventKind.NOTICE] == sum(e.get("event") == "DrainNoticed" for e in lines)
-    assert report.goodput == goodput_of(lines)
-    forms = [set(e["members"]) for e in lines if e.get("command") == "FormGeneration"]
-    assert {row.name for row in report.workers if row.steps or row.step_s} <= set().union(*forms)
-
-
-def is_end(line):
-    return line.get("command") in ("FinishRun", "FailRun")
 
 
 def test_report_of_a_journal_that_comes_line_by_line_is_that_of_the_whole():

@@ -1,111 +1,12 @@
 """Goodput: its categories add up, and agree with what is counted in another way."""
 
-from dataclasses import asdict, fields, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import inf, nan
 
 import pytest
 
-from elastic_dp.coordinator import messages as m
-from elastic_dp.telemetry.goodput import Goodput, GoodputMeter, goodput_of
+from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.phase_clock import PhaseClock, PhaseTimes
-from tests.simulation.sim_controller import SimController
-from tests.simulation.workers import SimWorker
-from tests.simulation.world import World
-
-REPORT_S = 10.0
-
-
-class TimedWorker(SimWorker):
-    """A simulated worker with the clock of a real one."""
-
-    def __init__(self, world, worker_id):
-        self.clock = PhaseClock()
-        super().__init__(world, worker_id)
-
-    @property
-    def phase(self):
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase):
-        self.clock.enter(phase, self.world.now)
-        self._phase = phase
-
-    def send(self, event):
-        if isinstance(event, m.HeartbeatReceived):
-            event = replace(event, times=self.clock.times(self.world.now))
-        super().send(event)
-
-
-class RecordedWorld(World):
-    """Writes the journal that the controller would write."""
-
-    def __init__(self, seed):
-        super().__init__(seed, worker_class=TimedWorker)
-        self.lines, self.newest, self.told = [], {}, 0.0
-        self.lost, self.step = set(), 0
-
-    def line(self, kind, name, **more):
-        self.lines.append({"time": self.now, kind: name} | more)
-
-    def new_controller(self, recovering):
-        self.line("event", "ControllerStarted", size=self.size, takes_over=recovering)
-        super().new_controller(recovering)
-
-    def flush(self, times):
-        if times:
-            self.line("event", "TimesReported", step=self.step, times=dict(times))
-
-    def heard(self, event):
-        if isinstance(event, m.HeartbeatReceived):
-            self.newest[event.worker] = event.times
-            self.step = max(self.step, event.step)
-            if self.now >= self.told + REPORT_S:
-                self.flush(self.newest)
-                self.newest, self.told = {}, self.now
-        elif not isinstance(event, m.DeadlineReached):
-            if isinstance(event, m.WorkerLost):
-                if event.worker in self.lost:
-                    return
-                self.lost.add(event.worker)
-                self.flush({w: t for w, t in self.newest.items() if w == event.worker})
-            self.line("event", type(event).__name__, **named(event))
-            if isinstance(event, m.CheckpointFound):
-                self.step = min(self.step, event.step or 0)
-
-    def execute(self, command, by):
-        if by is self.controllers[-1]:
-            if isinstance(command, m.FinishRun | m.FailRun):
-                self.flush(self.newest)
-            self.line("command", type(command).__name__, **named(command))
-        super().execute(command, by)
-
-
-def named(message):
-    values = {field.name: getattr(message, field.name) for field in fields(message)}
-    if (membership := values.pop("membership", None)) is not None:
-        values["members"] = [member.worker for member in membership.members]
-    return values
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    process = SimController.process
-
-    def hears(self, event):
-        if self is self.world.controllers[-1]:
-            self.world.heard(event)
-        process(self, event)
-
-    monkeypatch.setattr(SimController, "process", hears)
-
-    def run(seed):
-        world = RecordedWorld(seed)
-        world.run()
-        return world
-
-    return run
 
 
 def spans(lines):
@@ -139,65 +40,6 @@ def counted(lines):
         total += max(wanted, here) * (end - begin)
         missing += max(0, wanted - here) * (end - begin)
     return total, missing
-
-
-def gains(lines):
-    """(line, worker, times that its report adds), of workers that are there."""
-    present, _ = spans(lines)
-    before = dict.fromkeys(present, PhaseTimes())
-    for line in lines:
-        for worker, times in line.get("times", {}).items():
-            begin, gone = present.get(worker, (inf, 0.0))
-            if begin <= line["time"] <= gone and sum(times) > sum(before[worker]):
-                yield line, worker, PhaseTimes(*times).plus(before[worker], -1)
-                before[worker] = PhaseTimes(*times)
-
-
-def counted_by_category(lines):
-    """Goodput from the gains of all reports, each by what became of its step later, and from the
-    time of each worker that no report covers."""
-    present, _ = spans(lines)
-    until_end = list(takewhile(lambda line: not is_end(line), lines))
-    lost = {line["worker"] for line in until_end if line.get("event") == "WorkerLost"}
-    told = {line["worker"] for line in lines if line.get("command") == "ReleaseWorker"}
-    returns = [i for i, line in enumerate(lines) if line.get("event") == "CheckpointFound"]
-    count = dict.fromkeys((field.name for field in fields(Goodput)), 0.0)
-    silent = {worker: gone - begin for worker, (begin, gone) in present.items()}
-    for line, worker, gain in gains(lines):
-        at = next(i for i, each in enumerate(lines) if each is line)
-        undone = any(i > at and line["step"] > (lines[i]["step"] or 0) for i in returns)
-        count["redone" if undone else "useful"] += gain.compute + gain.collective + gain.other
-        count["redone"] += gain.redone
-        count["pause"] += gain.pause
-        count["data_wait"] += gain.data
-        count["checkpoint"] += gain.checkpoint
-        silent[worker] -= sum(gain)
-    for worker, seconds in silent.items():
-        died = "pause" if worker in told else "redone"
-        count[died if worker in lost else "useful"] += seconds
-    count["waiting_for_workers"] = counted(lines)[1]
-    return Goodput(**count)
-
-
-@pytest.mark.parametrize("chunk", range(5))
-def test_goodput_of_random_histories_adds_up_and_agrees_with_an_independent_count(chunk, recorded):
-    for seed in range(10 * chunk, 10 * chunk + 10):
-        world = recorded(seed)
-        goodput = goodput_of(world.lines)
-        total, _ = counted(world.lines)
-        assert goodput.total == pytest.approx(total, rel=0.01), seed
-        journal = asdict(counted_by_category(world.lines))
-        for name, seconds in asdict(goodput).items():
-            assert seconds >= 0, (seed, name)
-            assert seconds == pytest.approx(journal[name], abs=0.01 * total), (seed, name)
-
-
-def test_goodput_is_the_same_from_any_cut_of_the_journal(recorded):
-    lines = recorded(3).lines
-    meter = GoodputMeter()
-    for i, line in enumerate(lines):
-        meter.line(line)
-        assert meter.goodput() == goodput_of(lines[: i + 1])
 
 
 def line(time, kind, **more):

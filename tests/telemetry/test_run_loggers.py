@@ -1,7 +1,6 @@
 """Loggers of tools: each step once, over restarts of the driver and failures of the tool."""
 
 import json
-import struct
 import threading
 
 import pytest
@@ -258,50 +257,6 @@ def test_mlflow_has_each_step_once_and_the_events(tmp_path, monkeypatch):
         "loss",
         "checkpoint",
     ]
-
-
-@pytest.mark.slow
-def test_wandb_offline_has_each_step_once_and_the_events(tmp_path):
-    import wandb
-    from wandb.proto import wandb_internal_pb2
-
-    drive(
-        WandbLogger("tests", mode="offline", dir=str(tmp_path), settings={"silent": True}),
-        tmp_path / "run",
-        RUN,
-    )
-    wandb.teardown()  # as the end of a process; writes what it holds back
-    [path] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    rows = []
-    for data in leveldb_log(path.read_bytes()[7:]):
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    assert [row["_step"] for row in rows if "loss" in row] == STEPS
-    texts = [row["run_event"] for row in rows if "run_event" in row]
-    assert [line.split(":")[0] for text in texts for line in text.split("\n")] == [
-        "start",
-        "loss",
-        "checkpoint",
-    ]
-
-
-def leveldb_log(content):
-    """Yield the records of a log in the format of LevelDB, in blocks of 32 KiB, behind the 7 bytes
-    that W&B puts before it."""
-    at, parts = 0, []
-    while at + 7 <= len(content):
-        left = 32768 - (at + 7) % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        parts.append(content[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # full, or last
-            yield b"".join(parts)
-            parts = []
 
 
 class FakeWandbRun:

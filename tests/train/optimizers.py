@@ -207,12 +207,6 @@ class LateInner(torch.optim.SGD):
         super().step()
 
 
-class LateGenerator(torch.optim.SGD):
-    def step(self):
-        self.random = torch.Generator()
-        super().step()
-
-
 class ByParameter(torch.optim.SGD):
     """Keeps state in a dict of its own, by parameter or by `id()`."""
 

@@ -2,7 +2,6 @@
 processes, with the errors that torch raises."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -23,21 +22,6 @@ ERRORS = {
 }
 
 
-def fails_in_some_steps(ctx):
-    """The micro-batch of the first worker that comes to such a step fails, once for each."""
-    model, done = classifier(), [0]
-
-    def loss_fn(model, batch):
-        step = done[0] + 1
-        if done[0] and step in ERRORS and is_first(f"{ctx.config['file']}-{step}"):
-            raise ERRORS[step]()
-        return cross_entropy(model, batch)
-
-    for step in ctx.steps(model, adamw(model), loss_fn):
-        done[0] = step.number
-        hold(ctx, step)
-
-
 def lost(run):
     """How each worker was lost, as its last event says: one may come before its cause is known."""
     found = {}
@@ -45,23 +29,6 @@ def lost(run):
         if line.get("event") == "WorkerLost" and line["cause"] != Cause.RELEASED:
             found[line["worker"]] = line
     return list(found.values())
-
-
-@pytest.mark.slow
-def test_each_kind_of_device_fault_is_a_lost_worker_and_costs_no_bits(tmp_path):
-    config = {"file": str(tmp_path / "failed"), "hold": {n - 1: 2 for n in ERRORS}}
-    spec = dataclasses.replace(job(), config=config)
-    outcome, run = group(spec, fails_in_some_steps)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 3
-    causes = [Cause.DEVICE_FAULT, Cause.OUT_OF_MEMORY, Cause.DEVICE_FAULT]
-    assert [line["cause"] for line in lost(run)] == causes
-    for (step, error), line in zip(ERRORS.items(), lost(run), strict=True):
-        assert str(error()).partition("\n")[0] in line["reason"] and "advice" not in line["reason"]
-        assert line["micro_batch"][0] == step and f"of step {step}" in line["reason"]
-    for step in ERRORS:
-        assert os.path.exists(f"{config['file']}-{step}")
-    assert outcome.digest == local(spec, fails_in_some_steps).digest
 
 
 def asserts_at_a_row(ctx):

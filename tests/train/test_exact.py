@@ -15,27 +15,17 @@ from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data.discovery.index import read_index
 from tests.patience import eventually
-from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of
+from tests.runs import ENDLESS, Points, goes_on, group, local, resize, spec_of
 from tests.train.jobs import (
-    ZOO,
     autocast_bf16,
     average_and_plateau,
     batch_norm,
     compiled,
-    in_small_buckets,
     plain,
     seventeen,
 )
 
 SLOW = pytest.mark.slow
-# Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come
-# twice.
-IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
-# One of each kind: buffers, scaled and clipped gradients, state of optimizers, bodies, parameters.
-IN_CI = (
-    *("batch_norm", "autocast_fp16", "clipped_average_norm", "average_and_plateau"),
-    *("lazy_optimizer_state", "checkpointed_reentrant", "bf16_parameters"),
-)
 
 
 def as_a_user_would(batch):
@@ -53,54 +43,6 @@ def evaluation():
     return MapStyleData(Points(30), micro_batch_size=8)
 
 
-@pytest.mark.parametrize(
-    ("train", "cut", "sizes"),
-    [
-        (plain, lambda train: train, (1, 3, 5)),
-        pytest.param(plain, lambda train: train, (2, 4, 8), marks=SLOW),
-        pytest.param(batch_norm, in_small_buckets, (1, 2, 3, 4, 5, 8), marks=SLOW),
-    ],
-    ids=["plain", "plain, other sizes", "batch_norm in small buckets"],
-)
-def test_fixed_size_has_the_local_digest(train, cut, sizes):
-    digests = {0: local(spec_of(steps=10), train).digest}
-    for workers in sizes:
-        outcome, _ = group(spec_of(steps=10, workers=workers, min_workers=workers), cut(train))
-        assert outcome.error is None, outcome.traceback
-        digests[workers] = outcome.digest
-    assert len(set(digests.values())) == 1, digests
-
-
-@pytest.mark.parametrize(
-    ("name", "cut"),
-    [
-        *(
-            pytest.param(name, lambda train: train, marks=() if name in IN_CI else SLOW)
-            for name in ZOO
-        ),
-        *(
-            pytest.param(name, in_small_buckets, marks=() if name == "branching" else SLOW)
-            for name in IN_BUCKETS
-        ),
-    ],
-    ids=[*ZOO, *(f"{name} in small buckets" for name in IN_BUCKETS)],
-)
-def test_zoo_model_through_changing_sizes_has_the_local_digest(name, cut):
-    """1 → 3 → 2 workers while it trains; the bodies wait until each size is there."""
-    sizes = {2: 3, 13: 2}
-    shape = (3, 8, 8) if name == "channels_last" else ()
-    config = {"eval": evaluation(), "hold": sizes, "body_s": 0.02}
-    spec = spec_of(steps=24, workers=1, virtual=6, shape=shape, config=config)
-    calm = local(spec, ZOO[name])
-    script = [resize(step, size) for step, size in sizes.items()]
-    outcome, run = group(spec, cut(ZOO[name]), script=script)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 2  # one change may overtake another
-    assert outcome.digest == calm.digest
-    logged = [line for line in lines_of(run) if "event" not in line and "command" not in line]
-    assert [{k: v for k, v in x.items() if k != "time"} for x in logged] == calm.logged
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
 def test_a_compiled_model(backend):
@@ -115,27 +57,6 @@ def test_a_compiled_model(backend):
     assert outcome.error is None, outcome.traceback
     assert outcome.generations >= 3
     assert outcome.digest == calm.digest
-
-
-@pytest.mark.parametrize(
-    ("rows", "train"),
-    [
-        (70, batch_norm),
-        pytest.param(50, batch_norm, marks=SLOW),
-        pytest.param(33, plain, marks=SLOW),
-    ],
-)
-def test_a_short_tail(rows, train):
-    """The last batch of each epoch has fewer rows; some virtual workers get none. 3 → 2 workers
-    after some epochs."""
-    config = {"hold": {1: 3, 6: 2}}  # the end of the three may lie 8 steps behind the sixth
-    spec = spec_of(steps=20, rows=rows, tail="short", config=config)
-    calm = local(spec, train)
-    outcome, _ = group(spec, train, script=[resize(6, 2)])
-    assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 2
-    assert outcome.digest == calm.digest
-    assert calm.digest != local(spec_of(steps=20, rows=rows), train).digest
 
 
 @pytest.mark.parametrize(
@@ -170,11 +91,6 @@ def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
         else:
             digests[workers] = local(spec, seventeen).digest
     assert len(set(digests.values())) == 1, digests
-
-
-def test_an_uneven_number_of_virtual_workers():
-    spec = spec_of(steps=8, virtual=7, workers=3, min_workers=3)
-    assert group(spec, plain)[0].digest == local(spec, plain).digest
 
 
 def test_digest_differs_between_steps():

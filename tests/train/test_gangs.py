@@ -26,14 +26,12 @@ from tests.imported_when_used import ImportedWhenUsed
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
-    PATIENT,
     goes_on,
     group,
     losses_of,
     never_put_off,
     resize,
     spec_of,
-    texts_of,
 )
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
 from tests.train.gang.jobs import STEPS, fully_sharded, gangs, trains
@@ -267,54 +265,3 @@ def test_death_within_a_collective_of_torch_is_no_error_of_user_code(
     assert (outcome.error, outcome.workers_lost) == (None, DEATHS), losses_of(run)
     expected, _ = group(gangs(1, steps=outcome.step, config=config), dies_in_a_collective)
     assert outcome.digest == expected.digest
-
-
-@pytest.mark.slow
-def test_evaluation_goes_on_where_one_process_had_heard_all_and_another_had_not(
-    tmp_path: Any,
-) -> None:
-    """Process 1 of a worker dies when its process 0 has sent its results, and before its own are
-    sent. So the survivor's processes know of different results."""
-    here: Any = {"rank": 1, "world_size": 2, "process": 1, "nth": 2}
-    slept, died = str(tmp_path / "slept"), str(tmp_path / "died")
-    faults = (
-        WorkerFault("evaluate_exchange", action="sleep", seconds=2.0, once=slept, **here),
-        WorkerFault("evaluate_exchange", once=died, **here),
-    )
-    spec = gangs(2, min_workers=1, config={"hold": {2: 2}})
-    outcome, run = group(spec, trains, faults=faults)
-    assert outcome.workers_lost == 1, losses_of(run)
-    assert outcome.digest == undisturbed()
-
-
-@pytest.mark.slow
-def test_frozen_process_is_found_by_heartbeats(tmp_path: Any) -> None:
-    """Whichever of its worker it is. One that hangs is found after five minutes."""
-    once = str(tmp_path / "once")
-    fault = WorkerFault(
-        "exchange", rank=1, world_size=2, process=1, action="freeze", once=once, settled=True
-    )
-    spec = dataclasses.replace(
-        gangs(2, min_workers=1, config={"hold": {3: 2}}),
-        failure=dataclasses.replace(PATIENT, heartbeat_timeout_s=5.0),
-    )
-    outcome, run = group(spec, trains, faults=(fault,))
-    assert outcome.workers_lost == 1, losses_of(run)
-    assert outcome.digest == undisturbed()
-
-
-@pytest.mark.slow
-def test_bit_that_flips_in_the_part_of_any_process_is_found(tmp_path: Any) -> None:
-    """The others go back to the last checkpoint on which all agreed."""
-    url, committed, flipped = str(tmp_path / "run"), tmp_path / "committed", tmp_path / "flipped"
-    fault = WorkerFault("before_forward", 6, 1, process=1, action="flip", once=str(flipped))
-    spec = dataclasses.replace(
-        gangs(3, steps=12, config={"gates": {5: str(committed)}}),
-        checkpoint=CheckpointConfig(every_steps=4),
-        failure=dataclasses.replace(PATIENT, compare_weights_every=7),
-    )
-    script = [(4, when_committed(url, 4, lambda run: committed.touch()))]
-    outcome, run = group(spec, never_put_off(trains), faults=(fault,), script=script, url=url)
-    assert (outcome.error, outcome.workers_lost) == (None, 1), losses_of(run)
-    assert flipped.exists() and any("back to step 4" in text for text in texts_of(run))
-    assert outcome.digest == undisturbed(12)

@@ -4,10 +4,6 @@ fake GPU tells apart. The weights are those of the processor."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.coordinator.messages import Cause, StopRequested
 from elastic_dp.distributed.local_shards import local_of, whole_of
 from elastic_dp.errors import ClusterError, ModelError
 from elastic_dp.extensions.gangs import check_gang, gang_kind
@@ -28,11 +22,10 @@ from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.train_state import TrainState
-from tests.cluster.test_budgets import is_first
 from tests.device import fake_gpu
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import ENDLESS, goes_on, group, losses_of
-from tests.train.gang.jobs import fully_sharded, gangs, trains
+from tests.runs import group, losses_of
+from tests.train.gang.jobs import gangs, trains
 from tests.train.gang.test_kills_of_processes import (
     IN_A_STEP_OF_GANGS,
     calm,
@@ -40,8 +33,7 @@ from tests.train.gang.test_kills_of_processes import (
     check_kills_of_each_process,
     connects,
 )
-from tests.train.jobs import adamw, classifier, cross_entropy, hold
-from tests.train.test_device_faults import lost
+from tests.train.jobs import adamw, classifier, cross_entropy
 from tests.train.test_simulated_device import faults_while_switched
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
@@ -86,44 +78,6 @@ def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())
     assert (outcome.step, outcome.digest) == (8, calm()[0].digest), losses_of(run)
-
-
-def device_of_process_1_fails(ctx: Any) -> None:
-    model, done = fully_sharded(ctx), [0]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Any:
-        here = ctx.mesh.get_local_rank() == 1 and ctx.world_size == 2 and done[0] >= 2
-        if here and is_first(ctx.config["file"]):
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nadvice")
-        return cross_entropy(model, batch)
-
-    for step in ctx.steps(model, adamw(model), loss_fn):
-        done[0] = step.number
-        hold(ctx, step)
-
-
-@SLOW
-def test_device_fault_of_any_process_is_told_as_one_of_its_worker(tmp_path: Any) -> None:
-    config = {"file": str(tmp_path / "failed"), "hold": {2: 2}, "body_s": 0.02}
-    spec = gangs(2, steps=ENDLESS, min_workers=1, config=config)
-    script = [(4, goes_on), (4, StopRequested("enough"))]
-    outcome, run = group(spec, device_of_process_1_fails, script=script)
-    assert outcome.error is None, losses_of(run)
-    [line] = lost(run)
-    assert line["cause"] == Cause.DEVICE_FAULT and "device-side assert" in line["reason"]
-    alone = gangs(1, steps=outcome.step, config={"file": config["file"]})
-    assert outcome.digest == group(alone, device_of_process_1_fails)[0].digest
-
-
-@SLOW
-def test_gangs_on_a_fake_gpu_mix_no_devices_and_have_the_digest_of_the_processor() -> None:
-    path = os.pathsep.join([str(ROOT / "tests/device/fake_gpu_site"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.train.gang.on_a_fake_gpu"]
-    environment = os.environ | {"PYTHONPATH": path}
-    told = subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=300.0, check=True, stdout=subprocess.PIPE
-    )
-    assert json.loads(told.stdout) == [None, calm()[0].digest, []]
 
 
 # -------------------------------------------------------------------------------- what one tells

@@ -15,15 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.config import CheckpointConfig, DataConfig
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import RunMismatch
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.data.test_packing import DOCUMENTS, document, packed
-from tests.runs import Points, formed_of, group, local, resize, spec_of
-from tests.train.checkpointing.test_worker_checkpointer import kill_all, when_committed
-from tests.train.jobs import adamw, batch_norm, classifier, cross_entropy, plain
-from tests.train.test_finished_work import counted, dies_last, passes
+from tests.runs import Points, group, local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 GROWTH = {0: 4, 3: 6, 6: 12}
 STEPS = 9
@@ -56,92 +53,6 @@ def test_epochs_end_the_run_where_the_rows_end():
     run = local(dataclasses.replace(spec, data=data, max_steps=None), steps_logged)
     assert sum(x["weight"] for x in run.logged) == 2 * 300
     assert run.logged[-1]["step"] == 10 + -(-75 // 12) and run.logged[-1]["ends"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("workers", "train"),
-    [
-        (3, batch_norm),
-        *(pytest.param(n, plain, marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
-        *(pytest.param(n, batch_norm, marks=pytest.mark.slow) for n in (1, 2, 4)),
-    ],
-)
-def test_growing_batch_has_the_local_digest_and_ends_no_generation(workers, train):
-    spec = job(workers, min_workers=workers, tail="short", steps=14)
-    outcome, run = group(spec, train)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, train).digest
-    assert len(formed_of(run)) == 1
-    assert outcome.digest != local(job(1, 4, tail="short", steps=14), train).digest
-
-
-POINTS = (
-    *("backward", "sent"),
-    *("before_forward", "header", "exchange", "gather", "before_commit", "after_commit", "body"),
-)
-
-
-@pytest.mark.parametrize(
-    ("point", "step", "rank"),
-    [
-        ("backward", 7, 2),
-        *(
-            pytest.param(point, step, rank, marks=pytest.mark.slow)
-            for point in POINTS
-            for step in (6, 7)
-            for rank in (0, 2)
-        ),
-    ],
-)
-def test_kill_in_the_last_step_before_the_change_and_in_the_first_behind_it(
-    point, step, rank, tmp_path
-):
-    spec = job(config={"hold": dict.fromkeys(range(1, 5), 3)})
-    dead = WorkerFault(point, step=step, rank=rank, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, plain, faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, plain).digest
-
-
-def test_lost_worker_behind_the_change_only_its_leaves_run_again(tmp_path):
-    """Three workers with 4 of 12 virtual workers each, in the first step that has 12; the
-    membership distributes 6."""
-    spec = job(growth={0: 6, 6: 12}, min_workers=2, config={"hold": dict.fromkeys(range(1, 6), 3)})
-    dead = WorkerFault("backward", step=7, rank=2, nth=4, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, dies_last(counted(tmp_path), tmp_path), faults=(dead,))
-    assert outcome.error is None, outcome.traceback
-    times = passes(tmp_path, 7)
-    assert len(times) == 12 and sum(times.values()) == 12 + 4
-    (tmp_path / "passes").unlink()
-    assert outcome.digest == local(spec, counted(tmp_path)).digest
-
-
-@pytest.mark.slow
-def test_join_and_scaling_beside_the_changes():
-    """1 → 3 workers before the first change, 3 → 2 behind it."""
-    spec = job(1, {0: 4, 8: 7, 20: 12}, steps=30, config={"body_s": 0.02, "hold": {2: 3, 14: 2}})
-    outcome, _ = group(spec, plain, script=[resize(2, 3), resize(10, 2)])
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(spec, plain).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [5, 6, 7])
-def test_all_workers_lost_behind_the_change_go_back_before_it_at_it_and_behind_it(every, tmp_path):
-    """The change of step 6. The membership of those that come is dealt before anyone has read the
-    checkpoint."""
-    url, gate = tmp_path / "run", tmp_path / "gate"
-    spec = job(steps=20, config={"body_s": 0.02, "gates": {every + 2: str(gate)}})
-    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=every))
-
-    def open_gate(run: Any) -> None:
-        gate.touch()
-
-    script = [(1, when_committed(url, every, kill_all)), (1, open_gate)]
-    outcome, _ = group(spec, plain, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(dataclasses.replace(spec, config={}), plain).digest
 
 
 ROWS = 475  # a part of an epoch, and a short step

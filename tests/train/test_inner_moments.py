@@ -17,9 +17,9 @@ from elastic_dp.data import open_data
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.seeds import seed_for
-from tests.runs import group, lines_of, local, spec_of
+from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, loop
-from tests.train.test_inner_steps import INNER, logs_what_is_sent, put, with_inner
+from tests.train.test_inner_steps import INNER, put, with_inner
 from tests.train.test_staleness import weights_of
 
 BETA = 0.9
@@ -251,30 +251,3 @@ def test_outer_optimizer_that_does_not_take_the_mean_is_refused_by_name(made: An
     spec = with_inner(spec_of(steps=3, virtual=4))
     with pytest.raises(ModelError, match="does not take the mean of the moments of InnerMoments"):
         local(spec, train)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", [None, "bf16", "int8"])
-@pytest.mark.parametrize(("second_moments", "times"), [("factored", 2), ("whole", 3)])
-def test_moments_take_as_many_bytes_as_the_weights_and_are_rounded_as_they_are(
-    second_moments, times, wire
-):
-    def sent(*, moves: bool) -> int:
-        def train(ctx: Any) -> None:
-            model: Any = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 256), nn.Linear(256, 4))
-            if moves:
-                model.moments = edp.InnerMoments(model, second_moments=second_moments)
-                loop(ctx, model, outer(model), inner_optimizer=inner)
-            else:
-                sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-                loop(ctx, model, sgd, inner_optimizer=fresh_adam)
-
-        spec = with_inner(spec_of(steps=4, workers=2, min_workers=2, virtual=2), wire=wire)
-        outcome, run = group(spec, logs_what_is_sent(train))
-        assert outcome.error is None, outcome.traceback
-        return [line["sent"] for line in lines_of(run) if "sent" in line][-1]
-
-    def fresh_adam(model: Any, step: int) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    assert sent(moves=True) <= 1.1 * times * sent(moves=False)

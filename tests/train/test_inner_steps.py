@@ -18,11 +18,10 @@ from torch import nn
 from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LossError, ModelError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import seed_for
-from tests.runs import group, lines_of, local, spec_of
+from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold, loop
 from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points
 from tests.train.test_staleness import tree_sum, weights_of
@@ -194,6 +193,26 @@ def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size() ->
     assert [x["weight"] for x in logged] == [48.0, 48.0, 10.0] * 2
 
 
+def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_changes() -> None:
+    used: list[int] = []
+    steps_per_epoch: list[int] = []
+
+    def train(ctx: Any) -> None:
+        model = classifier()
+        steps_per_epoch.append(ctx.steps_per_epoch)
+        for step in ctx.steps(model, outer(model), cross_entropy, **HOW):
+            ctx.log({"epoch": step.epoch, "ends": step.epoch_end, "weight": step.weight})
+            used.append(ctx.inner_steps_before(step.number + 1) - sum(used))
+
+    spec = spec_of(steps=8, virtual={0: 2, 3: 4}, workers=1, rows=140, tail="short")
+    logged = local(with_inner(spec, {0: 1, 2: 3, 5: 2}), train).logged
+    assert [x["weight"] for x in logged] == [8.0, 8.0, 24.0, 48.0, 48.0, 4.0, 32.0, 32.0]
+    assert [x["epoch"] for x in logged] == [0] * 6 + [1] * 2
+    assert [x["ends"] for x in logged] == [False] * 5 + [True] + [False] * 2
+    assert used == [1, 1, 3, 3, 3, 2, 2, 2]
+    assert steps_per_epoch == [6]
+
+
 def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_taken() -> None:
     class Moving(nn.Module):
         def __init__(self) -> None:
@@ -351,53 +370,6 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
 
 
 # --------------------------------------------------------------------------------- for any fleet
-
-
-def logs_what_is_sent(train: Callable[..., None]) -> Callable[..., None]:
-    """In a process of its own: the bytes that a worker sends in each step to others."""
-
-    def logs(ctx: Any) -> None:
-        sent = Counter[str]()
-        all_to_all, all_gather = ProcessGroup.all_to_all, ProcessGroup.all_gather
-
-        def sends(group: Any, output: Any, given: Any, to_sizes: Any, sizes: Any) -> Any:
-            sent["bytes"] += (sum(sizes) - sizes[group.rank]) * given.element_size()
-            return all_to_all(group, output, given, to_sizes, sizes)
-
-        def gathers(group: Any, output: Any, given: Any) -> Any:
-            sent["bytes"] += (group.world_size - 1) * given.nbytes
-            return all_gather(group, output, given)
-
-        ProcessGroup.all_to_all, ProcessGroup.all_gather = sends, gathers  # type: ignore
-        steps = ctx.steps
-
-        def counting(*given: Any, **options: Any) -> Any:
-            for step in steps(*given, **options):
-                ctx.log({"sent": sent.pop("bytes")})
-                yield step
-
-        ctx.steps = counting
-        train(ctx)
-
-    return logs
-
-
-def ordinary(ctx: Any) -> None:
-    model = classifier()
-    loop(ctx, model, outer(model))
-
-
-def test_bytes_of_an_inner_step_are_those_of_a_step_by_their_number() -> None:
-    def bytes_of(spec: JobSpec, train: Any) -> int:
-        outcome, run = group(spec, logs_what_is_sent(train))
-        assert outcome.error is None, outcome.traceback
-        by_step = [line["sent"] for line in lines_of(run) if "sent" in line]
-        assert len(set(by_step[1:])) == 1  # the first one is with the start of the generation
-        return by_step[-1]
-
-    spec = spec_of(steps=4, workers=2, min_workers=2, virtual=2)
-    of_inner_steps = bytes_of(with_inner(spec, 8), trained_with(**HOW))
-    assert 0 < of_inner_steps / 8 <= bytes_of(spec, ordinary) / (8 / 2)
 
 
 # ------------------------------------------------------------------------------------- is refused

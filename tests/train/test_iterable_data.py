@@ -3,9 +3,7 @@ epoch, for any workers, under a kill; used again by a restart; and what is refus
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,8 @@ from elastic_dp.errors import DataError, RunMismatch, SpecError
 from elastic_dp.materialization import materialized_rows
 from elastic_dp.materialization.materialized_rows import materialized
 from elastic_dp.storage import StorageURL
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.data.values import in_place
-from tests.runs import group, local
 from tests.storage.servers import s3_options
-from tests.train.test_exactly_once import given, job, train
 
 ROWS, EPOCHS, V, B = 96, 2, 8, 3
 
@@ -79,25 +74,6 @@ def only_ids(batch: dict[str, Any], rng: Any) -> dict[str, Any]:
     return {"id": batch["id"]}
 
 
-@pytest.mark.slow
-def test_rows_of_an_iterable_are_trained_on_exactly_once_under_a_kill(tmp_path):
-    data = data_of(Stream(), epochs=EPOCHS, transform=only_ids)
-    config = written(data, tmp_path / "rows")
-    calm = local(job(config, tmp_path / "calm", 0.0), train)
-    batches, _ = given(tmp_path / "calm")
-    assert Counter(itertools.chain(*batches.values())) == dict.fromkeys(range(ROWS), EPOCHS)
-
-    scaling = ScalingConfig(max_workers=3, min_workers=3, virtual_workers=V, threads_per_worker=1)
-    killed = job(config, tmp_path / "killed", 0.0)
-    killed = type(killed)(**{**vars(killed), "scaling": scaling})
-    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, _ = group(killed, train, faults=(fault,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == calm.digest
-    assert given(tmp_path / "killed")[0] == batches
-
-
 def short_train(ctx: Any) -> None:
     model = torch.nn.Linear(1, 1)
 
@@ -138,15 +114,6 @@ def test_a_run_that_is_started_again_reads_the_rows_that_it_has_written(tmp_path
     with pytest.raises(RunMismatch, match=r"IterableData\.fingerprint is 'v2', but .* 'v1'"):
         other.fit(local=True)
     assert stream.read == 1
-
-
-@pytest.mark.slow
-def test_a_run_that_is_started_again_has_the_bits_of_one_that_was_not(tmp_path):
-    for steps in (3, 6):
-        again = trainer(tmp_path / "two", data_of(Stream(), transform=only_ids), max_steps=steps)
-        resumed = again.fit(local=True)
-    whole = trainer(tmp_path / "one", data_of(Stream(), transform=only_ids), max_steps=6)
-    assert resumed.weights_sha256 == whole.fit(local=True).weights_sha256
 
 
 def test_an_incomplete_attempt_is_not_read_and_is_deleted_by_the_next(tmp_path):

@@ -6,9 +6,7 @@ rows have not: the step."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +18,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
@@ -38,56 +35,6 @@ TOKENS = SHARDS * ROWS * PACK
 
 def ids_of(shard: int) -> list[int]:
     return list(range(shard * ROWS, (shard + 1) * ROWS))
-
-
-def word(i: int) -> str:
-    return "" if i % 5 == 0 else f"é{i}; ü"
-
-
-def color(i: int) -> tuple[int, int, int]:
-    return i, 255 - i, i % 7
-
-
-def hive(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
-    for shard in range(SHARDS):
-        (place := folder / f"number={shard}" / f"word={shard}%20é").mkdir(parents=True)
-        made = pa.table({"id": ids_of(shard)})
-        pq.write_table(made, place / "a.parquet", row_group_size=5)
-
-    def check(batch: dict[str, Any]) -> None:
-        assert batch["number"].tolist() == [i // ROWS for i in batch["id"].tolist()]
-        assert [*batch["word"]] == [f"{i // ROWS} é" for i in batch["id"].tolist()]
-
-    return {"url": f"{folder}/**"}, check
-
-
-def row_filter(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
-    for shard in range(2 * SHARDS):  # of which those with even numbers are kept
-        made = pa.table({"row": ids_of(shard), "id": [i // 2 for i in ids_of(shard)]})
-        pq.write_table(made, folder / f"{shard}.parquet", row_group_size=5)
-
-    def check(batch: dict[str, Any]) -> None:
-        assert batch["row"].tolist() == [2 * i for i in batch["id"].tolist()]
-
-    even = pc.bit_wise_and(pc.field("row"), pc.scalar(1)) == 0
-    return {"url": str(folder), "filter": even}, check
-
-
-def images(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
-    for shard in range(SHARDS):
-        files = []
-        for i in ids_of(shard):
-            Image.new("RGB", (4, 3), color(i)).save(out := io.BytesIO(), "PNG")
-            files.append(out.getvalue())
-        made = pa.table({"id": ids_of(shard), "image": pa.array(files, pa.binary())})
-        pq.write_table(made, folder / f"{shard}.parquet", row_group_size=5)
-
-    def check(batch: dict[str, Any]) -> None:
-        assert batch["image"].shape == (len(batch["id"]), 3, 4, 3)
-        colors = np.array([color(i) for i in batch["id"].tolist()])
-        assert (batch["image"] == colors[:, None, None]).all()
-
-    return {"url": str(folder), "decode": {"image": "rgb"}}, check
 
 
 @dataclasses.dataclass
@@ -158,22 +105,6 @@ def weights_by_step(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"url": url, "source_column": "from"}, check
 
 
-def tar_gz(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
-    for shard in range(SHARDS):
-        with tarfile.open(folder / f"{shard}.tar.gz", "w:gz") as archive:
-            for i in ids_of(shard):
-                for ending, content in (("id.cls", str(i)), ("txt", word(i))):
-                    member = tarfile.TarInfo(f"{i:04}.{ending}")
-                    member.size = len(content.encode())
-                    archive.addfile(member, io.BytesIO(content.encode()))
-
-    def check(batch: dict[str, Any]) -> None:
-        batch["id"] = np.array([int(content) for content in batch.pop("id.cls")])
-        assert [*batch["txt"]] == [word(i) for i in batch["id"].tolist()]
-
-    return {"url": str(folder)}, check
-
-
 def plain(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     pq.write_table(pa.table({"id": range(SHARDS * ROWS)}), folder / "a.parquet", row_group_size=5)
     return {"url": str(folder)}, lambda batch: None
@@ -215,10 +146,7 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checkpoint(place / "run")
 
 
-LONG = (
-    *(hive, row_filter, images, tar_gz),
-    *(packing, packing_with_filter, weights_by_step),
-)
+LONG = (packing, packing_with_filter, weights_by_step)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Optimizers for large batches, from the libraries that keep them: the same bits on one worker and
 on three, with a join, a kill and a restore, and for a batch that grows."""
 
-import dataclasses
-
 import pytest
 import torch
 
 import elastic_dp as edp
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import Points, group, local, spec_of
+from tests.runs import Points, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 from tests.train.optimizers import Both, pytorch_optimizer
 
@@ -93,16 +90,3 @@ def test_norm_of_the_gradient_is_that_before_the_optimizer_writes_to_it():
     local(spec_of(steps=1), train)
     local(spec_of(steps=1), train)
     assert norms[0] == norms[1] > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lars, lamb], ids=["LARS", "LAMB"])
-def test_sharded_optimizer_has_the_digest_of_one_that_is_not(make, tmp_path):
-    config = {"hold": dict.fromkeys(range(1, 7), 4)}  # there are four workers before step 7
-    spec = spec_of(steps=10, workers=4, min_workers=1, config=config)
-    dies = WorkerFault("gathered", 8, rank=2, world_size=4, once=str(tmp_path / "killed"))
-    sharded = dataclasses.replace(spec, sharding="optimizer")
-    outcome, _ = group(sharded, training(make), faults=(dies,))
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, training(make)).digest

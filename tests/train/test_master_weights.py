@@ -2,8 +2,6 @@
 not, with kills, joins and restores."""
 
 import copy
-import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -16,21 +14,9 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
 from elastic_dp.train.exactness.elementwise_updates import updates_equal_in_pieces
-from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state.train_state import TrainState
-from tests.runs import group, losses_of, never_put_off, spec_of
 from tests.train.jobs import classifier, loop
-from tests.train.test_kills import with_faults
-from tests.train.test_sharded_optimizer import (
-    EVERY_5,
-    check,
-    in_small_units,
-    job,
-    kill_each,
-    sharded,
-)
 
-SLOW = pytest.mark.slow
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
     (torch.optim.AdamW, {"fused": True}),
@@ -127,21 +113,6 @@ def test_masters_are_fp32_when_their_state_is_loaded_again():
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
-)
-def test_copy_with_its_model_updates_as_the_original(copied):
-    model = classifier().to(torch.bfloat16)
-    optimizer = edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    other, again = copied((model, optimizer))
-    for parameters, one in ((model.parameters(), optimizer), (other.parameters(), again)):
-        parameters = list(parameters)
-        for p, gradient in zip(parameters, gradients(parameters, 1), strict=True):
-            p.grad = gradient
-        one.step()
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
 class Own(torch.optim.AdamW):
     pass
 
@@ -204,41 +175,3 @@ def test_memory_of_a_worker_that_will_join_fits_masters_and_their_state():
     large = [slot for slot, spec in enumerate(specs) if len(spec.shape) == 2]
     assert len(large) == 4, "the parameter, its master and two moments"
     assert all(ours[slot].dtype == specs[slot].torch_dtype for slot in large)
-
-
-@pytest.mark.parametrize(
-    ("workers", "point"),
-    [(4, "prepared"), *(pytest.param(n, None, marks=SLOW) for n in range(1, 9))],
-)
-def test_sharded_run_has_the_digest_of_one_that_is_not(workers, point, tmp_path):
-    config = {"hold": dict.fromkeys(range(1, 7), workers)}
-    spec = spec_of(steps=10, workers=workers, min_workers=1, config=config)
-    faults = ()
-    if point is not None:
-        faults = (WorkerFault(point, 8, 1, world_size=workers, once=str(tmp_path / "dead")),)
-    outcome, run = group(sharded(spec), in_small_units(with_masters), faults=faults)
-    assert outcome.workers_lost == len(faults), losses_of(run)
-    check(outcome, with_masters, sharded(spec))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["gather", "prepared", "gathered", "after_commit", "optimizer"])
-def test_kills_of_sharded_workers_cost_no_masters(point, tmp_path):
-    spec = job()
-    outcome, run = with_faults(spec, in_small_units(with_masters), kill_each(point, 4, tmp_path))
-    assert outcome.workers_lost == 4, losses_of(run)
-    check(outcome, with_masters, spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["sharded", "replicated"])
-def test_masters_of_a_checkpoint_are_read_with_and_without_sharding(first, tmp_path):
-    one = job(steps=10, checkpoint=EVERY_5)
-    other = dataclasses.replace(job(steps=20, workers=3, checkpoint=EVERY_5), sharding=None)
-    if first == "replicated":
-        one, other = dataclasses.replace(one, sharding=None), sharded(other)
-    train = never_put_off(in_small_units(with_masters))
-    outcome, _ = group(one, train, url=str(tmp_path))
-    assert outcome.error is None, outcome.traceback
-    outcome, _ = group(other, train, url=str(tmp_path))
-    check(outcome, with_masters, other)

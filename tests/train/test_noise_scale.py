@@ -11,9 +11,8 @@ import elastic_dp as edp
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.errors import SpecError
 from elastic_dp.extensions.noise_scale import GradientNoise, estimated
-from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import PATIENT, group, lines_of, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, hold, in_small_buckets
+from tests.runs import PATIENT, local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 FEATURES, ROWS = 20, 8192
 
@@ -129,31 +128,6 @@ def job(**options):
     return spec_of(steps=10, virtual={0: 4, 7: 6}, rows=300, tail="short", **options)
 
 
-def scales(run):
-    return {x["step"]: repr(x["scale"]) for x in lines_of(run) if "scale" in x}
-
-
-@pytest.mark.parametrize(
-    ("workers", "cut"),
-    [
-        (3, in_small_buckets),
-        *(pytest.param(n, lambda train: train, marks=pytest.mark.slow) for n in (1, 2, 4)),
-    ],
-)
-def test_noise_scale_has_the_same_bits_for_any_number_of_workers_and_after_a_kill(
-    workers, cut, tmp_path
-):
-    """The kill leaves finished micro-batches, whose squares are used again."""
-    spec = job(workers=workers, config={"hold": dict.fromkeys(range(1, 5), workers)})
-    dead = WorkerFault("backward", step=6, rank=workers - 1, once=str(tmp_path / "dead"))
-    outcome, run = group(spec, cut(logs), faults=(dead,) if workers > 1 else ())
-    assert outcome.error is None, outcome.traceback
-    calm = local(spec, logs)
-    assert outcome.digest == calm.digest
-    assert scales(run) == {x["step"]: repr(x["scale"]) for x in calm.logged}
-    assert math.isfinite(calm.logged[-1]["scale"])
-
-
 def quiet(ctx):
     model = classifier()
     for _ in ctx.steps(model, adamw(model), cross_entropy, clip_norm=0.5):
@@ -162,22 +136,6 @@ def quiet(ctx):
 
 def test_measuring_changes_no_bit_of_the_weights():
     assert local(job(), logs).digest == local(job(), quiet).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_noise_scale_under_autocast_is_that_of_the_unscaled_gradient(precision):
-    def train(ctx):
-        model = classifier()
-        options = {"noise_scale_every": 1, "precision": ctx.config["precision"]}
-        for step in ctx.steps(model, adamw(model), cross_entropy, **options):
-            if step.noise is not None:  # None: the gradient overflowed
-                ctx.log({"trace": step.noise.trace})
-
-    plain, low = (
-        local(spec_of(steps=2, config={"precision": p}), train).logged for p in (None, precision)
-    )
-    assert low[-1]["trace"] == pytest.approx(plain[-1]["trace"], rel=0.3)
 
 
 def test_proposal_is_twice_the_batch_once_the_noise_scale_reaches_that():

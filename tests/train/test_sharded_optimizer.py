@@ -3,9 +3,6 @@ any number of workers and whatever happens to them."""
 
 import copy
 import dataclasses
-import itertools
-import os
-import signal
 import time
 
 import pytest
@@ -27,7 +24,6 @@ from elastic_dp.distributed import gradient_units
 from elastic_dp.extensions.sharding import sharded_optimizer
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.state import state_moves
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
 from tests.runs import (
@@ -38,12 +34,10 @@ from tests.runs import (
     local,
     losses_of,
     never_put_off,
-    resize,
     spec_of,
     texts_of,
 )
-from tests.train.jobs import ZOO, adamw, average_and_plateau, classifier, loop, plain
-from tests.train.test_kills import IN_A_STEP, with_faults
+from tests.train.jobs import adamw, average_and_plateau, classifier, loop, plain
 
 SMALL_UNIT_BYTES = 256
 
@@ -73,41 +67,6 @@ def not_sharded(spec, train):
         gradient_units.UNIT_BYTES = before
 
 
-@pytest.mark.parametrize(
-    "workers", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 6, 7, 8))]
-)
-def test_weights_equal_those_of_a_run_that_is_not_sharded(workers):
-    spec = sharded(spec_of(steps=6, workers=workers, min_workers=workers))
-    outcome, _ = group(spec, in_small_units(plain))
-    assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.step) == (not_sharded(spec, plain).digest, 6)
-
-
-# Loss scaling, and an optimizer that torch does not have.
-REFUSED = ("autocast_fp16", "optimizer_with_a_state_of_its_own")
-FAST = ("frozen_and_unused",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *FAST,
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO if n not in (*FAST, *REFUSED)),
-    ],
-)
-def test_zoo_model_through_changing_sizes_has_the_digest_of_a_run_that_is_not_sharded(name):
-    """1 → 4 → 3 workers while it trains: tied, frozen, unused and bf16 parameters, groups, lr set
-    in the body, fused and lazy state, …"""
-    sizes = {2: 4, 13: 3}
-    shape = (3, 8, 8) if name == "channels_last" else ()
-    config = {"eval": MapStyleData(Points(30), micro_batch_size=8), "hold": sizes, "body_s": 0.02}
-    spec = sharded(spec_of(steps=24, workers=1, virtual=6, shape=shape, config=config))
-    script = [resize(step, size) for step, size in sizes.items()]
-    outcome, _ = group(spec, in_small_units(ZOO[name]), script=script)
-    assert outcome.generations >= 2  # one change may overtake another
-    check(outcome, ZOO[name], spec)
-
-
 def begins_with_state(ctx):
     """A state that was loaded before the loop, as of an optimizer that has taken steps."""
     model = classifier()
@@ -122,25 +81,6 @@ def begins_with_state(ctx):
     loop(ctx, model, optimizer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 3])
-def test_state_that_is_loaded_before_the_loop_counts(workers):
-    spec = sharded(spec_of(steps=6, workers=workers, min_workers=workers))
-    outcome, _ = group(spec, in_small_units(begins_with_state))
-    check(outcome, begins_with_state, spec)
-    assert outcome.digest != not_sharded(spec, plain).digest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 4])
-def test_growing_batch_has_the_digest_of_a_run_that_is_not_sharded(workers):
-    """The buckets of a generation are laid out anew within it."""
-    growth = {0: 4, 3: 6, 6: 12}
-    spec = spec_of(steps=12, workers=workers, virtual=growth, rows=300, min_workers=workers)
-    outcome, _ = group(sharded(spec), in_small_units(plain))
-    check(outcome, plain, sharded(spec))
-
-
 def job(steps=ENDLESS, workers=4, checkpoint=None, **options):
     config = {
         "eval": MapStyleData(Points(60), micro_batch_size=8),
@@ -150,17 +90,6 @@ def job(steps=ENDLESS, workers=4, checkpoint=None, **options):
     }
     spec = spec_of(steps=steps, workers=workers, virtual=4, min_workers=1, standby=1, config=config)
     return sharded(dataclasses.replace(spec, checkpoint=checkpoint or spec.checkpoint))
-
-
-def kill_each(point, workers, tmp_path):
-    """One rank after another dies at `point`, with the group at full size."""
-    files = [str(tmp_path / str(rank)) for rank in range(workers)]
-    return tuple(
-        WorkerFault(
-            point, rank=rank, world_size=workers, once=file, after=tuple(files[:rank]), settled=True
-        )
-        for rank, file in enumerate(files)
-    )
 
 
 def check(outcome, train, spec):
@@ -179,37 +108,6 @@ def kill_members(run, number):
 
 def kill_two_members(run):
     kill_members(run, 2)
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [("prepared", 1), ("gathered", 2), pytest.param("after_commit", 0, marks=pytest.mark.slow)],
-)
-def test_loss_of_a_worker_costs_no_state(point, rank, tmp_path):
-    """Before the parameters are sent, after they have arrived, and when one alone may have
-    committed. There is no checkpoint."""
-    config = {"hold": dict.fromkeys(range(1, 7), 4)}  # there are four workers before step 7
-    spec = sharded(spec_of(steps=10, workers=4, min_workers=1, config=config))
-    fault = WorkerFault(point, 8, rank, world_size=4, once=str(tmp_path / "dead"))
-    outcome, run = group(spec, in_small_units(plain), faults=(fault,))
-    assert outcome.workers_lost == 1, losses_of(run)
-    check(outcome, plain, spec)
-    assert outcome.step == 10
-
-
-SHARDED_POINTS = ("prepared", "gathered", "before_commit", "after_commit", "optimizer")
-OTHERS = [point for point in IN_A_STEP if point not in (*SHARDED_POINTS, "buffers")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [*SHARDED_POINTS, *OTHERS])
-def test_kill_at_each_point_of_a_step_has_the_digest_of_the_undisturbed_run(point, tmp_path):
-    faults = kill_each(point, 4, tmp_path)
-    spec = job()
-    outcome, run = with_faults(spec, in_small_units(average_and_plateau), faults)
-    assert outcome.workers_lost == 4, losses_of(run)
-    assert not any("optimizer's state" in text for text in texts_of(run))
-    check(outcome, average_and_plateau, spec)
 
 
 def test_workers_join_and_several_leave_at_once(tmp_path):
@@ -436,41 +334,6 @@ def test_loss_in_a_step_with_a_checkpoint_leaves_its_bytes_as_they_are(point, tm
     assert set(without) == {10, 15, 20}
 
 
-def with_a_damaged_backup(train, step, once):
-    """One member changes a number of its state as if a bit of its memory had flipped."""
-
-    def damaging(ctx):
-        session = ctx._session
-        inner = session.reporter.pass_point
-
-        def passes(point, at=None):
-            if point == "before_forward" and at == step and session.rank == 1 and not once.exists():
-                once.touch()
-                sharding = session.state.holders
-                number = next(n for n, one in enumerate(sharding.holders) if one.backup == 1)
-                sharding.held[number]["exp_avg"].view(-1)[0] += 1.0
-            inner(point, at)
-
-        session.reporter.pass_point = passes
-        session.faults.plan = [WorkerFault("none")]  # or else the points are not passed
-        train(ctx)
-
-    return damaging
-
-
-@pytest.mark.slow
-def test_backup_that_computes_other_bits_takes_the_run_back_to_a_checkpoint(tmp_path):
-    """Both who hold the part are replaced: nobody knows which of them is right."""
-    once, url = tmp_path / "damaged", tmp_path / "run"
-    spec = job(steps=STEPS, checkpoint=EVERY_5)
-    train = never_put_off(in_small_units(with_a_damaged_backup(average_and_plateau, 12, once)))
-    outcome, run = group(spec, train, url=str(url))
-    assert once.exists()
-    assert any("weights of" in text and "differ" in text for text in texts_of(run)), texts_of(run)
-    check(outcome, average_and_plateau, spec)
-    assert outcome.step == STEPS
-
-
 def node_of(worker):
     return WorkerLocation(node=f"n{int(worker[1:]) % 2}")
 
@@ -503,56 +366,3 @@ def test_loss_of_a_whole_node_costs_no_state(joins, node):
     assert outcome.workers_lost == 2, losses_of(run)
     assert not any("optimizer's state" in text for text in texts_of(run))
     check(outcome, average_and_plateau, spec)
-
-
-def dies_in_rounds(train, rank, passes, first, second):
-    """Pieces are copied in many rounds, those of backups while steps run. Once the file `first`
-    exists, this rank counts how often a round is about to begin or to be sent, or has arrived, and
-    dies with the number `passes`; it makes the file `second`."""
-    kind = state_moves._Round
-    begin, send, land = kind.__init__, kind.send, kind.land
-
-    def cut(ctx):
-        session, passed = ctx._session, itertools.count(1)
-
-        def count():
-            counts = first.exists() and session.rank == rank and not second.exists()
-            if counts and next(passed) == passes:
-                second.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def begins(*given):
-            count()
-            begin(*given)
-
-        def sends(this):
-            if this._sending is None:
-                count()
-            send(this)
-
-        def lands(this):
-            land(this)
-            count()
-
-        kind.__init__, kind.send, kind.land = begins, sends, lands
-        state_moves.ROUND_BYTES = sharded_optimizer.STEP_BYTES = SMALL_UNIT_BYTES
-        train(ctx)
-
-    return cut
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("passes", range(1, 7))
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_loss_while_pieces_are_copied_has_the_digest_of_the_undisturbed_run(rank, passes, tmp_path):
-    """The second loss comes before, between and after the rounds in which the copies that the first
-    one took are made again. What is lost with both is read from the checkpoint."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    fault = WorkerFault("after_step", 8, rank=3, world_size=4, once=str(first))
-    spec = job(steps=STEPS, checkpoint=EVERY_5)
-    train = in_small_units(average_and_plateau)
-    train = never_put_off(dies_in_rounds(train, rank, passes, first, second))
-    outcome, _ = group(spec, train, faults=(fault,), url=str(tmp_path / "run"))
-    assert second.exists()
-    check(outcome, average_and_plateau, spec)
-    assert outcome.step == STEPS

@@ -306,31 +306,6 @@ def test_joiner_loads_the_kernels_of_the_device_before_it_joins(tmp_path):
     assert set(loaded) == joiners < set(started)
 
 
-@pytest.mark.slow
-def test_worker_whose_communicator_reports_a_lost_peer_goes_on(tmp_path):
-    """The worker leaves the generation by itself, before it is told to."""
-    spec = job(tmp_path, steps=30)
-    before = (str(tmp_path / "switched"),)
-    fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
-    trained = told_when_switched(plain)
-    outcome, _ = group(
-        spec, trained, faults=(fault,), device=SimulatedDevice(reports_failures=True)
-    )
-    assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
-    assert outcome.digest == local(spec, plain).digest
-
-
-def test_run_does_not_wait_for_devices_that_never_connect(tmp_path):
-    """Also after a loss: the next generation begins without them, too."""
-    spec = job(tmp_path, workers=2, steps=12)
-    fault = WorkerFault("backward", 6, rank=1, once=str(tmp_path / "dead"))
-    device = SimulatedDevice(connect_hangs=True)
-    outcome, _ = group(spec, plain, faults=(fault,), device=device)
-    assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 1)
-
-
 def device_fails_while_it_connects():
     def connect(self, check):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -209,6 +209,27 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
     assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
 
 
+def test_delay_of_every_step_or_of_none_is_what_a_single_number_says():
+    spec = spec_of(steps=6, tail="short", rows=180)
+    for number in (0, 1):
+        one, other = (dataclasses.replace(spec, staleness=s) for s in (number, {0: number}))
+        assert local(one, plain).digest == local(other, plain).digest
+
+
+def test_memory_for_a_delay_is_there_only_in_delayed_steps():
+    """That of the weights and buffers of the step before."""
+    held: list[bool] = []
+
+    def train(ctx: Any) -> None:
+        model = torch.nn.Linear(16, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in ctx.steps(model, optimizer, lambda m, b: m(b["x"]).square().mean()):
+            held.append(bool(ctx._session.state.previous._values))
+
+    local(dataclasses.replace(spec_of(steps=11), staleness={0: 0, 4: 1, 8: 0}), train)
+    assert held == [False] * 4 + [True] * 3 + [False] * 4  # the gradient of step 8 is dropped
+
+
 # ------------------------------------------------------------------------------------ it overlaps
 
 

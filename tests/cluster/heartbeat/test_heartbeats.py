@@ -7,7 +7,6 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -154,33 +153,6 @@ def test_reordered_datagrams_are_all_heard(server, heard):
     assert [event.step for event in heard] == order
 
 
-def test_heartbeats_survive_a_burst_at_the_socket(server, heard):
-    """Datagrams of a worker among 100,000 of strangers: some are lost, as UDP loses them, and
-    enough arrive."""
-    rng = random.Random(1)
-    strange = [mutated(rng, signed(server, 1)) for _ in range(1000)]
-    over = threading.Event()
-
-    def flood():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-            for _ in range(100):
-                for datagram in strange:
-                    stranger.sendto(datagram, server.address[:2])
-        over.set()
-
-    server.start()
-    thread = threading.Thread(target=flood, daemon=True)
-    thread.start()
-    sent = 0
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as worker:
-        while not over.wait(0.01):
-            sent += 1
-            worker.sendto(signed(server, sent), server.address[:2])
-        eventually(lambda: worker.sendto(signed(server, 10**6), server.address[:2]) and heard)
-    thread.join()
-    assert server.refused > 1000
-
-
 def test_strangers_are_said_once_a_minute():
     said = []
     server = HeartbeatServer(SECRET, "127.0.0.1", print, say=said.append)
@@ -189,10 +161,6 @@ def test_strangers_are_said_once_a_minute():
     server.close()
     (text,) = said
     assert "10.1.2.3" in text and f"127.0.0.1:{server.address.port}" in text
-
-
-def test_server_is_bound_to_its_address_alone(server):
-    assert server._socket.getsockname() == server.address[:2]
 
 
 class Relay:
@@ -256,17 +224,6 @@ def test_sidecar_hears_no_other_address(server, page_and_sidecar):
         for _ in range(100):
             stranger.sendto(renews, relay.sidecar)
     assert renewed_again(page, relay) and page.renewed_at() < 1e12
-
-
-def test_secret_stands_in_no_argument_list(page_and_sidecar):
-    _, process = page_and_sidecar
-    file = Path(f"/proc/{process.pid}/cmdline")
-    eventually(
-        lambda: b"heartbeat_sidecar.py" in file.read_bytes()
-    )  # it is a fork of this process until then
-    arguments = file.read_bytes()
-    for form in (SECRET, SECRET.hex().encode(), repr(SECRET).encode()):
-        assert form not in arguments
 
 
 def test_secret_never_travels(server):

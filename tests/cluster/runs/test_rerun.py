@@ -64,22 +64,15 @@ def test_a_finished_one_returns_its_stored_result(tmp_path):
     assert fit(tmp_path) == (first, [])
 
 
-def test_run_goes_on_with_a_sharded_optimizer_and_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({}, "max_steps is 6 now, was 4"), ({"sharding": "optimizer"}, "sharding is 'optimizer' now")],
+)
+def test_a_larger_max_steps_continues_and_what_changes_is_said(more, words, tmp_path):
     fit(tmp_path)
-    result, warned = fit(tmp_path, max_steps=6, sharding="optimizer")
-    assert warned == []
-    assert "since the last start of this run: sharding is 'optimizer' now, was None" in said(
-        tmp_path
-    )
-    assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=6)[0].weights_sha256
-
-
-def test_a_larger_max_steps_continues(tmp_path):
-    fit(tmp_path)
-    result, warned = fit(tmp_path, max_steps=6)
-    assert result.step == 6
-    assert warned == []
-    assert "since the last start of this run: max_steps is 6 now, was 4" in said(tmp_path)
+    result, warned = fit(tmp_path, max_steps=6, **more)
+    assert (result.step, warned) == (6, [])
+    assert any("since the last start of this run" in x and words in x for x in said(tmp_path))
     assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=6)[0].weights_sha256
 
 
@@ -103,31 +96,6 @@ def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, 
         fit(tmp_path, **other)
 
 
-def test_run_with_rounded_gradients_goes_on_only_with_them(tmp_path):
-    at_once, _ = fit(tmp_path / "at once", max_steps=6, wire="bf16")
-    fit(tmp_path, wire="bf16")
-    with pytest.raises(RunMismatch, match=r"wire is None, .* 'bf16'"):
-        fit(tmp_path, max_steps=6)
-    (tmp_path / "again" / "run.json").unlink()  # then the worker compares the checkpoint
-    with pytest.raises(RunMismatch, match=r"wire is None, .* checkpoint .* 'bf16'"):
-        fit(tmp_path, max_steps=6)
-    (tmp_path / "again" / "run.json").unlink()
-    assert fit(tmp_path, max_steps=6, wire="bf16")[0].weights_sha256 == at_once.weights_sha256
-
-
-def test_run_with_delayed_gradients_goes_on_only_with_them(tmp_path):
-    """The checkpoint has what the gradient that is not applied yet is computed from."""
-    at_once, _ = fit(tmp_path / "at once", max_steps=6, staleness=1)
-    fit(tmp_path, staleness=1)
-    for run_record_is_there in (True, False):
-        if not run_record_is_there:  # then the worker compares the checkpoint
-            (tmp_path / "again" / "run.json").unlink()
-        with pytest.raises(RunMismatch, match=r"staleness is 0, .* 1"):
-            fit(tmp_path, max_steps=6)
-    (tmp_path / "again" / "run.json").unlink()
-    assert fit(tmp_path, max_steps=6, staleness=1)[0].weights_sha256 == at_once.weights_sha256
-
-
 def inner(model, step):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -142,16 +110,18 @@ def trains_inside(ctx):
 @pytest.mark.parametrize(
     ("train", "schedule", "other"),
     [
+        (FIRST, {"wire": "bf16"}, {"wire": None}),
+        (FIRST, {"staleness": 1}, {"staleness": 0}),
         (FIRST, {"staleness": {0: 0, 2: 1, 5: 0}}, {"staleness": {0: 0, 2: 1}}),
         (trains_inside, {"inner_steps": {0: 1, 3: 2}}, {"inner_steps": {0: 1, 4: 2}}),
     ],
-    ids=["staleness", "inner steps"],
+    ids=["rounded", "delayed", "staleness", "inner steps"],
 )
 def test_run_goes_on_before_at_and_behind_the_changes_of_its_schedule_only(
     train, schedule, other, tmp_path
 ):
     at_once, _ = fit(tmp_path / "at once", train, max_steps=7, **schedule)
-    for steps in (1, 2, 3, 4, 5, 6, 7):
+    for steps in (2, 3, 5, 7):
         result, warned = fit(tmp_path, train, max_steps=steps, **schedule)
         assert (result.step, warned) == (steps, [])
     assert result.weights_sha256 == at_once.weights_sha256
@@ -161,7 +131,7 @@ def test_run_goes_on_before_at_and_behind_the_changes_of_its_schedule_only(
     for run_record_is_there in (True, False):
         if not run_record_is_there:  # then the worker compares the checkpoint
             (tmp_path / "again" / "run.json").unlink()
-        with pytest.raises(RunMismatch, match=f"{next(iter(other))} is {{'0': .*}}, but the"):
+        with pytest.raises(RunMismatch, match=f"{next(iter(other))} is .*, but the"):
             fit(tmp_path, train, max_steps=8, **other)
 
 

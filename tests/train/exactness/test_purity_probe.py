@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel
 
-from elastic_dp.errors import LoopError, LossError
+from elastic_dp.errors import LossError
 from elastic_dp.train.exactness.purity_probe import ProbeOutcome, facts_of, probe
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -131,18 +130,6 @@ def test_facts_follow_values_and_not_objects():
     rng.random()
     assert seen(rng) != before
     assert seen(object()) == seen(nn.Linear(2, 2)) == seen(torch.ones(2).to_sparse()) == {}
-
-
-def test_averaged_model_of_torch_that_is_not_passed_is_refused_in_the_first_body():
-    def train(ctx, state=None):
-        model = classifier()
-        ema = AveragedModel(model)
-        for _ in ctx.steps(model, adamw(model), cross_entropy, state=state and {"ema": ema}):
-            ema.update_parameters(model)
-
-    with pytest.raises(LoopError, match=r"changed a AveragedModel that is not passed .* state="):
-        local(spec_of(steps=2), train)
-    local(spec_of(steps=2), lambda ctx: train(ctx, state=True))
 
 
 def test_schedulers_within_the_one_that_is_passed_and_unused_ones_are_not_accused():

@@ -1,5 +1,5 @@
 """Variables of the loop's body: named where a worker that joins would lack them, carried by
-ctx.carry, and an error where parameter groups differ."""
+ctx.carry, and an error where parameter groups differ. More of them are in `user_loops.py`."""
 
 import argparse
 import collections
@@ -38,28 +38,6 @@ def heard_of(train, steps=4):
 # ------------------------------------------------------------------------------------- named
 
 
-class EarlyStopping:
-    def __init__(self):
-        self.best, self.bad_epochs = math.inf, 0
-
-    def update(self, loss):
-        self.bad_epochs = 0 if loss < self.best else self.bad_epochs + 1
-        self.best = min(self.best, loss)
-
-
-def counter(ctx):
-    wait = 0
-    for step in begin(ctx):
-        wait += step.loss > 0
-
-
-def best_of_steps(ctx):
-    best = math.inf
-    for step in begin(ctx):
-        if step.loss < best:
-            best = step.loss
-
-
 def last_evaluation(ctx):
     value = 0.0
     for step in begin(ctx):
@@ -74,12 +52,6 @@ def history(ctx):
         losses.append(step.loss)
 
 
-def averages_in_a_dict(ctx):
-    meters = {"loss": 0.0, "seen": {"rows": 0}}
-    for step in begin(ctx):
-        meters["seen"]["rows"] += step.weight
-
-
 def recent(ctx):
     window = collections.deque(maxlen=3)
     for step in begin(ctx):
@@ -91,61 +63,10 @@ def enumerated(ctx):
         ctx.log({"i": i, "n": step.number})
 
 
-def early_stopping(ctx):
-    stopper = EarlyStopping()
-    for step in begin(ctx):
-        stopper.update(step.loss)
-
-
-class Trainer:
-    def __init__(self, ctx):
-        self.ctx, self.patience = ctx, 0
-
-    def fit(self):
-        for _ in begin(self.ctx):
-            self.after_step()
-
-    def after_step(self):
-        self.patience += 1
-
-
-def trainer_of_its_own(ctx):
-    Trainer(ctx).fit()
-
-
 def in_args(ctx):
     args = argparse.Namespace(lr=0.1)
     for _ in begin(ctx):
         args.lr *= 0.5
-
-
-def closure(ctx):
-    count = 0
-
-    def after_step():
-        nonlocal count
-        count += 1
-
-    for _ in begin(ctx):
-        after_step()
-
-
-SEEN = {"steps": 0}
-
-
-def module_level(ctx):
-    for _ in begin(ctx):
-        SEEN["steps"] += 1
-
-
-def weight_of_the_loss(ctx):
-    model, weight = classifier(), 0.0
-
-    def loss_fn(m, b):
-        return cross_entropy(m, b) * (1 + weight)
-
-    for step in ctx.steps(model, adamw(model), loss_fn):
-        weight = step.number / 10
 
 
 def own_generator(ctx):
@@ -163,12 +84,6 @@ def average_by_hand(ctx):
                 mine.lerp_(p, 0.1)
 
 
-def running_tensor(ctx):
-    total = torch.zeros(())
-    for step in begin(ctx):
-        total += step.loss
-
-
 def helper_generator(ctx):
     def numbered():
         yield from begin(ctx)
@@ -179,22 +94,13 @@ def helper_generator(ctx):
 
 
 NAMED = {
-    counter: "wait (0, then 1)",
-    best_of_steps: "best (inf, then",
     last_evaluation: "value (0.0, then",
     history: "losses",
-    averages_in_a_dict: "meters",
     recent: "window",
     enumerated: "i (0, then 1)",
-    early_stopping: "stopper.best (inf, then",
-    trainer_of_its_own: "self.patience (0, then 1)",
     in_args: "args.lr (0.1, then 0.05)",
-    closure: "count (0, then 1)",
-    module_level: "SEEN",
-    weight_of_the_loss: "weight (0.0, then 0.1)",
     own_generator: "rng",
     average_by_hand: "ema",
-    running_tensor: "total",
     helper_generator: "wait (0, then 1)",
 }
 
@@ -262,14 +168,6 @@ def test_variable_that_travels_or_carries_nothing_is_not_named(train):
 # ------------------------------------------------------------------------------------ refused
 
 
-def scheduler_in_the_body(ctx):
-    model = classifier()
-    optimizer = adamw(model)
-    held = {"deep": [StepLR(optimizer, 2)]}
-    for _ in ctx.steps(model, optimizer, cross_entropy):
-        held["deep"][0].step()
-
-
 def average_in_the_body(ctx):
     model = classifier()
     ema = AveragedModel(model)
@@ -295,7 +193,6 @@ def key_of_carry(ctx):
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        (scheduler_in_the_body, "changed a StepLR that is not passed"),
         (average_in_the_body, 'state={"ema": ema}'),
         (carried_module, r'state={"ema": ema}'),
         (carried_in_the_loop, "Call it before the loop"),

@@ -21,38 +21,6 @@ def job(steps, workers=1):
     return spec_of(steps=steps, workers=workers, virtual=6)
 
 
-class Grows(nn.Module):
-    """Keeps the largest row that it has seen, and a tensor that it makes of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.largest, self.scale, self.calls = classifier(), 0, torch.ones(()), 0
-
-    def forward(self, x, i):
-        self.calls += 1
-        if (largest := int(i.max())) > max(self.largest, LATER):
-            self.largest, self.scale = largest, torch.tensor(1.0 + largest / 100)
-        return self.net(x * self.scale)
-
-
-def grows(ctx):
-    model = Grows()
-
-    def loss_fn(m, batch):
-        return nn.functional.cross_entropy(m(batch["x"], batch["i"]), batch["y"])
-
-    for _ in ctx.steps(model, adamw(model), loss_fn):
-        assert model.largest == 0 and float(model.scale) == 1.0
-    assert model.calls > 1, "a counter goes on"
-
-
-def test_attributes_that_some_rows_change_are_undone_after_each_micro_batch():
-    alone = local(job(12), grows)
-    outcome, _ = group(job(12, workers=3), grows)
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == alone.digest
-
-
 class Holder(nn.Module):
     """Has one attribute of each kind, of which the result depends."""
 

@@ -358,10 +358,6 @@ REFUSED = {
         lambda m: zoo.LateInner(m.parameters()),
         "optimizer.inner was made in a step",
     ),
-    "a generator that a step makes": (
-        lambda m: zoo.LateGenerator(m.parameters()),
-        "optimizer.random was made in a step",
-    ),
     "an iterator in state": (
         lambda m: zoo.LateIterator(m.parameters()),
         "optimizer.state[0.weight].rates is a builtins.list_iterator",
