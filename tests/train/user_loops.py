@@ -787,27 +787,6 @@ def two_optimizers(ctx):
         pass
 
 
-@refused(LossError, "GradScaler")
-def scales_the_loss(ctx):
-    model, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu")
-
-    def loss_fn(m, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(m, batch)
-        return scaler.scale(loss)
-
-    for _ in ctx.steps(model, optimizer, loss_fn):
-        pass
-
-
-@refused(LoopError, "clip_norm=1.0")
-def clips_in_the_body(ctx):
-    model, optimizer = made()
-    for _ in ctx.steps(model, optimizer, cross_entropy):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 @refused(LoopError, "clip_norm=1.0")
 def clips_in_every_fourth_body(ctx):
     model, optimizer = made()
@@ -878,19 +857,6 @@ def breaks(ctx):
             break
 
 
-@refused(LossError, "rng")
-def mixup_with_its_own_generator(ctx):
-    model, optimizer = made()
-    rng = np.random.default_rng(0)
-
-    def loss_fn(m, batch):
-        share = float(rng.beta(0.4, 0.4))
-        return F.cross_entropy(m(share * batch["x"]), batch["y"])
-
-    for _ in ctx.steps(model, optimizer, loss_fn):
-        pass
-
-
 @refused(LossError, "queue")
 def contrastive_queue(ctx):
     model, optimizer = made()
@@ -921,11 +887,3 @@ def policy_gradient_with_a_baseline(ctx):
 
     for _ in ctx.steps(model, optimizer, loss_fn):
         pass
-
-
-@refused(LoopError, "changed a ReduceLROnPlateau that is not passed")
-def plateau_not_passed(ctx):
-    model, optimizer = made()
-    scheduler = ReduceLROnPlateau(optimizer, patience=1)
-    for step in ctx.steps(model, optimizer, cross_entropy):
-        scheduler.step(step.loss)

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from elastic_dp.cli.run_options import find_run, name_and_path
+from elastic_dp.cli.run_options import find_live_run, find_run, name_and_path
 from elastic_dp.cluster.runs import attach
 from elastic_dp.cluster.runs.attach import LiveController
 from elastic_dp.cluster.runs.ended_run import EndedRun
@@ -132,9 +132,15 @@ def test_run_on_the_ray_of_another_user_is_steered_by_its_owner_alone(
 ):
     folder = noted(tmp_path / "runs/job", ray) if folder == "own" else folder
     rays.runs = {ray: folder}
-    run = find_run("job", ray, None, None)
+
+    def steers():
+        if path is None:
+            find_live_run("job", ray, None, None)  # as each verb that steers does
+        else:
+            attach.check_may_steer(find_run("job", ray, None, None), path)
+
     if refused:
         with pytest.raises(ClusterError, match="is of another user of this machine"):
-            attach.check_may_steer(run, path)
+            steers()
     else:
-        attach.check_may_steer(run, path)
+        steers()

@@ -2,8 +2,6 @@
 ctx.carry, and an error where parameter groups differ. More of them are in `user_loops.py`."""
 
 import argparse
-import collections
-import copy
 import math
 import random
 import time
@@ -46,23 +44,6 @@ def last_evaluation(ctx):
         ctx.log({"value": value})
 
 
-def history(ctx):
-    losses = []
-    for step in begin(ctx):
-        losses.append(step.loss)
-
-
-def recent(ctx):
-    window = collections.deque(maxlen=3)
-    for step in begin(ctx):
-        window.append(step.loss)
-
-
-def enumerated(ctx):
-    for i, step in enumerate(begin(ctx)):
-        ctx.log({"i": i, "n": step.number})
-
-
 def in_args(ctx):
     args = argparse.Namespace(lr=0.1)
     for _ in begin(ctx):
@@ -73,15 +54,6 @@ def own_generator(ctx):
     rng = random.Random(0)
     for _ in begin(ctx):
         rng.random()
-
-
-def average_by_hand(ctx):
-    model = classifier()
-    ema = copy.deepcopy(model)
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        with torch.no_grad():
-            for mine, p in zip(ema.parameters(), model.parameters(), strict=True):
-                mine.lerp_(p, 0.1)
 
 
 def helper_generator(ctx):
@@ -95,12 +67,8 @@ def helper_generator(ctx):
 
 NAMED = {
     last_evaluation: "value (0.0, then",
-    history: "losses",
-    recent: "window",
-    enumerated: "i (0, then 1)",
     in_args: "args.lr (0.1, then 0.05)",
     own_generator: "rng",
-    average_by_hand: "ema",
     helper_generator: "wait (0, then 1)",
 }
 
