@@ -31,7 +31,7 @@ ON_ONE_RAY = (
     *("tests/ray/test_run.py", "tests/ray/test_commands.py"),
     "tests/ray/test_controller_restart.py",
 )
-ON_OTHERS = ("tests/ray/", "tests/chaos/", "tests/k8s/test_emulated.py", "tests/cluster/ray/")
+ON_OTHERS = ("tests/ray/", "tests/chaos/", "tests/cluster/ray/")
 START_RAY = (*ON_ONE_RAY, *ON_OTHERS)
 # These parse the package, which takes seconds.
 READ_THE_SOURCE = (

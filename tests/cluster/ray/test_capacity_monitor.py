@@ -2,8 +2,11 @@
 
 import types
 
+import pytest
+from ray.core.generated import autoscaler_pb2
+
 from elastic_dp.cluster.ray import capacity_monitor, kubernetes_pods
-from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
+from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor, autoscaler_words
 from tests.runs import spec_of
 
 
@@ -91,3 +94,62 @@ def test_capacity_monitor_names_the_pods_that_kubernetes_keeps_on_nodes_without_
     )
     pods.clear()
     assert why(made) == "it asked"
+
+
+LOG = "its log has the reason (monitor.log on the head node, or its container's)"
+NEEDS = {"CPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "has_large_nodes", "says"),
+    [
+        ({}, True, ""),
+        (
+            {
+                "pending_instances": [{"ray_node_type_name": "spot"}],
+                "pending_instance_requests": [{"ray_node_type_name": "spot", "count": 2}],
+            },
+            True,
+            "it has asked for nodes that are not up yet: 3 of group spot",
+        ),
+        (
+            {
+                "failed_instance_requests": [
+                    {"ray_node_type_name": "spot", "failed_ts": 990, "reason": "403 Forbidden"},
+                    {"ray_node_type_name": "on-demand", "failed_ts": 900, "reason": "long ago"},
+                ]
+            },
+            True,
+            f"it cannot add nodes of group spot: {LOG}",
+        ),
+        (
+            {
+                "failed_instance_requests": [
+                    {
+                        "ray_node_type_name": "spot",
+                        "failed_ts": 990,
+                        "reason": "launch failed with Launch capped by maxReplicas limit.",
+                    }
+                ]
+            },
+            True,
+            "it cannot add nodes of group spot: it has as many as maxReplicas lets it have",
+        ),
+        (
+            {"infeasible_resource_requests": [{"resources_bundle": NEEDS}]},
+            True,
+            f"no group may add a node for {NEEDS}: those with such nodes have as many as they may "
+            "(maxReplicas in Kubernetes, max_workers elsewhere)",
+        ),
+        (
+            {"infeasible_resource_requests": [{"resources_bundle": NEEDS}]},
+            False,
+            f"no group of nodes has one with {NEEDS} and the labels that the job asks for",
+        ),
+        ({"infeasible_resource_requests": [{"resources_bundle": {"CPU": 8.0}}]}, False, ""),
+    ],
+    ids=["all up", "pending", "refused", "capped", "at its cap", "no such node", "another job's"],
+)
+def test_autoscaler_report_in_words(state, has_large_nodes, says):
+    state = autoscaler_pb2.AutoscalingState(**state)
+    assert autoscaler_words(state, NEEDS, has_large_nodes, now=1000.0) == says
