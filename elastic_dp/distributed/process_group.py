@@ -15,8 +15,7 @@ The group itself is always Gloo's, among the hosts: what the members agree on ne
 device. Gradients travel by `transport`, which for tensors on a device is a `DeviceTransport`.
 
 A process without the run's secret cannot join: addresses travel over the links to the controller,
-each two members prove to each other that they hold the secret before the group is used, and Gloo's
-port is closed while no group forms.
+and each two members prove to each other that they hold the secret before the group is used.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from elastic_dp.distributed.device_connection import (
 )
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
-from elastic_dp.distributed.gloo_device import GlooDevice
 from elastic_dp.distributed.rendezvous import GroupName, Rendezvous, RendezvousStore
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted, MembersMissing
 from elastic_dp.threads import background
@@ -430,13 +428,32 @@ class GroupFormation:
             use_interface(_gloo_device.address)
         else:  # the store waits longer: when Gloo waits, all members have registered
             timeout = min(timeout, _CONNECTING_LIMIT + world_size * _CONNECTING_LIMIT_OF_A_RANK)
-        with _gloo_device.open() as options_device:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout = [options_device], timeout
+        listener = _gloo_device
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [listener.device], timeout
+        try:
             backend = dist.ProcessGroupGloo(store, rank, world_size, options)
             prove(backend, secret, str(self._name), rank=rank, world_size=world_size)
+        except Exception:
+            listener.spent = True
+            raise
         backend._set_default_timeout(OPERATION_TIMEOUT)
         return backend
+
+
+class GlooDevice:
+    """A listening socket and an event loop, for all generations of this process until forming one
+    fails or is aborted: Gloo takes a connection that names a pair for the peer of this pair, now or
+    later, so strangers may hold those of its next pairs.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.address, self.spent = address, False
+        backend = dist.ProcessGroupGloo
+        if address is None:
+            self.device = backend.create_default_device()
+        else:
+            self.device = backend.create_device(hostname=address)
 
 
 _gloo_device: GlooDevice | None = None

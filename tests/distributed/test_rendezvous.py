@@ -1,6 +1,7 @@
 """Members of a group meet over their links to the controller. A process without the run's secret is
 no member of a group, and stops none."""
 
+import contextlib
 import gc
 import os
 import random
@@ -159,46 +160,39 @@ def test_connection_without_a_proof_is_no_member(proof):
 
 
 @pytest.fixture
-def gloo():
+def port():
+    """Gloo's address in this process, from now on and afterwards another one."""
+
+    def listening():
+        found = set()
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(one.getsockname())
+        return found
+
+    before = listening()
     process_group.use_interface("127.0.0.1")
-    yield process_group._gloo_device
+    (found,) = listening() - before
+    yield found
     process_group.use_interface("127.0.0.1")
-
-
-def port_of(device):
-    with socket.socket(fileno=os.dup(device._port)) as one:
-        return one.getsockname()
-
-
-def test_gloo_port_is_shut_while_no_group_forms(gloo):
-    """Gloo keeps each connection that anybody makes, and ends the process when no descriptor is
-    left."""
-    with pytest.raises(TimeoutError):
-        socket.create_connection(port_of(gloo), timeout=0.2)
-    with gloo.open(), gloo.open():
-        pass
-    with gloo.open():
-        socket.create_connection(port_of(gloo), timeout=PATIENCE_S).close()
-    with pytest.raises(TimeoutError):
-        socket.create_connection(port_of(gloo), timeout=0.2)
 
 
 @pytest.mark.parametrize("first", [b"", bytes(64)], ids=["closed", "names no buffer"])
-def test_group_forms_after_strangers_took_its_pairs(gloo, monkeypatch, first):
+def test_group_forms_after_strangers_took_its_pairs(port, monkeypatch, first):
     """A connection that names a later pair is taken for the peer: that group fails soon, and the
     next has another port."""
     monkeypatch.setattr(process_group, "_CONNECTING_LIMIT", timedelta(seconds=1))
     gc.collect()  # groups that did not form
     strangers, before = [], len(os.listdir("/proc/self/fd"))
-    with gloo.open():
-        for number in range(100):
-            stranger = socket.create_connection(port_of(gloo))
-            stranger.sendall(number.to_bytes(8, "little") + first)
-            strangers.append(stranger)
+    for number in range(100):
+        stranger = socket.create_connection(port)
+        stranger.sendall(number.to_bytes(8, "little") + first)
+        strangers.append(stranger)
     eventually(lambda: len(os.listdir("/proc/self/fd")) >= before + 2 * len(strangers))
     for stranger in strangers:
         stranger.close()
-    outcomes, meet = [], InMemory()
+    outcomes, meet, gloo = [], InMemory(), process_group._gloo_device
     for attempt in range(2):
         members = [forming(meet, r, attempt, timeout_s=20 * PATIENCE_S) for r in (0, 1)]
         for member in members:
@@ -212,9 +206,10 @@ def test_group_forms_after_strangers_took_its_pairs(gloo, monkeypatch, first):
     assert process_group._gloo_device is not gloo
 
 
-def test_port_of_a_forming_that_was_aborted_is_left(gloo):
+@pytest.mark.usefixtures("port")
+def test_port_of_a_forming_that_was_aborted_is_left():
     """Strangers may have taken pairs of it."""
-    meet = InMemory()
+    meet, gloo = InMemory(), process_group._gloo_device
     forming(meet, 0).abort()
     members = [forming(meet, r, generation=2) for r in (0, 1)]
     for member in members:
