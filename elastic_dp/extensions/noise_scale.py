@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.errors import SpecError
-from elastic_dp.train.state.step_record import NOISE_SQUARE, NOISE_TRACE, GradientNoise
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.participants import LeafGradients, Results, StepParticipant
 from elastic_dp.train.step.step_gradient import StepGradient
 from elastic_dp.train.training_parts import StepBuild
 
+if TYPE_CHECKING:
+    from elastic_dp.train.context import Step
+
 LEAF_SQUARE = "elastic_dp.leaf_square"  # among the metrics of a virtual worker's micro-batch
+# Unbiased estimates, among the metrics of a step: |G|², which may be negative, and tr(Σ).
+SQUARE, TRACE = "elastic_dp.gradient_square", "elastic_dp.gradient_trace"
 
 
 def extend(build: StepBuild) -> None:
@@ -92,13 +96,13 @@ def estimated(leaves: Sequence[tuple[float, float]], square: float) -> dict[str,
     if count < 2 or not math.isfinite(mean + square):
         return {}
     return {
-        NOISE_SQUARE: (count * square - mean) / (count - 1),
-        NOISE_TRACE: (mean - square) * total / (count - 1),
+        SQUARE: (count * square - mean) / (count - 1),
+        TRACE: (mean - square) * total / (count - 1),
     }
 
 
 class NoiseScale:
-    """Smooths the estimates of `Step.noise`, each of which is far too noisy by itself.
+    """Smooths the estimates of steps, each of which is far too noisy by itself.
 
     Pass it as `state={"noise": noise}`, so that joiners and checkpoints have it, and call `update`
     in the loop's body. |G|² and tr(Σ) are smoothed separately, by exponential moving averages, and
@@ -111,11 +115,11 @@ class NoiseScale:
         self._decay = float(decay)
         self._square = self._trace = 0.0  # their ratio needs no correction for the zeros
 
-    def update(self, noise: GradientNoise | None) -> None:
-        """Takes `step.noise`, which is None in steps that were not measured."""
-        if noise is not None:
-            self._square += (1.0 - self._decay) * (noise.square - self._square)
-            self._trace += (1.0 - self._decay) * (noise.trace - self._trace)
+    def update(self, step: Step) -> None:
+        """Takes the estimates of a step, if it was measured."""
+        if SQUARE in step.metrics:
+            self._square += (1.0 - self._decay) * (step.metrics[SQUARE] - self._square)
+            self._trace += (1.0 - self._decay) * (step.metrics[TRACE] - self._trace)
 
     @property
     def value(self) -> float:

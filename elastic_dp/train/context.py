@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ class Step:
     - `epoch`: the pass over the data, from 0; `epoch_end` is True on its last step.
     - `loss`, `metrics`: means over the global batch; `weight`: the sum of its weights.
     - `lr`: the learning rate of the first parameter group in this step.
-    - `noise`: estimates for the gradient noise scale (see `NoiseScale`), or None.
 
     Gradients are not available in the loop's body: `p.grad` is None there. Read `grad_norm`.
     """
@@ -47,8 +46,11 @@ class Step:
         self._record, self._session = record, session
         self.number, self.epoch, self.epoch_end = record.number, record.epoch, record.epoch_end
         self.loss, self.weight = record.loss, record.weight
-        self.metrics, self.noise = record.own_metrics, record.noise
-        self.lr = record.lr
+        self.metrics, self.lr = record.metrics, record.lr
+
+    @property
+    def noise(self) -> NoReturn:
+        raise LoopError("step.noise is gone: write noise.update(step), and read noise.value")
 
     @property
     def grad_norm(self) -> float:
@@ -247,7 +249,7 @@ class TrainContext:
         `clip_value`: the largest absolute value of its elements. `precision`: None, "bf16" or
         "fp16" autocast. `state`: what the loop's body changes, as objects with `state_dict` and
         `load_state_dict`; joiners take it over. `noise_scale_every`: the noise of the gradient is
-        measured in steps that it divides (see `Step.noise`).
+        measured in steps that it divides (see `NoiseScale`).
 
         With `ElasticTrainer(inner_steps=…)`, `optimizer` is the outer one, and
         `inner_optimizer(model, step)` returns a new optimizer for the inner steps of one virtual

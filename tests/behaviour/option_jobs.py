@@ -15,6 +15,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.config import JobSpec, MapStyleData
+from elastic_dp.extensions.noise_scale import SQUARE, TRACE
 from tests.runs import Points, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 
@@ -63,8 +64,9 @@ class Job:
         optimizer = self.optimizer(model)
         options = {k: v(optimizer) if k == "scheduler" else v for k, v in self.steps.items()}
         for step in ctx.steps(model, optimizer, self.loss, **options):
-            noise = step.noise and tuple(step.noise)
-            values = (step.loss, step.weight, step.lr, step.grad_norm, noise, step.metrics)
+            metrics = dict(step.metrics)
+            noise = tuple(metrics.pop(name) for name in (SQUARE, TRACE) if name in metrics) or None
+            values = (step.loss, step.weight, step.lr, step.grad_norm, noise, metrics)
             ctx.log({"values": repr(values)})
             if step.number % 5 == 0:
                 ctx.log(ctx.evaluate(self.loss, ctx.config["eval"]))

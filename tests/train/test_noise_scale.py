@@ -2,6 +2,7 @@
 number of workers, and carried through joins and checkpoints."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.errors import SpecError
-from elastic_dp.extensions.noise_scale import GradientNoise, estimated
+from elastic_dp.errors import LoopError, SpecError
+from elastic_dp.extensions.noise_scale import SQUARE, TRACE, estimated
+from elastic_dp.train.state.step_record import StepRecord
 from tests.runs import PATIENT, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
@@ -51,8 +53,9 @@ def measured(ctx):
     options = {"noise_scale_every": 1, "state": {"noise": noise}, "clip_norm": 0.1}
     loss_fn = ctx.config.get("loss", lambda m, batch: m(batch["x"]))
     for step in ctx.steps(model, optimizer, loss_fn, **options):
-        noise.update(step.noise)
-        ctx.log({"scale": noise.value, "square": step.noise.square, "trace": step.noise.trace})
+        noise.update(step)
+        square, trace = step.metrics[SQUARE], step.metrics[TRACE]
+        ctx.log({"scale": noise.value, "square": square, "trace": trace})
 
 
 def gaussian(steps, virtual, **config):
@@ -103,23 +106,19 @@ def test_weights_are_the_unit_of_the_noise_scale():
 def test_estimates_are_those_of_the_papers_equations():
     """Appendix A.1, for four micro-batches of 8 rows; and none of a single one."""
     leaves, big = [2.0, 3.0, 4.0, 7.0], 1.5
-    found = edp_noise(estimated([(square, 8.0) for square in leaves], big))
+    found = estimated([(square, 8.0) for square in leaves], big)
     small, b, big_b = sum(leaves) / 4, 8.0, 32.0
-    assert found.square == pytest.approx((big_b * big - b * small) / (big_b - b))
-    assert found.trace == pytest.approx((small - big) / (1 / b - 1 / big_b))
+    assert found[SQUARE] == pytest.approx((big_b * big - b * small) / (big_b - b))
+    assert found[TRACE] == pytest.approx((small - big) / (1 / b - 1 / big_b))
     assert estimated([(2.0, 8.0)], 2.0) == {} == estimated([(math.inf, 8.0)] * 2, 1.0)
-
-
-def edp_noise(metrics):
-    return GradientNoise(*metrics.values())
 
 
 def logs(ctx):
     model, noise = classifier(), edp.NoiseScale()
     options = {"noise_scale_every": 2, "state": {"noise": noise}, "clip_norm": 0.5}
     for step in ctx.steps(model, adamw(model), cross_entropy, **options):
-        assert (step.noise is None) == (step.number % 2 == 1) and step.metrics == {}
-        noise.update(step.noise)
+        assert {*step.metrics} == (set() if step.number % 2 else {SQUARE, TRACE})
+        noise.update(step)
         ctx.log({"scale": noise.value})
         hold(ctx, step)
 
@@ -138,15 +137,24 @@ def test_measuring_changes_no_bit_of_the_weights():
     assert local(job(), logs).digest == local(job(), quiet).digest
 
 
+def of(*, square, trace):
+    return SimpleNamespace(metrics={SQUARE: square, TRACE: trace})
+
+
+def test_step_noise_is_refused_with_what_to_write_instead():
+    with pytest.raises(LoopError, match=r"write noise\.update\(step\)"):
+        _ = edp.Step(StepRecord(1, 0, False, 0.0, 1.0, {}, 0.1), None).noise
+
+
 def test_proposal_is_twice_the_batch_once_the_noise_scale_reaches_that():
     noise = edp.NoiseScale(decay=0.5)
     assert math.isnan(noise.value) and noise.proposes(8, 4) == 8
-    noise.update(GradientNoise(square=1.0, trace=63.0))
-    noise.update(None)
+    noise.update(of(square=1.0, trace=63.0))
+    noise.update(SimpleNamespace(metrics={"own": 1.0}))
     assert noise.value == pytest.approx(63.0) and noise.proposes(8, 4) == 8
-    noise.update(GradientNoise(square=1.0, trace=66.0))
+    noise.update(of(square=1.0, trace=66.0))
     assert noise.proposes(8, 4) == 16
-    noise.update(GradientNoise(square=-9.0, trace=66.0))
+    noise.update(of(square=-9.0, trace=66.0))
     assert noise.value == math.inf and noise.proposes(8, 4) == 8
 
 
