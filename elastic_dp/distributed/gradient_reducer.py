@@ -24,7 +24,7 @@ The invariants are:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -41,7 +41,6 @@ from elastic_dp.distributed.gradient_buckets import (
     is_given,
 )
 from elastic_dp.distributed.gradient_exchange import GradientExchange
-from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire
 from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -70,17 +69,18 @@ class GradientReducer:
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         wire: Wire = None,
-        order: GradientOrder | None = None,
+        note: Callable[[int], None] | None = None,
         *,
         exchange: GradientExchange | None = None,
         computes: bool = True,
     ) -> None:
-        """`wire`: how gradients are rounded. `order`: notes that of a step's gradients.
+        """`wire`: how gradients are rounded. `note` hears the number of each parameter, in layout
+        order, when it gets a gradient in a backward pass.
 
         In exact mode two may share the work: one sends none of its sums, which `take_sums` returns,
         and the other one, which `computes` nothing, what `add_finished` gives it.
         """
-        self._wire, self.order = wire, order
+        self._wire, self._note = wire, note
         self._computes, self._sends = computes, True
         self.exchange = exchange or GradientExchange(parameters.values())
         self._names = {p: name for name, p in parameters.items()}
@@ -160,8 +160,7 @@ class GradientReducer:
             # The first backward pass shows in which order gradients come.
             for index in range(count):
                 self._add_hook(index, self._arrivals.append)
-            if self.order is not None:
-                self._note_order(self.order)
+            self._add_note()
         self.exchange.forget_memory()
         self._used, self._in_last = bytearray(count), bytearray(count)
 
@@ -176,12 +175,15 @@ class GradientReducer:
         self._hooks.append(added)
         self._own_hooks[index] += 1
 
-    def _note_order(self, order: GradientOrder) -> None:
-        """Notes each gradient in `order`, in every backward pass."""
+    def _add_note(self) -> None:
+        """Lets `note` hear of each gradient, in every backward pass."""
+        note = self._note
+        if note is None:
+            return
 
         def noted(index: int, parameter: torch.Tensor) -> None:
             if self._running:
-                order.note(index)
+                note(index)
 
         for index in range(len(self._layout.parameters)):
             self._add_hook(index, partial(noted, index))
@@ -190,8 +192,7 @@ class GradientReducer:
         """Puts one hook on each bucket, on the parameter whose gradient came last."""
         came = {p: number for number, p in enumerate(self._arrivals)}
         self._remove_hooks()
-        if self.order is not None:
-            self._note_order(self.order)
+        self._add_note()
         for bucket in self._layout.buckets:
             numbers = [came.get(p, -1) for p in bucket.parameters]
             self._add_hook(bucket.first + numbers.index(max(numbers)), self._launch_complete)
@@ -208,8 +209,6 @@ class GradientReducer:
             self._place_hooks()
         self.drop()
         self._layout.begin(seed)
-        if self.order is not None:
-            self.order.begin()
         self.late, self._is_last, self._error = False, False, None
         self._used[:] = bytes(len(self._used))
         self._early = early

@@ -18,7 +18,6 @@ from elastic_dp.config.field_checks import whole_number
 from elastic_dp.device.gpu import keep_cublas_config
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
-from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire, check_wire
 from elastic_dp.distributed.local_shards import is_sharded
@@ -142,7 +141,8 @@ class StepBuild:
         self.rows: RowSource = self.data
         self.holders = OptimizerHolders()
         self.previous: PreviousStep | None = None
-        self.order: GradientOrder | None = None  # notes that of gradients
+        # Hears the number of each parameter that gets a gradient.
+        self.note_gradient: Callable[[int], None] | None = None
         self.micro_batches_of: Callable[[int], int] = lambda step: 1  # of a virtual worker
         self.new_micro_batches: Callable[..., MicroBatchRunner] = MicroBatchRunner
         self.new_exchange: Callable[..., GradientExchange] = GradientExchange
@@ -222,7 +222,7 @@ class StepBuild:
             ),
         )
         self.gradients = GradientReducer(
-            state.parameters, self.wire, self.order, exchange=self.exchange
+            state.parameters, self.wire, self.note_gradient, exchange=self.exchange
         )
         leaf = self.new_leaf()
         self.leaves = LeafRunner(

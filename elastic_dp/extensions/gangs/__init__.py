@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
@@ -22,14 +21,15 @@ def extend(build: StepBuild) -> None:
 
     All processes of a worker call it: parts of the model are gathered, one after another.
     """
-    gang, order = build.gang, GradientOrder()
+    gang = build.gang
     assert gang is not None
+    orders = GradientOrders(gang)
     check_gang(gang, build.given.model, build.given.precision)
-    build.order = order
+    build.note_gradient = orders.note
     build.kind_of = lambda own: kind_of_gang(gang, own, build.device)
     build.new_exchange = partial(GangReduction, gang)
     build.new_leaf = lambda: OnePass(build.micro_batches, build.rows, refuses_none(gang))
-    build.new_participants.append(lambda: GradientOrders(gang, order))
+    build.new_participants.append(lambda: orders)
 
 
 def check_gang(gang: Gang, model: nn.Module, precision: str | None) -> None:

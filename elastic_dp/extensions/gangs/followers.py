@@ -37,11 +37,11 @@ from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.gpu import is_gpu, pick_device
-from elastic_dp.distributed.local_mesh import open_local_mesh
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
+from elastic_dp.extensions.gangs.local_mesh import open_local_mesh
 from elastic_dp.threads import background
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault

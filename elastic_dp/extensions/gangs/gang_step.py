@@ -6,10 +6,10 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import xxhash
 
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import NO_CLIPPING, GradientClipping
-from elastic_dp.distributed.gradient_order import GradientOrder
 from elastic_dp.errors import LossError, ModelError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.participants import StepParticipant, Verdict
@@ -40,16 +40,28 @@ class GangReduction(GradientExchange):
 
 
 class GradientOrders(StepParticipant):
-    """In which order the processes of a worker got their gradients: torch pairs what they send by
-    its order."""
+    """In which order the processes of a worker got their gradients.
+
+    `fully_shard` runs a collective for each group of parameters when the model comes to it, and
+    torch pairs what processes send by its order. A model that takes other layers for other rows
+    pairs those of different layers, and where they have equal sizes, their values are mixed up
+    without an error.
+    """
 
     name = "gradient_order"
 
-    def __init__(self, gang: Gang, order: GradientOrder) -> None:
-        self._gang, self._order = gang, order
+    def __init__(self, gang: Gang) -> None:
+        self._gang, self._digest = gang, xxhash.xxh3_64()
+
+    def begin(self, step: int) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def note(self, index: int) -> None:
+        """The parameter with this number has got a gradient."""
+        self._digest.update(index.to_bytes(4, "little"))
 
     def propose(self) -> bytes:
-        return self._order.digest()
+        return self._digest.digest()
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         size = self._gang.size
