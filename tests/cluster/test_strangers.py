@@ -4,11 +4,10 @@ there were none."""
 import contextlib
 import dataclasses
 import multiprocessing
-import os
-import re
 import secrets
-from pathlib import Path
+import socket
 
+import psutil
 import pytest
 
 from elastic_dp.config import MapStyleData
@@ -23,35 +22,25 @@ from tests.train.jobs import average_and_plateau, plain
 
 def processes_of(run):
     """The controller's, the workers', and what these have started."""
-    workers = [process.pid for process in run.worker_group.processes.values()]
-    children = []
-    for pid in workers:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has ended since
-                children += map(int, task.read_text().split())
-    return [os.getpid(), *workers, *children]
-
-
-def ports_of(pids):
-    """{"tcp": …, "udp": …}: addresses at which one of these processes listens, or has a socket."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended since
-            links = list(Path(f"/proc/{pid}/fd").iterdir())
-            for link in links:
-                with contextlib.suppress(OSError):
-                    inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
-    found = {}
-    for kind, state in (("tcp", "0A"), ("udp", None)):
-        ports = set()
-        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[9] in inodes and state in (None, words[3]):
-                address, port = words[1].split(":")
-                host = ".".join(str(byte) for byte in bytes.fromhex(address)[::-1])
-                ports.add((host, int(port, 16)))
-        found[kind] = sorted(ports)
+    found = [psutil.Process()]
+    for process in run.worker_group.processes.values():
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            worker = psutil.Process(process.pid)
+            found += [worker, *worker.children()]
     return found
+
+
+def ports_of(processes):
+    """{"tcp": …, "udp": …}: addresses at which one of these processes listens, or has a socket."""
+    found = {"tcp": set(), "udp": set()}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for one in process.net_connections("inet4"):
+                if one.type == socket.SOCK_DGRAM:
+                    found["udp"].add(tuple(one.laddr))
+                elif one.status == psutil.CONN_LISTEN:
+                    found["tcp"].add(tuple(one.laddr))
+    return {kind: sorted(ports) for kind, ports in found.items()}
 
 
 def attack(run, connections, datagrams):
@@ -84,7 +73,7 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
     journal = Journal(str(tmp_path))
     with ProcessRun(spec, plain, journal=journal, url=str(tmp_path)) as run:
         eventually(lambda: reached(run, 2), run.controller.status)
-        told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run)]
+        told = [str(process.cmdline()).encode() for process in processes_of(run)]
         looked.touch()
         assert run.wait(PATIENCE_S).error is None
         told += [

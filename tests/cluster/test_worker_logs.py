@@ -2,19 +2,17 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from elastic_dp.cluster import worker_logs
 from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader, read_logs
-from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from tests.cluster.test_budgets import is_first
-from tests.patience import Stalls, eventually
-from tests.runs import ENDLESS, group, spec_of
+from tests.patience import eventually
+from tests.runs import group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 
@@ -117,34 +115,6 @@ def test_each_worker_s_output_is_in_the_run_s_folder(tmp_path):
     assert {survivor, "w3.log"} <= names
     assert "step 8 of rank" in kept(tmp_path, survivor).decode()
     assert kept(tmp_path, survivor).count(b"no secret\n") == 8
-
-
-SOON_S, LOOKED_AT_S = 10.0, 7.0  # longer than one copy is from the next
-
-
-def prints_the_time(ctx):
-    model = classifier()
-    for step in ctx.steps(model, adamw(model), cross_entropy):
-        print(f"{time.time():.3f}", flush=True)
-        hold(ctx, step)
-
-
-def test_log_copy_of_a_live_worker_is_at_most_ten_seconds_old(tmp_path):
-    ages = []
-
-    def look(run):
-        eventually(lambda: kept(tmp_path).strip(), run.controller.status)
-        until = time.time() + LOOKED_AT_S
-        while (now := time.time()) < until:
-            ages.append(now - float(kept(tmp_path).split()[-1]))
-            time.sleep(0.05)
-
-    spec = spec_of(workers=1, steps=ENDLESS, config={"body_s": 0.05})
-    with Stalls() as stalls:
-        script = [(1, look), (1, StopRequested("enough"))]
-        outcome, _ = group(spec, prints_the_time, script=script, url=str(tmp_path / "run"))
-    assert outcome.error is None, outcome.traceback
-    assert worker_logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s
 
 
 @pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])

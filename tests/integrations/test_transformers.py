@@ -110,20 +110,23 @@ def test_options_that_are_often_used_do_what_they_do_in_trainer(options, tmp_pat
     assert saved[0] == saved[1]
 
 
-def test_bf16_has_the_loss_curve_of_trainer(tmp_path):
-    options = {"bf16": True, "train_sampling_strategy": "sequential", "max_steps": 4}
-    original, ours = pair(tmp_path, **options)
-    original.train()
-    fit(ours, tmp_path)
-    assert losses(ours) == pytest.approx(losses(original), rel=1e-3)
-
-
-def test_compute_loss_of_a_subclass_trains_with_the_weights_of_trainer(tmp_path):
-    options = {"train_sampling_strategy": "sequential", "kind": jobs.Halved}
-    original, ours = pair(tmp_path, **options)
-    original.train()
-    fit(ours, tmp_path)
-    assert losses(ours) == pytest.approx(losses(original), rel=1e-5)
+@pytest.mark.parametrize(
+    ("more", "rel"),
+    [({"bf16": True, "max_steps": 4}, 1e-3), ({"kind": "Halved"}, 1e-5), ({"passed": True}, 1e-5)],
+    ids=["bf16", "compute_loss of a subclass", "optimizer and scheduler are passed"],
+)
+def test_loss_curve_and_rates_are_those_of_trainer(more, rel, tmp_path):
+    more = dict(more)
+    passed, kind = more.pop("passed", False), more.pop("kind", None)
+    options = {"train_sampling_strategy": "sequential"} | more
+    trainers = pair(tmp_path, **options | ({"kind": getattr(jobs, kind)} if kind else {}))
+    for trainer in trainers if passed else ():
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.9)
+    trainers[0].train()
+    fit(trainers[1], tmp_path)
+    for key in ("loss", "learning_rate"):
+        assert losses(trainers[1], key) == pytest.approx(losses(trainers[0], key), rel=rel)
 
 
 # ------------------------------------------------------------------------------------- callbacks
@@ -215,18 +218,6 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
     assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
     for key in ("loss", "learning_rate", "eval_loss", "eval_accuracy"):
         assert losses(again, key) == losses(calm, key)
-
-
-def test_optimizer_and_scheduler_that_are_passed_are_those_of_trainer(tmp_path):
-    options = {"train_sampling_strategy": "sequential"}
-    trainers = pair(tmp_path, **options)
-    for trainer in trainers:
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
-        trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.9)
-    trainers[0].train()
-    fit(trainers[1], tmp_path)
-    for key in ("loss", "learning_rate"):
-        assert losses(trainers[1], key) == pytest.approx(losses(trainers[0], key), rel=1e-5)
 
 
 def test_model_init_makes_the_model_in_the_worker(tmp_path):

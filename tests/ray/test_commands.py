@@ -2,13 +2,11 @@
 run again."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -100,8 +98,13 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "within 1..4" in asked("scale", "job", "9", code=2).stderr
     eventually(lambda: said("status", "job")["world_size"] == 2)
     assert re.search("^w1 +member +[0-9]+ +[0-9.]+$", asked("status", "job").stdout, re.M)
-    assert "must be one of w1, w2" in asked("scale", "job", "--drain", "nobody", code=2).stderr
-    assert said("scale", "job", "--drain", "w2", "--within-s", "600")["worker"] == "w2"
+    assert "must be one of w1, w2" in asked("scale", "job", "--kill", "w9", code=2).stderr
+    assert said("scale", "job", "--kill", "w2") == {"name": "job", "worker": "w2"}
+    eventually(
+        lambda: (now := said("status", "job"))["world_size"] == 2 and "w3" in now["processes"]
+    )
+    assert "must be one of w1, w3" in asked("scale", "job", "--drain", "nobody", code=2).stderr
+    assert said("scale", "job", "--drain", "w3", "--within-s", "600")["worker"] == "w3"
     assert (
         "a scale-down: 1 worker leaves" in asked("scale", "job", "1", "--min-workers", "1").stdout
     )
@@ -230,49 +233,6 @@ def test_doctor_asks_each_node_of_a_cluster(cluster, tmp_path):
     assert not list(tmp_path.iterdir())
     alone = [check for check in apart["checks"] if check["check"] == "shared storage"]
     assert [check["level"] for check in alone] == ["fails", "fails"]  # each process has its own
-
-
-STARTS_RAY = """
-import ray
-ray.init(address="local", num_cpus=1, include_dashboard=False)
-print(ray.get_runtime_context().gcs_address, flush=True)
-input()
-"""
-
-
-@pytest.mark.slow
-def test_second_terminal_reaches_the_ray_that_a_script_started(tmp_path):
-    """The first Ray asks for the token that it has saved in the user's home."""
-    env = os.environ | {"HOME": str(tmp_path)}
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
-        env.pop(name, None)
-    script = subprocess.Popen(
-        [sys.executable, "-c", STARTS_RAY],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with script:
-        address = script.stdout.readline().strip()
-        words = [sys.executable, "-m", "elastic_dp.cli", "status", "--json", "--address", address]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-        script.communicate("\n")
-    assert (tmp_path / ".ray" / "auth_token").exists()
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
-    """docs/operations.md says so; this is a cluster of three CPUs."""
-    part = ("--set", "scaling.resources_per_worker.CPU=0.25")
-    page = Path(clusters.ROOT, "docs", "operations.md").read_text()
-    assert part[1] in page and 'resources_per_worker={"CPU": 0.25}' in page
-    more = ("--set", "scaling.max_workers=4", "--set", "max_steps=100000", "--set", "name=many")
-    asked("run", job, *part, *more, "--set", "config.body_s=0.05", "--", "start")
-    eventually(lambda: said("status", "many")["world_size"] == 4)
-    asked("stop", "many", "--wait")
 
 
 def test_an_address_that_is_none_is_said():

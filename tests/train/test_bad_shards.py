@@ -4,7 +4,6 @@ number of workers."""
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.data import open_data, read_index
@@ -40,12 +38,6 @@ def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
     config = DataConfig(str(folder), micro_batch_size=4, max_bad_fraction=0.99)
     damage(config, *bad)
     return config
-
-
-def png(color: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (3, 2), (color * 10, 40, 255 - color)).save(out, "PNG")
-    return out.getvalue()
 
 
 def job(data: DataConfig, **options: Any) -> JobSpec:
@@ -81,32 +73,6 @@ def test_any_number_of_workers_leaves_out_the_same_rows(tmp_path):
         assert outcome.skipped == ("row group 2 of part-1.parquet",)
         said = [line["text"] for line in lines_of(run) if line.get("command") == "Explain"]
         assert any("without" in text and "part-1.parquet" in text for text in said)
-
-
-def test_any_number_of_workers_leaves_out_one_image_that_cannot_be_decoded(tmp_path):
-    images = [png(color) for color in range(24)]
-    images[5] = b"no image"
-    table = pa.table({"x": pa.array(images, pa.binary()), "y": [n % 4 for n in range(24)]})
-    pq.write_table(table, tmp_path / "part-0.parquet", row_group_size=8)
-    options: dict[str, Any] = {"max_bad_fraction": 0.1}
-    data = DataConfig(str(tmp_path), micro_batch_size=2, decode={"x": "rgb"}, **options)
-
-    def loss(model: Any, batch: Any) -> Any:
-        x = batch["x"].flatten(1).float() / 255
-        return cross_entropy(model, {"x": x[:, :16], "y": batch["y"]})
-
-    def train_on_images(ctx: Any) -> None:
-        model = classifier()
-        for step in ctx.steps(model, adamw(model), loss):
-            hold(ctx, step)
-        ctx.log(ctx.evaluate(loss, ctx.config["eval"]))
-
-    calm = local(job(data, config={"eval": data}), train_on_images)
-    spec = job(data, workers=2, min_workers=1, config={"eval": data, "hold": {3: 1, 6: 3}})
-    outcome, _ = group(spec, train_on_images, script=[resize(3, 1), resize(6, 3)])
-    assert outcome.error is None, outcome.traceback
-    assert outcome.digest == calm.digest
-    assert outcome.skipped == ("row 5 of part-0.parquet",)
 
 
 def test_micro_batches_of_bad_rows_only_weigh_nothing(tmp_path):

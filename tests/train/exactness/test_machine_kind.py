@@ -101,11 +101,14 @@ def test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels(name, 
     assert gpu() == before
 
 
-def test_kind_of_a_gpu_names_its_model_and_the_versions_of_its_libraries(gpu, monkeypatch):
+def test_kind_of_a_gpu_names_its_model_its_libraries_and_overrides(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
-    assert "H100, 132 SMs, capability 9.0" in gpu()
-    assert "cuda 13.0, cudnn 91400" in gpu()
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: "cublaslt")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    named = ("H100, 132 SMs, capability 9.0", "cuda 13.0, cudnn 91400", "blas cublaslt, ")
+    for words in (*named, "NVIDIA_TF32_OVERRIDE 0"):
+        assert words in gpu()
 
 
 def test_kind_of_a_gpu_with_mixed_precisions_does_not_raise(gpu):
@@ -114,17 +117,6 @@ def test_kind_of_a_gpu_with_mixed_precisions_does_not_raise(gpu):
     with pytest.raises(RuntimeError):
         _ = torch.backends.cudnn.allow_tf32
     assert "fp32 none/ieee/tf32" in gpu()
-
-
-@pytest.mark.parametrize("library", ["cublas", "cublaslt"])
-def test_kind_of_a_gpu_names_the_preferred_blas_library(library, gpu, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: library)
-    assert f"blas {library}, " in gpu()
-
-
-def test_kind_of_a_gpu_names_an_override_of_tf32(gpu, monkeypatch):
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "NVIDIA_TF32_OVERRIDE 0" in gpu()
 
 
 def test_kind_of_a_cpu_names_a_lowered_precision_of_float32(gpu):
