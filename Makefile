@@ -11,9 +11,10 @@ train: .venv/installed
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
-# On the cluster of KUBECONFIG, which must have KubeRay.
+# On the cluster of KUBECONFIG, which must have KubeRay, or on one that KUBE_CLUSTER makes: tests/kubernetes/conftest.py.
+# The faults need the latter, and debootstrap and buildah for the image.
 kubernetes: .venv/installed
-	.venv/bin/python -m pytest -q tests/kubernetes
+	.venv/bin/python -m pytest -q -m "slow or not slow" tests/kubernetes
 
 # Four processes, since much of the tests' time is waiting. tests/conftest.py says what begins first.
 test: .venv/installed

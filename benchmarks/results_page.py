@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
+KUBERNETES = Path(__file__).parent.parent / "k8s" / "docs" / "reference.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -143,3 +144,16 @@ def page() -> str:
 def readme() -> str:
     marked = f"{BEGIN}\n{table(readme_rows())}{END}"
     return re.sub(f"{BEGIN}.*{END}", lambda _: marked, README.read_text(), flags=re.DOTALL)
+
+
+def kubernetes() -> str:
+    """k8s/docs/reference.md with the table of faults."""
+    lines = ["| fault | longest pause | all workers again | steps done again | told |"]
+    lines.append("|---|---|---|---|---|")
+    for name, one in read("kubernetes")["faults"].items():
+        times = f"{one['pause_s']:.1f} s | {one['full_size_s']:.0f} s"
+        told = f'"{one["told"]}"' if one["told"] else "–"
+        lines.append(f"| {name} | {times} | {one['steps_done_again']} | {told} |")
+    begin, end = "<!-- faults: begin -->", "<!-- faults: end -->"
+    marked = "\n".join([begin, *lines, end])
+    return re.sub(f"{begin}.*{end}", lambda _: marked, KUBERNETES.read_text(), flags=re.DOTALL)

@@ -1,6 +1,6 @@
 """Write the tables of the documentation that come from the code and from measured results.
 
-python -m docs.tables    # docs/reference.md, docs/benchmarks.md and the table of README.md
+python -m docs.tables    # docs/reference.md, docs/benchmarks.md, tables of README.md and k8s/docs
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def main() -> None:
     PAGE.write_text(page())
     results_page.PAGE.write_text(results_page.page())
     results_page.README.write_text(results_page.readme())
+    results_page.KUBERNETES.write_text(results_page.kubernetes())
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class TwoRaysAtATime(LoadFileScheduling):
         ("stores", ASK_STORES),
         ("source", READ_THE_SOURCE),
         ("manifests", READ_MANIFESTS),
+        ("kubernetes", ("tests/kubernetes/",)),
     )
 
     def remove_node(self, node):

@@ -219,6 +219,7 @@ def test_generated_tables_are_current():
     assert PAGES["docs/reference.md"] == tables.page()
     assert PAGES["docs/benchmarks.md"] == results_page.page()
     assert results_page.readme() == README
+    assert results_page.kubernetes() == results_page.KUBERNETES.read_text()
 
 
 def test_docs_build_strictly_and_ask_no_other_host(tmp_path):

@@ -28,7 +28,7 @@ OVERLAYS = (*RUNS, *CLUSTERS)
 ON_WHOLE_MACHINES = ("overlays/eks-efa", "overlays/gke-gpudirect")
 SHARED = (
     *("namespaces/base", "namespaces/eks", "namespaces/gke", "namespaces/aks"),
-    *("namespaces/gke-gpudirect", "admin/priority"),
+    *("namespaces/gke-gpudirect", "admin/priority", "admin/lost-nodes"),
     *("prepull/aks", "prepull/eks", "prepull/gke", "monitoring", "admin/kueue"),
 )
 

@@ -18,6 +18,8 @@ import yaml
 SCHEMAS = Path(__file__).parent / "schemas"
 VERSIONS = {"ray.io": "v1", "kueue.x-k8s.io": "v1beta2", "monitoring.coreos.com": "v1"}
 KINDS = (
+    "configmap-v1",
+    "deployment-apps-v1",
     "namespace-v1",
     "serviceaccount-v1",
     "persistentvolumeclaim-v1",

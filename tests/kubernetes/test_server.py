@@ -1,59 +1,18 @@
-"""The manifests on the Kubernetes of KUBECONFIG: its server accepts them, its PodSecurity the pods,
-and each group may do what its role says. It must have KubeRay's CRDs, and no namespace "training".
+"""The manifests on a real Kubernetes: its server accepts them, its PodSecurity the pods, and each
+group may do what its role says.
 
     KUBECONFIG=… python -m pytest tests/kubernetes
 """
 
-import json
-import os
-import subprocess
-
 import pytest
-import yaml
 
-from tests.k8s.manifests import CLUSTERS, RUNS, _kubectl, build, cluster, of_kind, templates
-
-pytestmark = pytest.mark.skipif("KUBECONFIG" not in os.environ, reason="no cluster: set KUBECONFIG")
-
-
-def kubectl(*words, objects=()):
-    done = subprocess.run(
-        [_kubectl(), *words],
-        input=yaml.safe_dump_all(objects),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module", autouse=True)
-def namespace():
-    """What the platform team applies once. It is deleted in the end."""
-    if kubectl("get", "namespace", "training")[0] == 0:
-        pytest.fail("the cluster has a namespace 'training' already: these tests would delete it")
-    try:
-        for folder in ("namespaces/base", "admin/priority"):
-            code, said = kubectl("apply", "-f", "-", objects=build(folder))
-            assert code == 0, said
-        yield
-    finally:
-        kubectl("delete", "-f", "-", objects=build("admin/priority"))
-        kubectl("delete", "namespace", "training", "--timeout=100s")
-
-
-@pytest.fixture(scope="module")
-def has_priorities():
-    """Whether KubeRay is 1.7. An older one has no `priority` of worker groups."""
-    _, said = kubectl("get", "crd", "rayclusters.ray.io", "-o", "json")
-    fields = json.loads(said)["spec"]["versions"][-1]["schema"]["openAPIV3Schema"]["properties"]
-    groups = fields["spec"]["properties"]["workerGroupSpecs"]["items"]["properties"]
-    return "priority" in groups
+from tests.k8s.manifests import CLUSTERS, RUNS, build, of_kind, templates
+from tests.kubernetes.server import for_kuberay, kubectl
 
 
 @pytest.mark.parametrize("overlay", [*RUNS, *CLUSTERS])
 def test_server_accepts_each_overlay_and_its_pods(overlay, has_priorities):
-    objects = build(overlay)
+    objects = for_kuberay(build(overlay), has_priorities)
     if not has_priorities and overlay in CLUSTERS:
         pytest.skip("KubeRay before 1.7 has no spec.gcsFaultToleranceOptions.backend")
     kind = "gke-gpudirect" if overlay == "overlays/gke-gpudirect" else "base"
@@ -61,11 +20,6 @@ def test_server_accepts_each_overlay_and_its_pods(overlay, has_priorities):
         "apply", "-f", "-", objects=of_kind(build(f"namespaces/{kind}"), "Namespace")
     )
     assert code == 0, said
-    if not has_priorities:  # as k8s/README.md says for KubeRay 1.6
-        for group in cluster(objects)["workerGroupSpecs"]:
-            group.pop("priority", None)
-        for name in ("command", "args"):
-            cluster(objects)["autoscalerOptions"].pop(name, None)
     pods = [
         {
             "apiVersion": "v1",

@@ -37,7 +37,8 @@ class CapacityMonitor:
     """A thread that looks at the cluster while workers wait.
 
     `stages()` returns the stage of each worker, as in the controller's status. `waits_for` is the
-    present reason, empty if no worker waits; `say` is called once for each reason.
+    present reason, empty if no worker waits; `say` is called once for each reason, and again once
+    no worker waited in between.
     """
 
     def __init__(
@@ -57,30 +58,31 @@ class CapacityMonitor:
         self._autoscaler_looked, self._looked_since = -1, 0.0
         self._waiting_since: dict[WorkerId, float] = {}
         self.waits_for = ""
+        self._said: set[str] = set()
 
     def start(self, ended: threading.Event) -> None:
         """Watch until the run has `ended`."""
         background("capacity", lambda: self._watch(ended)).start()
 
     def _watch(self, ended: threading.Event) -> None:
-        said = {""}
         notice = OutageNotice("the search for what workers wait for", self._say)
         while not ended.wait(_CHECK_EVERY_S):
             notice.attempt(self._worker_group.withdraw_waiting_needlessly)
             notice.attempt(self.look)
-            if self.waits_for not in said:
-                self._say(self.waits_for)
-                said.add(self.waits_for)
 
     def look(self) -> None:
-        """Set `waits_for`. Raises what Ray raises."""
+        """Set `waits_for`, and say it. Raises what Ray raises."""
         self.waits_for = self._why_waiting()
+        if self.waits_for not in {"", *self._said}:
+            self._say(self.waits_for)
+            self._said.add(self.waits_for)
 
     def _why_waiting(self) -> str:
         starting = {worker for worker, stage in self._stages().items() if stage == "starting"}
         waiting = starting - self._worker_group.nodes().keys()
         if not waiting:
             self._waiting_since = {}
+            self._said.clear()
             return ""
         now = time.monotonic()
         without = self._worker_group.without_process(waiting)

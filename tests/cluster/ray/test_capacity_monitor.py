@@ -96,6 +96,21 @@ def test_capacity_monitor_names_the_pods_that_kubernetes_keeps_on_nodes_without_
     assert why(made) == "it asked"
 
 
+def test_capacity_monitor_says_a_reason_again_for_the_next_worker_that_waits(monkeypatch):
+    stages, said = {"w1": "starting"}, []
+    made = monitor(stages, "it asked", nodes=dict, without_process=lambda workers: [])
+    made._say = said.append
+    monkeypatch.setattr(capacity_monitor, "no_room", lambda scaling, nodes: "")
+    monkeypatch.setattr(capacity_monitor.ray, "nodes", lambda: [])
+    why(made), why(made)
+    assert said == ["it asked"]
+    stages["w1"] = "member"
+    assert why(made) == ""
+    stages["w2"] = "starting"
+    why(made)
+    assert said == ["it asked"] * 2
+
+
 LOG = "its log has the reason (monitor.log on the head node, or its container's)"
 NEEDS = {"CPU": 1.0}
 
