@@ -136,11 +136,6 @@ class ConvNet(nn.Module):
 
 
 def build(name: str, width: int) -> nn.Module:
-    """`gpt`: with the kernel of attention whose backward pass torch calls deterministic;
-    `gpt-fused`: with the one that torch chooses."""
-    if name == "gpt":
-        for kernel in ("flash", "mem_efficient", "cudnn"):
-            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     return ConvNet(width) if name == "conv" else GPT(width, depth=2)
 
 
@@ -351,16 +346,6 @@ def exact(setup: Setup, *, model: str, precision: str | None) -> dict[str, Any]:
         equal = len(set(digests.values())) == 1
         raise Wrong(f"not exact (digests equal: {equal}): {because}")
     return same(digests)
-
-
-def attention(setup: Setup, *, precision: str | None) -> dict[str, Any]:
-    """What torch's own choice of a kernel of attention does to the bits. None is wrong: where its
-    backward pass is not deterministic, a run says that it is not exact."""
-    digests, because = digests_by_size(setup, "gpt-fused", precision)
-    equal = len(set(digests.values())) == 1
-    if not equal and not because:
-        raise Wrong(f"the digests differ and no run says why: {digests}")
-    return {"equal": equal, "inexact_because": because}
 
 
 def digests_by_size(
@@ -992,10 +977,6 @@ _EXACT = {
     for precision in _PRECISIONS
     for model in ("gpt", "conv")
 }
-_ATTENTION = {
-    f"attention-{precision or 'fp32'}": Check(partial(attention, precision=precision), 70.0)
-    for precision in _PRECISIONS
-}
 _WITH_AUTOTUNE: Any = {"plain": "max-autotune-no-cudagraphs", "graphs": "max-autotune"}
 
 # In this order: what no simulation can tell comes first.
@@ -1008,7 +989,6 @@ CHECKS: dict[str, Check] = {
     "connected-run": Check(connected_run, 110.0),
     "exact-gpt-fp32": _EXACT["exact-gpt-fp32"],
     "exact-conv-fp32": _EXACT["exact-conv-fp32"],
-    "attention-fp32": _ATTENTION["attention-fp32"],
     "faults": Check(faults, 80.0),
     "changes": Check(changes, 110.0),
     "inner-steps": Check(inner_steps, 110.0),
@@ -1020,6 +1000,5 @@ CHECKS: dict[str, Check] = {
     "compile": Check(compiled, 140.0),
     "gangs-over-nccl": Check(gangs_over_nccl, 110.0),
     **_EXACT,
-    **_ATTENTION,
     "compile-max-autotune": Check(partial(compiled, **_WITH_AUTOTUNE), 140.0),
 }

@@ -31,6 +31,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
+from elastic_dp.device.gpu import BY_MATH, attends_by_math
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError, MembersMissing, PiecesLost
@@ -244,6 +245,8 @@ class WorkerSession:
 
             self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
         self.loop.open()
+        if self.spec.exact and self.is_source and attends_by_math(self.device):
+            self.link.say(BY_MATH)
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(self._parts.trial)
         self._parts.loop_guard.loss_tried()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version, settle_cublas
+from elastic_dp.device.gpu import exact_attention, gpu_kind, is_gpu, nccl_version, settle_cublas
 from elastic_dp.errors import SpecError
 
 
@@ -135,11 +135,14 @@ class DeterministicKernels:
 
         warnings.showwarning = note
         settle_cublas(self._device)
+        self._attention = exact_attention(self._device)
+        self._attention.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._restore is None:
             return
+        self._attention.__exit__(None, None, None)
         enabled, warn_only, fill, benchmark, always, show = self._restore
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
