@@ -259,14 +259,14 @@ class GradientReducer:
         self._last = None
 
     def before_backward(self) -> None:
-        """Takes the gradients of a backward pass. Raises what `check_after_loss` raises."""
+        """Takes the gradients of a backward pass. Raises LossError if there are some."""
         self.check_after_loss()
         if self._arrivals:
             self._place_hooks()
         self._running = True
 
     def check_after_loss(self) -> None:
-        """Raises LossError or ModelError if there are gradients, or hooks of other code."""
+        """Raises LossError if the loss function left a gradient."""
         if any(map(is_given, map(_gradient, self._all))):
             p = next(p for p in self._all if p.grad is not None)
             raise LossError(
@@ -274,7 +274,6 @@ class GradientReducer:
                 "backward(), or assigned it. Return the loss, whose backward pass is run for "
                 "you; within a loss use torch.autograd.grad"
             )
-        self._refuse_hooks()
 
     def after_leaf(
         self, leaf: Leaf, is_last: bool, *, observed: bool = False
@@ -308,7 +307,10 @@ class GradientReducer:
                 )
 
     def send(self) -> None:
-        """Launches every bucket that is not launched yet, after the last leaf."""
+        """Launches every bucket that is not launched yet, after the last leaf. Raises ModelError if
+        other code has hooks that saw the gradients."""
+        if self._computes:
+            self._refuse_hooks()
         while self._sends and self._next < len(self._layout.buckets):
             self._flush(self._layout.buckets[self._next])
         if self._error is not None:
@@ -332,7 +334,9 @@ class GradientReducer:
         return {one.node: one.gradients for one in self._stack}
 
     def take_sums(self) -> dict[Node, Gradients]:
-        """Returns the sums of this worker's subtrees after its last leaf, and drops them here."""
+        """Returns the sums of this worker's subtrees after its last leaf, and drops them here.
+        Raises ModelError if other code has hooks that saw the gradients."""
+        self._refuse_hooks()
         sums = {one.node: one.gradients for one in self._stack}
         self.drop()
         return sums
@@ -526,7 +530,9 @@ def _write(
     views: Sequence[torch.Tensor],
     chosen: Sequence[bool],
 ) -> None:
-    if True in chosen:
+    if False not in chosen:
+        rounding.write(gradients, node, blocks, views)  # type: ignore[arg-type]
+    elif True in chosen:
         rounding.write(
             _chosen(gradients, chosen), node, _chosen(blocks, chosen), _chosen(views, chosen)
         )

@@ -50,6 +50,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_dp.errors import LoopError, LossError
 from elastic_dp.module_pickling import is_installed
 from elastic_dp.train.exactness.purity_probe import variables_of
+from elastic_dp.train.state.module_attributes import ModuleAttributes
 from elastic_dp.train.state.weight_comparison import digest_of
 
 _FIRST, _EVERY = 8, 16  # bodies around which all is compared
@@ -80,6 +81,7 @@ class BodyVariables:
         scheduler: Any,
         passed: Mapping[str, Any],
         *,
+        modules: ModuleAttributes,
         delays: bool = False,
     ) -> None:
         self._optimizers = list(optimizers)
@@ -90,8 +92,8 @@ class BodyVariables:
             for value in [one, *held]:
                 if type(value) in _PLAIN:  # small integers are one object each
                     continue
-                modules = value.modules() if isinstance(value, nn.Module) else ()
-                ids |= {id(value), *map(id, modules)}
+                inner = value.modules() if isinstance(value, nn.Module) else ()
+                ids |= {id(value), *map(id, inner)}
         self._passed = ids
         self._loss, self._delays = loss_fn, delays
         self._root: str | None = None  # the package of the train function
@@ -103,7 +105,7 @@ class BodyVariables:
         self._deep, self._deepest = True, _DEEPEST
         self._clocks: list[float] = []
         self._bodies, self._epoch = 0, None
-        self._modules = _ModuleAttributes(model)
+        self._modules = modules
         functions = getattr(scheduler, "lr_lambdas", ())  # those that its state_dict lacks
         self._schedules = [one for one in functions if isinstance(one, types.FunctionType)]
         self._after: Facts = {}  # of the schedules, at the end of the last body
@@ -140,7 +142,7 @@ class BodyVariables:
         self._deep = self._bodies < _FIRST or self._bodies % _EVERY == 0
         self._deepest = _DEEPEST * (1 + self._deep)
         self._before, self._clocks = self._facts(), _clocks()
-        self._modules.begin()
+        self._modules.body_begins()
         self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def check(self) -> list[str]:
@@ -160,7 +162,7 @@ class BodyVariables:
             name: (before[name], value)
             for name, value in now.items()
             if name in before and not _same(before[name], value)
-        } | self._modules.changed()
+        } | self._modules.changed_by_body()
         for name, pair in changed.items():
             for one, other in zip(*map(_uses, pair), strict=False):
                 if one != other:
@@ -360,65 +362,6 @@ class BodyVariables:
         versions = [(id(t), t._version) for t in tensors if not t.is_inference()]
         own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         return _Version(id(module), (versions, self._of_attributes(own, depth)), True)
-
-
-class _ModuleAttributes:
-    """Compares numbers, text and functions that a model's modules hold, and the number of hooks.
-
-    Modules with extra state are left out: a worker that joins receives it. A look takes some
-    hundred nanoseconds for each module.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            (f"model.{name}.".replace("..", "."), vars(module))
-            for name, module in model.named_modules()
-            if type(module).get_extra_state is nn.Module.get_extra_state
-        ]
-        self._sized = [x for _, held in self._modules for x in (held, *(held[k] for k in _HOOKS))]
-        self._sizes: list[int] = []
-
-    def begin(self) -> None:
-        sizes = list(map(len, self._sized))
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._keys = [[*_HOOKS, *_watched(held)] for _, held in self._modules]
-            self._readers = [operator.itemgetter(*keys) for keys in self._keys]
-        self._before = self._read()
-
-    def changed(self) -> dict[str, tuple[Any, Any]]:
-        """Returns what differs from the last `begin`: before and now."""
-        sizes = list(map(len, self._sized))
-        with contextlib.suppress(RuntimeError, ValueError):  # an attribute is a tensor now
-            if sizes == self._sizes and self._read() == self._before:
-                return {}
-        found = {}
-        for n, (name, held) in enumerate(self._modules):
-            before = dict(zip(self._keys[n], self._before[n], strict=True))
-            for key in [*before, *_watched(held)]:
-                if not _same(before.get(key), now := held.get(key)):
-                    found[name + key] = before.get(key), now
-            first = (1 + len(_HOOKS)) * n + 1
-            for key, was in zip(_HOOKS, self._sizes[first:], strict=False):
-                if was != len(held[key]):
-                    found[name + key] = was, len(held[key])
-        return found
-
-    def _read(self) -> list[tuple[Any, ...]]:
-        try:
-            return [
-                read(held) for read, (_, held) in zip(self._readers, self._modules, strict=True)
-            ]
-        except KeyError:  # an attribute is gone
-            return []
-
-
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-
-
-def _watched(held: Mapping[str, Any]) -> Iterator[str]:
-    kinds = (*_PLAIN, types.FunctionType, types.MethodType)
-    return (key for key, value in held.items() if type(value) in kinds and key not in _OF_TORCH)
 
 
 _NONE = object()  # of a value that is not compared

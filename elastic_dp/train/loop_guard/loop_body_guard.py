@@ -17,9 +17,10 @@ another member. If a body wrote to that state, some members would apply the chan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +49,8 @@ class LoopBodyGuard:
         self._watching = self.is_in_loss = False
         self._bodies = 0
         self._versions: list[int] = []
+        self._of_leaves: list[int] | None = None  # as the first loss function found them
+        self._has_gone_gradients = False
         self._first: Any = None  # what is compared around the first body
         self._model = model
         self._modules = {module: name for name, module in model.named_modules()}
@@ -78,15 +81,17 @@ class LoopBodyGuard:
         for p in self._parameters if step == 1 and not self._sharded else ():
             if type(p) is nn.Parameter and p.grad is None and p.layout is torch.strided:
                 p.grad = _GoneGradient.of(p)
+                self._has_gone_gradients = True
 
     def check(self) -> None:
         """Checks the state at the end of the body. Raises LoopError."""
         if not self._watching:
             return
         self._watching = False
-        for p in self._parameters:
+        for p in self._parameters if self._has_gone_gradients else ():
             if type(p.grad) is _GoneGradient:
                 p.grad = None
+        self._has_gone_gradients = False
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
@@ -106,16 +111,29 @@ class LoopBodyGuard:
         if len(self._optimizer.state) < self._size:
             raise _body_wrote("the optimizer's state")
 
-    def versions(self) -> list[int]:
-        """Returns the versions of the parameters."""
-        return list(map(_version, self._parameters))
+    def leaves_begin(self) -> None:
+        """Forgets the parameters' versions."""
+        self._of_leaves = None
 
-    def written_since(self, versions: list[int]) -> str | None:
-        """Returns the name of a parameter whose version differs from `versions`, or None."""
-        now = list(map(_version, self._parameters))
-        if now == versions:
+    @contextlib.contextmanager
+    def loss_runs(self) -> Iterator[None]:
+        """A context for a loss function. It records the parameters' versions if it is the first."""
+        if self._of_leaves is None:
+            self._of_leaves = self._parameter_versions()
+        self.is_in_loss = True
+        try:
+            yield
+        finally:
+            self.is_in_loss = False
+
+    def written_by_losses(self) -> str | None:
+        """Returns the name of a parameter that was written to since the first loss function, or
+        None. Forgets the versions."""
+        before, self._of_leaves = self._of_leaves, None
+        now = before and self._parameter_versions()
+        if not before or not now or now == before:
             return None
-        return next(n for n, a, b in zip(self._names, versions, now, strict=True) if a != b)
+        return next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
 
     def watch_others(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Refuses steps of other optimizers, by the names of the loss function's variables."""
@@ -203,7 +221,10 @@ class LoopBodyGuard:
         """Returns the parameters' versions and addresses. `p.data = …` changes the latter."""
         held = map(local_of, self._parameters) if self._sharded else self._parameters
         places = map(torch.Tensor.data_ptr, held)
-        return [*self.versions(), *places]
+        return [*self._parameter_versions(), *places]
+
+    def _parameter_versions(self) -> list[int]:
+        return list(map(_version, self._parameters))
 
 
 def _is_empty(tensors: Any) -> bool:

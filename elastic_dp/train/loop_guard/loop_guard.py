@@ -21,7 +21,13 @@ class LoopGuard:
         optimizers, scheduler = state.optimizers.all, state.scheduler
         delays = state.previous is not None
         self._variables = BodyVariables(
-            state.model, optimizers, loss_fn, scheduler, state.user, delays=delays
+            state.model,
+            optimizers,
+            loss_fn,
+            scheduler,
+            state.user,
+            modules=buffers.attributes,
+            delays=delays,
         )
         if delays:
             changing = {f"state[{key!r}]": value for key, value in state.user.items()}

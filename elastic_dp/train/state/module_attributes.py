@@ -1,5 +1,5 @@
-"""Attributes of modules that forward changes: numbers, text, tensors that are no buffers, and what
-dicts, lists, sets and arrays hold.
+"""Attributes of modules that forward or the loop's body changes: numbers, text, functions, tensors
+that are no buffers, and what dicts, lists, sets and arrays hold.
 
 A module that changes itself when the rows ask for it, such as a rotary embedding that recomputes
 its frequencies for a longer row, computes something else for the rows that come after it. These
@@ -10,9 +10,11 @@ tensor in place.
 
 Attributes that one micro-batch changes each time, such as a counter, stay as they are: the check
 before the first step names them. All workers find the same ones, by one micro-batch of step 1. Of
-torch's layers, numbers and text are watched alone.
+torch's layers, numbers, text and functions are watched alone.
 
-A look at all attributes of a module takes some hundred nanoseconds.
+What the body changes is named: numbers, text, functions, and the number of hooks. A look at all
+attributes of a module takes some hundred nanoseconds, so what the step began with is what the body
+is compared with, and hooks are counted where some are, or were added.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from operator import call, is_, itemgetter
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from elastic_dp.errors import ModelError
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+_WATCHED = (*_PLAIN, FunctionType, MethodType)
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
@@ -86,6 +92,9 @@ class ModuleAttributes:
         self._tensors: list[tuple[int, str, torch.Tensor]] = []
         self._containers: list[_Container] = []
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
+        self._made: int | None = None  # hooks of this process, when those of the modules were found
+        self._hooks: dict[str, Any] = {}  # where a module has some, by name
+        self._of_hooks: list[int] = []  # their numbers, when the body began
         self.begin()
 
     def begin(self) -> None:
@@ -135,7 +144,47 @@ class ModuleAttributes:
             self._restore(place, before)
         self._values = self._read()
 
+    def body_begins(self) -> None:
+        """Counts the hooks. The attributes are as the step began."""
+        self._find_hooks()
+        self._of_hooks = list(map(len, self._hooks.values()))
+
+    def changed_by_body(self) -> dict[str, tuple[Any, Any]]:
+        """Returns what the body has changed, by name: before and now."""
+        found: dict[str, tuple[Any, Any]] = {}
+        if self._differ():
+            began = self._before()
+            for place, held in enumerate(self._dicts):
+                before = began.get(place, {})
+                new = [key for key, value in held.items() if type(value) in _WATCHED]
+                for key in dict.fromkeys([*before, *new]):
+                    was, now = before.get(key), held.get(key)
+                    watched = key not in _OF_TORCH and (place, key) not in self._counters
+                    if watched and key != "training" and not _same(now, was):
+                        found[self._path(place, key)] = was, now
+        counts = dict(zip(self._hooks, self._of_hooks, strict=True))
+        self._find_hooks()
+        if list(map(len, self._hooks.values())) != [*counts.values()]:
+            for path in counts | self._hooks:
+                pair = counts.get(path, 0), len(self._hooks.get(path, ()))
+                found |= {path: pair} if pair[0] != pair[1] else {}
+        return found
+
     # ------------------------------------------------------------------------------ private
+
+    def _path(self, place: int, key: str) -> str:
+        return f"model.{self._modules[place][0]}.{key}".replace("..", ".")
+
+    def _find_hooks(self) -> None:
+        """Finds the hooks of the modules, if this process has made any since the last time."""
+        if self._made != RemovableHandle.next_id:
+            self._made = RemovableHandle.next_id
+            self._hooks = {
+                self._path(place, kind): held[kind]
+                for place, held in enumerate(self._dicts)
+                for kind in _HOOKS
+                if held[kind]
+            }
 
     def _find_attributes(self) -> None:
         self._names = [set(held) for held in self._dicts]
@@ -147,7 +196,7 @@ class ModuleAttributes:
             for key, value in held.items():
                 if key in _OF_TORCH or (place, key) in self._counters:
                     continue
-                if type(value) in _PLAIN:
+                if type(value) in _WATCHED:
                     keys.append(key)
                 elif isinstance(value, torch.Tensor) and not is_layer:
                     self._tensors.append((place, key, value))
@@ -238,7 +287,7 @@ def _is_small_container(value: Any) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
-    return type(now) is type(before) and bool(now == before)
+    return now is before or (type(now) is type(before) and bool(now == before))
 
 
 def _in_place_refusal(name: str, key: str) -> str:

@@ -75,7 +75,7 @@ class ModuleBuffers:
         self._committed_bits = [bits_of(committed) for committed in self._committed]
         self._compared = [memory.content.numel() <= _COMPARED_NUMEL for memory in self._own]
         self._versions = [memory.version for memory in self._own]
-        self._attributes = ModuleAttributes(model)
+        self.attributes = ModuleAttributes(model)
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
         self._leaves: dict[int, LeafBuffers] = {}  # by virtual worker
@@ -91,7 +91,7 @@ class ModuleBuffers:
     def begin(self) -> None:
         """Begins a step. On a device, takes the buffers as the loop body left them, to be read with
         those of the leaves: the body must not change them."""
-        self._attributes.begin()
+        self.attributes.begin()
         if self._later:
             self._leaves[_BODY] = self._take()
 
@@ -136,7 +136,7 @@ class ModuleBuffers:
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
         """Saves what this leaf wrote, and undoes it."""
         left = self._take()
-        self._attributes.undo(self._modules_of(left.written) if left.written else ())
+        self.attributes.undo(self._modules_of(left.written) if left.written else ())
         if contributes:
             self._leaves[virtual_worker] = left
 
@@ -155,17 +155,17 @@ class ModuleBuffers:
         are written.
         """
         if tried:
-            self._attributes.tried()
+            self.attributes.tried()
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
         self._take()
-        self._attributes.undo()
+        self.attributes.undo()
         self._leaves.clear()
 
     @property
     def try_again(self) -> bool:
         """Whether the trial micro-batch must run once more; see module_attributes.py."""
-        return self._attributes.is_undecided
+        return self.attributes.is_undecided
 
     def changed(self) -> bytes:
         """Returns a byte per buffer and extra state: 1 if a leaf of this worker wrote to it."""

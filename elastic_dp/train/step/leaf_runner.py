@@ -39,6 +39,10 @@ class Leaf(Protocol):
     """How a virtual worker makes its gradient in a step."""
 
     @property
+    def micro_batches(self) -> MicroBatchRunner:
+        """Runs its micro-batches."""
+
+    @property
     def makes(self) -> str:
         """What it makes, for messages."""
 
@@ -185,8 +189,9 @@ class LeafRunner:
         """Runs the leaves of `share` that are not `finished`. Returns the results of all of them.
 
         With `sends`, the gradients of the last leaf are sent in its backward pass. An `idle` worker
-        runs none. Raises GroupError.
+        runs none. Raises GroupError, and LossError if a loss function has changed a parameter.
         """
+        self.state.loop_body_guard.leaves_begin()
         self.speed.begin(self.micro_batches(step))
         last = share[-1][1] if sends else None
         virtual_workers, expected = self.shares.virtual_workers(step), self.expected_weight(step)
@@ -212,6 +217,7 @@ class LeafRunner:
                 self.results |= work.results
                 self.buffers.reuse(work.buffers)
         self.send_first()
+        self.leaf.micro_batches.check_written()
         return self.results
 
     def _run_leaf(self, turn: Turn, *, idle: bool) -> None:

@@ -94,7 +94,7 @@ class MicroBatchRunner:
         # The number by which random ones are drawn.
         self._key = gang.micro_batch if gang is not None else int
         self._is_trial = False  # this is the micro-batch before the first step
-        self._writes_back = False  # see `_check_written`
+        self._writes_back = False  # see `check_written`
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
@@ -145,17 +145,10 @@ class MicroBatchRunner:
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.
         torch.clear_autocast_cache()
-        loop_body_guard = self._state.loop_body_guard
-        versions = loop_body_guard.versions()
-        loop_body_guard.is_in_loss = True
-        try:
-            with self.autocast():
-                returned = self._loss_fn(self._state.model, batch)
-        finally:
-            loop_body_guard.is_in_loss = False
-        written = loop_body_guard.written_since(versions)
-        if written is not None:
-            self._check_written(written)
+        with self._state.loop_body_guard.loss_runs(), self.autocast():
+            returned = self._loss_fn(self._state.model, batch)
+        if self.several or self._is_trial:  # else after those of all virtual workers
+            self.check_written()
         rows = self._data.rows(step, v) - self._data.masked(step, v)
         # The host would wait for the device at each value, so `StepRunner` reads all together.
         unread: dict[str | None, torch.Tensor] = {}
@@ -180,6 +173,24 @@ class MicroBatchRunner:
             scale *= self._state.loss_scale.scale
         return loss * scale, result
 
+    def check_written(self) -> None:
+        """Raises LossError if a loss function has changed a parameter.
+
+        If it wrote to the parameter in the trial, too, where all values are compared, it only
+        writes the values back.
+        """
+        name = self._state.loop_body_guard.written_by_losses()
+        if name is None:
+            return
+        self._writes_back |= self._is_trial
+        if self._exact and not self._writes_back:
+            raise LossError(
+                f"the loss function changed model.{name}. It may run more than once for a "
+                "step, and each worker runs it for "
+                "its own micro-batches: change parameters by the optimizer; several may be "
+                "one, that holds the others"
+            )
+
     def _virtual_worker(self, step: int, v: int) -> int:
         return v
 
@@ -192,21 +203,6 @@ class MicroBatchRunner:
     ) -> tuple[None, MicroBatchResult]:
         """The loss is not finite. The header tells all members; they raise together."""
         return None, result
-
-    def _check_written(self, name: str) -> None:
-        """Raises LossError if the loss function has changed a parameter.
-
-        If it wrote to the parameter in the trial, too, where all values are compared, it only
-        writes the values back.
-        """
-        self._writes_back |= self._is_trial
-        if self._exact and not self._writes_back:
-            raise LossError(
-                f"the loss function changed model.{name}. It may run more than once for a "
-                "step, and each worker runs it for "
-                "its own micro-batches: change parameters by the optimizer; several may be "
-                "one, that holds the others"
-            )
 
 
 def not_finite_loss(loss: float, step: int, where: str, rows: str) -> LossError:

@@ -41,8 +41,11 @@ def test_copies_are_sent_before_the_pass_that_sends_gradients(finished, expected
     data = MagicMock(rows=lambda step, v: 1)
     gradients = MagicMock()
     gradients.add_finished.side_effect = lambda node, *_: told.append(f"finished {node[0]}")
+    micro_batches = SimpleNamespace(
+        batch=lambda step, v: {}, forward=forward, check_written=lambda: None
+    )
     runner = LeafRunner(
-        OnePass(SimpleNamespace(batch=lambda step, v: {}, forward=forward), data),
+        OnePass(micro_batches, data),
         data,
         MagicMock(),
         gradients,

@@ -21,6 +21,10 @@ def job(steps, workers=1):
     return spec_of(steps=steps, workers=workers, virtual=6)
 
 
+def unweighted():
+    return 1.0
+
+
 class Holder(nn.Module):
     """Has one attribute of each kind, of which the result depends."""
 
@@ -30,12 +34,12 @@ class Holder(nn.Module):
         self.number, self.absent, self.scale = 1.0, None, torch.ones(())
         self.by_name, self.counts = {"factor": 1.0}, collections.defaultdict(float)
         self.past, self.window = [1.0], collections.deque([1.0], maxlen=2)
-        self.seen, self.table = {1.0}, np.ones(3)
+        self.seen, self.table, self.weigh = {1.0}, np.ones(3), unweighted
 
     def forward(self, x):
         factors = [self.number, self.absent or 1.0, self.by_name["factor"], self.counts["n"] + 1.0]
         factors += [sum(self.past), sum(self.window), max(self.seen), float(self.table.sum())]
-        factors.append(getattr(self, "late", 1.0))
+        factors += [getattr(self, "late", 1.0), self.weigh()]
         return self.drop(self.leaky(self.net(x)) * self.scale * math.prod(factors))
 
 
@@ -53,6 +57,7 @@ CHANGES = {
     "another dict": lambda m, x: setattr(m, "by_name", {"factor": x}),
     "new attribute": lambda m, x: setattr(m, "late", x),
     "of a layer of torch": lambda m, x: setattr(m.leaky, "negative_slope", x),
+    "function": lambda m, x: setattr(m, "weigh", lambda: x),
     "mode of a module": lambda m, x: m.drop.eval(),
 }
 
