@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from elastic_dp.data.discovery.listing import INFO, STATE, Listing, files_of_saved, list_files
+from elastic_dp.data.formats.file_format import ShardAt, ShardFile
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Entry, Store, redact_url
 
@@ -73,7 +73,8 @@ class SourceFiles:
         changed since it was listed."""
         entry = self.entries[name]
         with named(name):
-            yield io.BufferedReader(_Ranges(self.store, entry), _READ_BYTES)
+            shard = ShardAt(self.store, entry.path, entry.size, entry.version, name)
+            yield ShardFile.buffered(shard, _READ_BYTES)
         found = self.store.look_up(entry.path)
         if found is None or found.version != entry.version:
             raise DataError(f"{name} changed while it was read; convert a source at rest")
@@ -184,32 +185,3 @@ def _decoder(what: str, name: str, raw: Any) -> Any:
     if what == "gzip":
         return gzip.GzipFile(fileobj=raw)
     return bz2.BZ2File(raw) if what == "bz2" else lzma.LZMAFile(raw) if what == "xz" else raw
-
-
-class _Ranges(io.RawIOBase):
-    """The bytes of a file, of the version that was listed."""
-
-    def __init__(self, store: Store, entry: Entry) -> None:
-        self._store, self._entry, self._at = store, entry, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._entry.size)[whence]
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        end = min(self._at + len(into), self._entry.size)
-        if end <= self._at:
-            return 0
-        content = self._store.read(self._entry.path, self._at, end, self._entry.version)
-        into[: end - self._at] = content
-        count, self._at = end - self._at, end
-        return count

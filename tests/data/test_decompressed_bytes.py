@@ -15,7 +15,6 @@ LIMIT_BYTES = 1 << 20
 TEXT = pa.table({"s": ["x" * (2 << 20), "y"]})
 NUMBERS = pa.table({"x": pa.array([0] * (1 << 18))})
 DICTIONARY = pa.table({"s": pa.array(["x" * (2 << 20), "y"]).dictionary_encode()})
-BOMBS = {"text": TEXT, "numbers": NUMBERS, "dictionary": DICTIONARY}
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +44,21 @@ def test_arrow_that_decompresses_to_too_much_is_refused_by_convert(codec, table,
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
-@pytest.mark.parametrize("name", ["numbers", "dictionary"])
-def test_arrow_that_decompresses_to_too_much_is_refused_when_it_is_opened(name, kind, tmp_path):
-    write(tmp_path / "a.arrow", BOMBS[name], "zstd", kind)
+def test_arrow_dictionary_that_decompresses_to_too_much_is_refused_when_opened(kind, tmp_path):
+    write(tmp_path / "a.arrow", DICTIONARY, "zstd", kind)
     with pytest.raises(DataError, match=r"a\.arrow has a .* that decompresses to \d MiB"):
         read_index(config(tmp_path))
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 @pytest.mark.parametrize("kind", ["file", "stream"])
-def test_arrow_text_that_decompresses_to_too_much_is_a_bad_shard(kind, codec, tmp_path):
-    """How long its texts are is not in the metadata, which is all that is read at open."""
-    write(tmp_path / "a.arrow", TEXT, codec, kind)
+@pytest.mark.parametrize("table", [TEXT, NUMBERS], ids=["text", "numbers"])
+def test_arrow_that_decompresses_to_too_much_is_a_bad_shard(table, kind, codec, tmp_path):
+    """How long its buffers are is not in the metadata, which is all that is read at open."""
+    write(tmp_path / "a.arrow", table, codec, kind)
     groups = opened(config(tmp_path))
     before = pa.total_allocated_bytes()
-    with pytest.raises(BadShard, match=r"record batch of 2 rows that decompresses to 2 MiB"):
+    with pytest.raises(BadShard, match=r"record batch of .* rows that decompresses to 2 MiB"):
         groups.read(0)
     assert pa.total_allocated_bytes() - before < LIMIT_BYTES
 

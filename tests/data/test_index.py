@@ -111,6 +111,16 @@ def changed(folder: Path, to: Path, change) -> tuple[Index, Index]:
     return read_index(config(folder)), read_index(config(copy))
 
 
+def test_index_of_another_version_is_refused_by_name(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    index = read_index(config(tmp_path))
+    monkeypatch.setattr("elastic_dp.data.discovery.shard_index.VERSION", 3)
+    written = index.to_bytes()
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="version 3, and this elastic_dp reads 4; go on with"):
+        Index.from_bytes(written)
+
+
 def test_digest_is_of_the_content_not_of_the_place(folder, tmp_path_factory):
     copy = copied(folder, tmp_path_factory.mktemp("a") / "copy")
     here, there = read_index(config(folder)), read_index(config(copy))

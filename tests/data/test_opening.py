@@ -2,6 +2,8 @@
 
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -279,3 +281,32 @@ def test_row_groups_of_a_mapped_arrow_file_count_in_the_budget(tmp_path):
     _, nbytes = groups.read(0)
     groups.close()
     assert nbytes == 1024 * 64 * 4
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from elastic_dp.config import DataConfig
+from elastic_dp.data import Index, open_data
+config = DataConfig(sys.argv[1], micro_batch_size=4)
+index = Index.from_bytes(Path(sys.argv[2]).read_bytes())
+data = open_data(config, virtual_workers=1, index=index)
+assert {*data.batch(1, 0)} == {"x", "is", "list", "text"}
+assert "pandas" not in sys.modules
+data.close()
+"""
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_worker_does_not_import_pandas_which_takes_a_second(form, tmp_path):
+    table = pa.table({"x": range(8), "is": [True] * 8, "list": [[1, 2]] * 8, "text": ["a"] * 8})
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+    index = read_index(DataConfig(str(path), micro_batch_size=4))
+    (tmp_path / "index").write_bytes(index.to_bytes())
+    command = [sys.executable, "-c", WORKER, str(path), str(tmp_path / "index")]
+    subprocess.run(command, check=True)

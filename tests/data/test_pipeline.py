@@ -125,7 +125,7 @@ def made(plan: Planner) -> list[int]:
     """Make all chunks for which there is room. Return their virtual workers."""
     found = []
     while (chunk := plan.begin_next()) is not None:
-        found += [m.virtual_worker for m in chunk.micro_batches]
+        found += [m.slot[1] for m in chunk.micro_batches]
         plan.end(chunk, 1 << 20)
     return found
 

@@ -288,7 +288,7 @@ def test_too_little_memory_is_an_error_that_names_the_row_group():
 
 
 def num_made(data) -> int:
-    return len(data._pipeline._outbox._ready)
+    return len(data._pipeline.outbox._ready)
 
 
 @pytest.mark.parametrize(("transform", "together"), [(None, 128), (lambda batch, rng: batch, 1)])

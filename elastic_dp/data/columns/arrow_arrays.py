@@ -126,7 +126,7 @@ def _lists(array: pa.Array, where: str) -> Array | Lists:
     if array.null_count:
         lists = f"null list{'s' * (array.null_count != 1)}"
         raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
-    offsets = array.offsets.to_numpy()
+    offsets = view(array.offsets)
     first, end = int(offsets[0]), int(offsets[-1])
     # What `flatten` gives where no list is null, in half of its time
     values = _values(array.values.slice(first, end - first), where)
@@ -158,8 +158,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         return view(array)
     if pa.types.is_boolean(kind):
-        bools: Array = array.to_numpy(zero_copy_only=False)
-        return bools
+        return view(array.cast(pa.uint8())).view(np.bool_)
     raise DataError(
         f"{where} is {type_name(kind)}, which has no tensor; use numbers, dates, text, or "
         "lists, structs and maps of "
@@ -168,11 +167,18 @@ def _numbers(array: pa.Array, where: str) -> Array:
 
 
 def view(array: pa.Array) -> Array:
-    """Like `to_numpy`, but writable where Arrow's memory is."""
+    """Like `to_numpy`, but writable where Arrow's memory is, and without importing pandas, which
+    takes a second."""
     dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
     if not len(array):
         return np.empty(0, dtype)
     return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def arrow_ints(numbers: Ints) -> pa.Array:
+    """Like `pa.array`, without importing pandas."""
+    content = pa.py_buffer(np.ascontiguousarray(numbers))
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, content])
 
 
 def _refuse_nulls(array: pa.Array, where: str) -> None:

@@ -63,7 +63,7 @@ class MicroBatchStream(ABC):
 
     @property
     def counts(self) -> dict[str, float]:
-        return {"waited_s": self._pipeline.waited_s}
+        return {"waited_s": self._pipeline.outbox.waited_s}
 
     def steps_of(self, epochs: int) -> int:
         return self._order.steps_of(epochs)
@@ -426,9 +426,9 @@ class RowAssembly:
         self._assembler = BatchAssembler(self._groups, self._rows, blocks, bounds)
 
     def copy(self, contents: dict[int, Columns | None], may_keep: Mapping[int, int]) -> None:
-        for row_group, columns in contents.items():
-            assert columns is not None
-            with copying():
+        with copying():
+            for row_group, columns in contents.items():
+                assert columns is not None
                 if self._assembler.copy(row_group, columns, may_keep.get(row_group, 0)):
                     contents[row_group] = None
 

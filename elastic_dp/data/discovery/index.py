@@ -109,7 +109,7 @@ def read_index(
     _pass_over(config, sources, empty)
     in_folders.check()
     if config.pack is not None:
-        from elastic_dp.data.discovery.token_counts import is_packable, with_tokens
+        from elastic_dp.data.discovery.row_counts import is_packable
 
         columns.leave_out(lambda leaf: not is_packable(leaf.type))
     delivered, found = {leaf.name for leaf in columns.leaves()}, columns.wanted_leaves()
@@ -117,12 +117,11 @@ def read_index(
     nulls.add_missing(columns.absent())
     fills = check_nulls(nulls, config.fill_nulls, found, for_filter=for_filter)
     index = replace(build.finish(columns, fills), asked=asked)
-    every = index.rows
-    if config.filter is not None:
-        from elastic_dp.data.discovery.filtered_index import filtered
+    if config.filter is None and config.pack is None:
+        return index
+    from elastic_dp.data.discovery.row_counts import with_counts
 
-        index = filtered(index, config, sources)
-    return index if config.pack is None else with_tokens(index, config, sources, every)
+    return with_counts(index, config, sources)
 
 
 class Builder:

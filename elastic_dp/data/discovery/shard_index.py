@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.config.removed_names import REMOVED_DATA_NAMES
+from elastic_dp.data.columns.arrow_arrays import arrow_ints, view
 from elastic_dp.data.columns.schema import top_level
 from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
 
+VERSION = 4  # of `Index.to_bytes`
 CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
 
@@ -78,8 +79,6 @@ class Index:
     @cached_property
     def stored_bytes(self) -> Ints:
         """Size of the columns that are read, as the shards have it, int64 [row groups]."""
-        if "stored" not in self.groups.schema.names:  # versions 1 to 3
-            return self.ends - self.starts
         return self._group_array("stored")
 
     @cached_property
@@ -124,14 +123,10 @@ class Index:
     def footer(self, shard: int) -> pa.Buffer | None:
         """The footer of a shard; None if the index does not keep it: the format has none, reading
         it is cheap, or there are too many."""
-        if "footer" not in self.shards.schema.names:  # version 1
-            return None
         return self.shards["footer"][shard].as_buffer()
 
     def partition(self, shard: int) -> dict[str, Any]:
         """The columns that only the name of the shard's folder holds, and their value there."""
-        if "partition" not in self.shards.schema.names:  # versions 1 and 2
-            return {}
         values = self.shards["partition"][shard].as_py()
         return {} if values is None else dict(json.loads(values))
 
@@ -148,12 +143,10 @@ class Index:
         formats = [(s.format, s.weight) for s in self.sources]
         content = hashlib.sha256(json.dumps(["index 1", formats, self.columns]).encode())
         for column in ("source", "size", "check"):
-            content.update(self.shards[column].to_numpy())
+            content.update(view(self.shards[column]).data)
         for names in chunks_of(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
-        if "partition" in self.shards.schema.names and self.shards["partition"].null_count < len(
-            self.shards
-        ):
+        if self.shards["partition"].null_count < len(self.shards):
             for values in chunks_of(self.shards["partition"]):
                 content.update(json.dumps(values.to_pylist()).encode())
         content.update(self.selection.encode())
@@ -171,11 +164,11 @@ class Index:
             "columns": self.columns,
             "selection": self.selection,
             "asked": self.asked,
-            "version": 4,  # 1 kept no footers, 2 no partitions, and 3 no stored bytes
+            "version": VERSION,
         }
         sink = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        bounds = pa.record_batch({"bounds": self.group_bounds})
+        bounds = pa.record_batch([arrow_ints(self.group_bounds)], ["bounds"])
         schema = self.schema.with_metadata(
             {**(self.schema.metadata or {}), "index": json.dumps(facts)}
         )
@@ -198,12 +191,18 @@ class Index:
                     batches.append(_one_batch(stream.read_all()))
             metadata = dict(schema.metadata)
             facts = json.loads(metadata.pop(b"index"))
-            sources = tuple(_source(**source) for source in facts["sources"])
+            if facts["version"] != VERSION:
+                raise DataError(
+                    f"the run's index of its data set has version {facts['version']}, and this "
+                    f"elastic_dp reads {VERSION}; go on with the version that wrote it, or begin a "
+                    "new run under another name"
+                )
+            sources = tuple(IndexedSource(**source) for source in facts["sources"])
             columns = tuple((name, kind) for name, kind in facts["columns"])
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
-            bounds_of = bounds["bounds"].to_numpy()
-            later = facts.get("selection", ""), facts.get("asked", "")
+            bounds_of = view(bounds["bounds"])
+            later = facts["selection"], facts["asked"]
             return cls(sources, shards, groups, bounds_of, plain, columns, *later)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data set's index cannot be read: {error}") from error
@@ -212,13 +211,7 @@ class Index:
         return Index.from_bytes, (self.to_bytes(),)
 
     def _group_array(self, column: str) -> Ints:
-        return self.groups[column].to_numpy()
-
-
-def _source(columns: list[str] | None = None, **facts: Any) -> IndexedSource:
-    if columns is not None:
-        raise DataError(REMOVED_DATA_NAMES["source_options"])
-    return IndexedSource(**facts)
+        return view(self.groups[column])
 
 
 def shard_at(index: Index, number: int, path: str, store: Any, shown: str) -> ShardAt:

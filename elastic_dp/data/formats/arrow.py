@@ -35,7 +35,6 @@ from elastic_dp.data.formats.arrow_messages import (
     END,
     MAGIC,
     Message,
-    has_too_many_values,
     head_of_footer,
     is_fixed_size,
     listed_messages,
@@ -101,10 +100,7 @@ class Arrow:
         else:
             head = bytes(shard.read(0, batches[0].start))
         schema = pa.ipc.open_stream(stream_of_head(head)).schema
-        kinds = [kind for field in schema for kind in node_types(field.type)]
         for message in messages:
-            if message.kind == BATCH and (why := has_too_many_values(message, kinds)):
-                raise DataError(f"{shard.name} has {why}")
             if message.kind == DICTIONARY:  # `read` decodes all of them with each record batch
                 refuse_large(shard.name, message, shard)
         if is_file and not tail:

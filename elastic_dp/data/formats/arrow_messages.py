@@ -10,7 +10,7 @@ declare are added up before it is decoded; more than `DECOMPRESSED_BYTES` is ref
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from struct import pack, unpack_from
@@ -250,37 +250,15 @@ def too_large(message: Message, read: Callable[[int], bytes]) -> str:
         # it is. Arrow allocates that many bytes, and refuses a buffer that has more or fewer.
         content = int.from_bytes(read(offset), "little", signed=True) if length >= 8 else 0
         total += length if content < 0 else content
-    return _over_limit(message, total)
-
-
-def has_too_many_values(message: Message, kinds: Sequence[pa.DataType]) -> str:
-    """Like `_too_large`, by the numbers of values alone, which the metadata holds. `kinds`: of the
-    field nodes."""
-    if not message.is_compressed:
-        return ""
-    lengths = [length for length, _ in message.nodes]
-    return _over_limit(message, sum(map(_fixed_bytes, kinds, lengths)))
-
-
-def _over_limit(message: Message, nbytes: int) -> str:
-    if nbytes <= DECOMPRESSED_BYTES:
+    if total <= DECOMPRESSED_BYTES:
         return ""
     is_batch = message.kind == BATCH
     what = f"a record batch of {message.rows:,} rows" if is_batch else "a dictionary"
     return (
-        f"{what} that decompresses to {nbytes >> 20:,} MiB, more than the "
+        f"{what} that decompresses to {total >> 20:,} MiB, more than the "
         f"{DECOMPRESSED_BYTES >> 20:,} MiB that may be decompressed at once; write it with fewer "
         "rows in a record batch, or without compression"
     )
-
-
-def _fixed_bytes(kind: pa.DataType, length: int) -> int:
-    """What `length` values take at least: those of no fixed size count as nothing."""
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        kind = kind.index_type
-    return length * int(kind.bit_width) // 8 if is_fixed_size(kind) else 0
 
 
 def is_fixed_size(kind: pa.DataType) -> bool:

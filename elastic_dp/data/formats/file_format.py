@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,40 @@ class ShardAt:
         """The bytes start ≤ i < end, as a bytes-like object. Raises ObjectRewritten if the shard
         has another version than in the index."""
         return self.store.read(self.path, start, end, self.version)
+
+
+class ShardFile(io.RawIOBase):
+    """A shard as a file object."""
+
+    def __init__(self, shard: ShardAt) -> None:
+        self._shard, self._at = shard, 0
+
+    @classmethod
+    def buffered(cls, shard: ShardAt, nbytes: int) -> io.BufferedReader:
+        """Reads at most `nbytes` at a time. What a longer seek skips is not requested."""
+        return io.BufferedReader(cls(shard), nbytes)
+
+    def readinto(self, into: Any) -> int:
+        end = min(self._at + len(into), self._shard.size)
+        if end <= self._at:
+            return 0
+        count = end - self._at
+        into[:count] = self._shard.read(self._at, end)
+        self._at = end
+        return count
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        self._at = position + (0, self._at, self._shard.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)  # of a million shards, some thousands are kept at a time

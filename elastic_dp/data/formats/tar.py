@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt, ShardFile
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
@@ -33,7 +33,6 @@ _CODECS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tar.bz2": "b
 }
 _UNPACKED_AT_ONCE = 4 << 20
 _BLOCK = 512
-_BUFFER_BYTES = 64 << 10  # a seek within them is no call of Python
 _READ_BYTES = 1 << 20  # per read during a scan; longer members are skipped by a seek
 _KEY = "__key__"
 _KINDS = {
@@ -79,7 +78,7 @@ class Tar:
         packed = _codec(shard) is not None
         content = _unpack(shard, bytes(shard.read(0, shard.size))) if packed else b""
         size = len(content) if packed else shard.size
-        file = io.BytesIO(content) if packed else _Scanned(shard)
+        file = io.BytesIO(content) if packed else ShardFile.buffered(shard, _READ_BYTES)
         for member, key, ending in _members(file, remarks):
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             if member.offset_data + member.size > size:
@@ -182,40 +181,6 @@ def _unpack(shard: ShardAt, content: bytes) -> bytes:
     return b"".join(pieces)
 
 
-class _Scanned(io.RawIOBase):
-    """A file object that reads a shard from front to back. What is skipped is not requested."""
-
-    def __init__(self, shard: ShardAt) -> None:
-        self._shard, self._at = shard, 0
-        self._start, self._content = 0, memoryview(b"")
-
-    def readinto(self, into: Any) -> int:
-        count = min(len(into), self._shard.size - self._at)
-        if count <= 0:
-            return 0
-        if not self._start <= self._at < self._start + len(self._content):
-            end = min(self._at + _READ_BYTES, self._shard.size)
-            self._start, self._content = self._at, memoryview(self._shard.read(self._at, end))
-        found = self._content[self._at - self._start :][:count]
-        into[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._shard.size}[whence]
-        self._at = base + position
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-
 def _members(
     file: Any, remarks: dict[str, tuple[int, str]] | None = None
 ) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
@@ -225,8 +190,7 @@ def _members(
     tarfile takes a broken header for the end of the archive, so the bytes at which it stopped are
     checked here.
     """
-    buffered = io.BufferedReader(file, _BUFFER_BYTES) if isinstance(file, io.RawIOBase) else file
-    with tarfile.open(fileobj=buffered, mode="r:") as members:
+    with tarfile.open(fileobj=file, mode="r:") as members:
         member = tarfile.TarInfo()
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all of them
@@ -258,13 +222,13 @@ def _members(
                 yield member, key, ending
             elif remarks is not None:
                 _remark(remarks, _NOTES if is_file else _LINKS, member.name)
-        buffered.seek(members.offset)
-        end = buffered.read(_BLOCK)
+        file.seek(members.offset)
+        end = file.read(_BLOCK)
         if end.strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
         if not end and remarks is not None:
             _remark(remarks, _NO_END, member.name)
-        while rest := buffered.read(_READ_BYTES):
+        while rest := file.read(_READ_BYTES):
             if rest.strip(b"\0"):
                 raise tarfile.ReadError(
                     f"more follows its end, which is at byte {members.offset}, most likely "

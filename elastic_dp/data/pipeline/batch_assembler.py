@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
+from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists, arrow_ints
 from elastic_dp.data.pipeline.array_memory import (
     ALIGNED_TO,
     BlockPool,
@@ -232,7 +232,7 @@ def _is_run(numbers: Ints) -> bool:
 def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
     """An object for each row, and an estimate of their bytes."""
     if isinstance(column, pa.Array):
-        picked = column.take(pa.array(rows))
+        picked = column.take(arrow_ints(rows))
         return picked.to_pylist(), picked.nbytes + _OBJECT_BYTES * _num_values(picked)
     if isinstance(column, Lists) and isinstance(values := column.values, np.ndarray):
         starts, ends = column.offsets[rows], column.offsets[rows + 1]

@@ -65,18 +65,22 @@ class Outbox:
         self._step = self._epoch = 0
         self._failure: Exception | None = None
         self._closed = False
+        self.waited_s = 0.0  # in `take`
 
     def take(self, slot: Slot, wake: Callable[[], object]) -> Any:
         """Waits until it is made. `wake` makes the owner call `sync`."""
         with self._changed:
             self._step = max(self._step, slot[0])
-            if slot not in self._ready:
+            if (found := self._ready.pop(slot, None)) is None:
+                begun_at = time.perf_counter()
                 self._waiting.add(slot)
                 wake()
                 self._changed.wait_for(lambda: slot in self._ready or self._is_over)
                 self._waiting.discard(slot)
+                self.waited_s += time.perf_counter() - begun_at
                 self._raise_if_over()
-            key, item = self._ready.pop(slot)
+                found = self._ready.pop(slot)
+            key, item = found
             self._taken[self._epoch].append(slot)
             if self._is_last(key):
                 wake()
@@ -187,9 +191,8 @@ class Pipeline:
         )
         self.memory = BlockMemory(row_groups, memory_bytes, keep)
         self.bad: frozenset[int] = frozenset()
-        self.waited_s = 0.0  # in `take`
         self.groups_read = 0
-        self._outbox = Outbox()
+        self.outbox = Outbox()
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # for the owner
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -204,37 +207,33 @@ class Pipeline:
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         """From `step` on, micro-batches of `virtual_workers` will be taken."""
         self._start()
-        epoch = self._outbox.move(step)
+        epoch = self.outbox.move(step)
         self._calls.put(partial(self._move, epoch, step, set(virtual_workers)))
 
     def take(self, step: int, virtual_worker: int) -> Any:
-        begun_at = time.perf_counter()
         self._start()
-        try:
-            return self._outbox.take((step, virtual_worker), self._wake)
-        finally:
-            self.waited_s += time.perf_counter() - begun_at
+        return self.outbox.take((step, virtual_worker), self._wake)
 
     def mark_bad(self, found: set[int]) -> None:
         """Returns when no micro-batch with rows of these row groups can be taken any more."""
         if not found <= self.bad:
             self._start()
             self._calls.put(partial(self._mark_bad, found))
-            self._outbox.wait_until(lambda: found <= self.bad)
+            self.outbox.wait_until(lambda: found <= self.bad)
 
     def close(self) -> None:
         """Ends the threads after what they are doing. `join` waits for them."""
         with self._starting:
             self._closed = True
         self._wake()
-        self._outbox.close()
+        self.outbox.close()
 
     def join(self) -> None:
         for thread in self._threads:
             thread.join()
         if self._row_groups is not None:
             self._row_groups.close()
-        self._outbox.clear()
+        self.outbox.clear()
         for chunk in self._begun.values():  # the plan still has it
             chunk.assembly = None
         self._begun.clear()
@@ -253,7 +252,7 @@ class Pipeline:
                 self._run("elastic-dp-data", self._own)
 
     def _run(self, name: str, run: Callable[[], object]) -> None:
-        thread = background(name, run, self._outbox.close)
+        thread = background(name, run, self.outbox.close)
         self._threads.append(thread)
         thread.start()
 
@@ -274,7 +273,7 @@ class Pipeline:
             self._stop()
 
     def _note_taken(self) -> tuple[int, set[Slot]]:
-        step, taken, waiting = self._outbox.sync(self._epoch)
+        step, taken, waiting = self.outbox.sync(self._epoch)
         self._planner.taken(taken)
         return step, waiting
 
@@ -282,7 +281,7 @@ class Pipeline:
         """Plans what the threads that take are at."""
         step, waiting = self._note_taken()
         if step > self._planner.step:
-            self._outbox.drop(self._planner.pass_to(step, waiting))
+            self.outbox.drop(self._planner.pass_to(step, waiting))
             if self._planner.is_short:
                 self._planner.extend()
         for slot in waiting:
@@ -291,7 +290,7 @@ class Pipeline:
     def _move(self, epoch: int, step: int, virtual_workers: set[int]) -> None:
         self._note_taken()
         self._epoch = epoch
-        self._outbox.drop(self._planner.move(step, virtual_workers))
+        self.outbox.drop(self._planner.move(step, virtual_workers))
 
     def _mark_bad(self, found: set[int]) -> None:
         self._note_taken()
@@ -299,9 +298,9 @@ class Pipeline:
         works = self._planner.remake(
             lambda work: not new.isdisjoint(self._source.row_groups([work]))
         )
-        self._outbox.drop(works)
+        self.outbox.drop(works)
         self._bad_are(new)
-        self._outbox.notify()
+        self.outbox.notify()
 
     def _bad_are(self, found: Iterable[int]) -> None:
         self.bad = self.bad.union(found)
@@ -445,7 +444,7 @@ class Pipeline:
         wanted = self._planner.end(chunk, nbytes)
         found = {m.slot: item for m, item in zip(wanted, items, strict=True) if m is not None}
         if found:
-            self._outbox.put(chunk.key, found)
+            self.outbox.put(chunk.key, found)
 
     # ------------------------------------------------------------- in reading, assembling threads
 

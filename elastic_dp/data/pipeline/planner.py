@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -38,15 +38,15 @@ class Located(Protocol):
 class MicroBatch:
     """A micro-batch that will be taken. `work`: where its rows are."""
 
-    step: int
-    virtual_worker: int
+    slot: Slot
     work: Any
     rows: int
     chunk: Any = None  # a Chunk; None: not planned yet
+    is_gone: bool = False  # it was taken, or is not needed any more
 
     @property
-    def slot(self) -> Slot:
-        return self.step, self.virtual_worker
+    def step(self) -> int:
+        return self.slot[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class Planner:
         self.new: list[Chunk] = []
         self.stale: list[Key] = []
         self._numbers = count(1)
-        self._steps: dict[int, dict[int, MicroBatch]] = {}
+        self._planned: dict[Slot, MicroBatch] = {}
         self._rows = 0
         self._todo: list[tuple[Key, Chunk]] = []  # a heap
         self._full = False  # nothing more is planned until micro-batches are taken
@@ -103,20 +103,14 @@ class Planner:
         self.waiting, self.waiting_bytes, self._largest = 0, 0, 0
         self._ahead_bytes = ahead_bytes
 
-    def find(self, slot: Slot) -> MicroBatch | None:
-        return self._steps.get(slot[0], {}).get(slot[1])
-
-    def has(self, micro_batch: MicroBatch) -> bool:
-        return self.find(micro_batch.slot) is micro_batch
-
     # ---------------------------------------------------------------------------- what is planned
 
     def move(self, step: int, virtual_workers: set[int]) -> list[MicroBatch]:
         """From `step` on, micro-batches of `virtual_workers` will be taken. Plans again those that
         were taken before a step is redone, and the rest of chunks of which a part is gone. Returns
         those that are gone."""
-        every = [m for by_worker in self._steps.values() for m in by_worker.values()]
-        gone = [m for m in every if m.step < step or m.virtual_worker not in virtual_workers]
+        every = self._planned.values()
+        gone = [m for m in every if m.step < step or m.slot[1] not in virtual_workers]
         self._discard(gone)
         self.step = step
         self.cursors = {v: max(step, self.cursors.get(v, step)) for v in virtual_workers}
@@ -124,11 +118,12 @@ class Planner:
             (at, v)
             for v, cursor in self.cursors.items()
             for at in range(step, cursor)
-            if v not in self._steps.get(at, {})
+            if (at, v) not in self._planned
         ]
         torn = {m.chunk: None for m in gone if not m.chunk.begun}
-        rest = [m for chunk in torn for m in chunk.micro_batches if self.has(m)]
+        rest = [m for chunk in torn for m in chunk.micro_batches if not m.is_gone]
         self._discard(rest)
+        rest = [MicroBatch(m.slot, m.work, m.rows) for m in rest]
         self._add(rest + [m for at, v in again for m in self._located(range(at, at + 1), v)])
         if self.is_short:
             self.extend()
@@ -141,21 +136,20 @@ class Planner:
             behind = min(behind, last + 1)
         ranges = {v: range(at, behind) for v, at in self.cursors.items() if at < behind}
         found = [m for v, steps in ranges.items() for m in self._located(steps, v)]
-        self._add(m for m in found if self.find(m.slot) is None)
+        self._add(m for m in found if m.slot not in self._planned)
         self.cursors |= dict.fromkeys(ranges, behind)
 
     def remake(self, affected: Callable[[Any], bool]) -> list[MicroBatch]:
         """Plans micro-batches again that are begun and for whose work `affected(work)` is true.
         Returns those."""
-        every = [m for by_worker in self._steps.values() for m in by_worker.values()]
-        old = [m for m in every if m.chunk.begun and affected(m.work)]
+        old = [m for m in self._planned.values() if m.chunk.begun and affected(m.work)]
         self._discard(old)
-        self._add([MicroBatch(*m.slot, m.work, m.rows) for m in old])
+        self._add([MicroBatch(m.slot, m.work, m.rows) for m in old])
         return old
 
     def want(self, slot: Slot) -> None:
         """Somebody waits for it."""
-        micro_batch = self.find(slot)
+        micro_batch = self._planned.get(slot)
         if micro_batch is not None and micro_batch.chunk.awaited:
             return
         if micro_batch is None:
@@ -170,16 +164,14 @@ class Planner:
             heapq.heappush(self._todo, ((0, 0, chunk.key[2]), chunk))
 
     def taken(self, slots: Iterable[Slot]) -> None:
-        self._discard([m for slot in slots if (m := self.find(slot)) is not None])
+        self._discard([self._planned[slot] for slot in slots if slot in self._planned])
 
     def pass_to(self, step: int, but: Container[Slot]) -> list[MicroBatch]:
         """Discards the micro-batches of earlier steps `but` these, and returns them."""
-        passed = range(self.step, step)
-        if len(passed) > len(self._steps):
-            steps = [at for at in self._steps if at < step]
-        else:
-            steps = [at for at in passed if at in self._steps]
-        gone = [m for at in steps for m in self._steps[at].values() if m.slot not in but]
+        passed: Iterable[Slot] = product(range(self.step, step), self.cursors)
+        if (step - self.step) * len(self.cursors) > len(self._planned) or not self.cursors:
+            passed = [slot for slot in self._planned if slot[0] < step]
+        gone = [self._planned[s] for s in passed if s in self._planned and s not in but]
         self._discard(gone)
         self.step = step
         if min(self.cursors.values(), default=step) < step:
@@ -189,13 +181,13 @@ class Planner:
     def _located(self, steps: range, virtual_worker: int) -> list[MicroBatch]:
         found = zip(steps, self._source.locate(steps, virtual_worker), strict=True)
         return [
-            MicroBatch(step, virtual_worker, work, rows) for step, (work, rows) in found if rows
+            MicroBatch((step, virtual_worker), work, rows) for step, (work, rows) in found if rows
         ]
 
     def _add(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Packs micro-batches into chunks of at most `rows_at_once` rows, or of one micro-batch."""
         rows, together = 0, list[MicroBatch]()
-        for m in sorted(micro_batches, key=attrgetter("step", "virtual_worker")):
+        for m in sorted(micro_batches, key=attrgetter("slot")):
             if together and self._is_enough(rows, together[-1], m):
                 self._add_chunk(together[0].slot, together)
                 rows, together = 0, []
@@ -214,7 +206,7 @@ class Planner:
         chunk = Chunk((*slot, next(self._numbers)), micro_batches, left=len(micro_batches))
         for m in micro_batches:
             m.chunk = chunk
-            self._steps.setdefault(m.step, {})[m.virtual_worker] = m
+            self._planned[m.slot] = m
             self._rows += m.rows
         self.new.append(chunk)
         heapq.heappush(self._todo, (chunk.key, chunk))
@@ -222,10 +214,9 @@ class Planner:
     def _discard(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Removes micro-batches that were taken, or are not needed."""
         for m in micro_batches:
-            chunk, by_worker = m.chunk, self._steps[m.step]
-            del by_worker[m.virtual_worker]
-            if not by_worker:
-                del self._steps[m.step]
+            chunk = m.chunk
+            del self._planned[m.slot]
+            m.is_gone = True
             self._rows -= m.rows
             chunk.left -= 1
             if not chunk.left:
@@ -294,6 +285,6 @@ class Planner:
         if chunk.left:
             self.waiting_bytes += nbytes - chunk.nbytes
             chunk.nbytes = nbytes
-        wanted = [m if self.has(m) else None for m in chunk.micro_batches]
+        wanted = [None if m.is_gone else m for m in chunk.micro_batches]
         chunk.made, chunk.micro_batches = True, ()  # the plan holds those that are needed
         return wanted

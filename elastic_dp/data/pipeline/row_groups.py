@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.block_source import Blocks
-from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
+from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table, view
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
@@ -114,7 +114,7 @@ class ShardRowGroups:
             of_source = slice(one.first_group, one.end_group)
             growth = self._formats[one.format].growth
             self.reading_bytes[of_source] = growth * index.nbytes[of_source]
-        self._sources: Ints = index.shards["source"].to_numpy()  # by shard
+        self._sources: Ints = view(index.shards["source"])  # by shard
         self._shard = lru_cache(SHARDS_KNOWN)(self._find_shard)
         each = zip(urls, index.sources, strict=True)
         several = len(self._stores) > 1

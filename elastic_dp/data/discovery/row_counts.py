@@ -1,0 +1,182 @@
+"""Counts, when a data set is opened, the rows of each row group that the filter keeps, and their
+tokens, for packing.
+
+Nothing is read of row groups that have no such rows by their statistics or their folder's name. The
+tokens of a row group that is kept whole are in footers of Parquet by Arrow. Otherwise its column of
+tokens is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data.columns.column_types import is_list, plain, type_name
+from elastic_dp.data.columns.nulls import refuse_nulls_for_filter
+from elastic_dp.data.columns.row_filter import RowFilter, Selection
+from elastic_dp.data.discovery.shard_index import Index
+from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
+from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
+from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, ShardAt, read_table
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.errors import BadShard, DataError
+
+TOKENS = "input_ids"
+
+_log = logging.getLogger(__name__)
+
+
+def with_counts(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
+    """The index with the numbers of rows that the filter keeps, and of their tokens.
+
+    Raises BadShard if a row group cannot be decoded. With `max_bad_fraction` all rows of such a row
+    group are kept, since nobody knows which fit: training then skips them as bad ones, and counts
+    them. Raises DataError if no row is kept, or a column has no value for each token.
+    """
+    counter = _Counter(index, config, sources)
+    selection, tokens = Selection(), list[int]()
+    with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
+        for of_shard in pool.map(counter.shard, range(index.num_shards)):
+            for rows, count in of_shard:
+                selection.add(rows)
+                tokens.append(count)
+    groups = index.groups
+    if config.filter is not None:
+        if not sum(selection.counts):
+            raise DataError(f"DataConfig.filter: no row of {index.num_rows:,} fits {config.filter}")
+        at = groups.schema.get_field_index("rows")
+        counts = pa.array(selection.counts, pa.int64())
+        groups = groups.set_column(at, groups.schema.field("rows"), counts)
+        index = replace(index, selection=selection.digest)
+    if config.pack is not None:
+        groups = groups.append_column(pa.field("tokens", pa.int64()), pa.array(tokens, pa.int64()))
+    return replace(index, groups=groups)
+
+
+class _Counter:
+    def __init__(self, index: Index, config: DataConfig, sources: list[OpenedSource]) -> None:
+        self._index, self._config, self._sources = index, config, sources
+        self._filter = None if config.filter is None else RowFilter(config.filter, index.schema)
+        fills = config.fill_nulls or {}
+        allowed = {name for name, _ in index.columns}.union(fills)
+        self._alone = [n for n in self._filter.leaves if n not in allowed] if self._filter else []
+        self._tokens = ""
+        if config.pack is not None:
+            self._tokens = _column_of_tokens(index.delivered, config.pack_columns)
+        # A footer counts null tokens as it counts empty lists, and those that are filled are
+        # tokens.
+        self._asks_footers = bool(self._tokens) and self._tokens not in fills
+
+    def shard(self, number: int) -> list[tuple[Ints, int]]:
+        """(the rows that are kept, their tokens) by row group."""
+        source = self._sources[self._index.shards["source"][number].as_py()]
+        shard = source.shard(self._index, number)
+        first, end = self._index.group_bounds[number : number + 2].tolist()
+        here, known = frozenset(range(end - first)), None
+        chosen, rows_of = source.format, self._filter
+        if rows_of is not None:
+            if rows_of.names and all(name in shard.partition for name in rows_of.names):
+                row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
+                here = here if len(self._applied(rows_of, row, shard.name)) else frozenset()
+                rows_of = None
+            elif isinstance(chosen, Parquet):
+                with reading_footer(shard):
+                    may_match = chosen.may_match(shard, self._config.filter, rows_of.fields)
+                here = here if may_match is None else may_match
+        if self._asks_footers and here and isinstance(chosen, Parquet):
+            with reading_footer(shard):
+                known = chosen.list_values(shard, self._tokens)
+
+        def count(group: int) -> tuple[Ints, int]:
+            every = np.arange(int(self._index.rows[first + group]))
+            if group not in here:
+                return every[:0], 0
+            at = first + group
+            place = int(self._index.starts[at]), int(self._index.ends[at])
+            kept, location = every, RowGroupLocation(group, *place)
+
+            def read(names: list[str]) -> pa.Table:
+                with decoding(shard, location):
+                    table = read_table(chosen, shard, location, self._index.schema, names)
+                    refuse_other_count(table.num_rows, len(every))
+                return table
+
+            if rows_of is not None:
+                try:
+                    table = read(rows_of.leaves)
+                except BadShard as error:
+                    if not self._config.max_bad_fraction:
+                        raise
+                    _log.warning("DataConfig.filter: %s", _kept_whole(error))
+                    return every, 0
+                where = f"row group {group} of {shard.name}"
+                refuse_nulls_for_filter(table, self._alone, where)  # no footer may have counted
+                kept = self._applied(rows_of, table, where)
+            if not self._tokens or not len(kept):
+                return kept, 0
+            if known is not None and len(kept) == len(every):
+                return kept, int(known[group])
+            return kept, self._tokens_of(read([self._tokens]), shard, location, kept)
+
+        return [count(group) for group in range(end - first)]
+
+    def _tokens_of(
+        self, table: pa.Table, shard: ShardAt, location: RowGroupLocation, kept: Ints
+    ) -> int:
+        if self._tokens not in table.column_names:  # it is refused when it is read
+            return 0
+        with decoding(shard, location):
+            lengths = pc.list_value_length(table.column(self._tokens).take(kept))
+            return pc.sum(lengths).as_py() or 0
+
+    def _applied(self, rows_of: RowFilter, table: pa.Table, where: str) -> Ints:
+        try:
+            return rows_of.rows(table)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"DataConfig.filter: {self._config.filter} cannot be applied to {where}: {error}"
+            ) from error
+
+
+def _kept_whole(bad: BadShard) -> str:
+    return (
+        f"row group {bad.row_group} of {bad.shard} cannot be decoded ({bad.reason}), so nobody "
+        "knows which of its rows fit; all of them count as rows that are skipped"
+    )
+
+
+def is_packable(kind: pa.DataType) -> bool:
+    """Whether a column of this type may have one number for each token."""
+    kind = plain(kind)
+    inner = kind.value_type if is_list(kind) else None
+    return inner is not None and bool(
+        pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    )
+
+
+def _column_of_tokens(schema: pa.Schema, made: Sequence[str]) -> str:
+    if twice := [name for name in made if name in schema.names]:
+        raise DataError(
+            f"DataConfig.pack makes the column {twice[0]!r}, and the data set has one of that "
+            "name; leave it out by DataConfig.columns, or out of DataConfig.pack_columns, which "
+            "says what is made"
+        )
+    for field in schema:
+        if not is_packable(field.type):
+            raise DataError(
+                f"DataConfig.pack: column {field.name!r} is {type_name(plain(field.type))}, and "
+                "must be a list with one number for each token; leave it out by DataConfig.columns"
+            )
+    if not schema.names:
+        raise DataError(
+            "DataConfig.pack: the filter uses every column, and none of them is a list with one "
+            "number for each token"
+        )
+    return TOKENS if TOKENS in schema.names else str(schema.names[0])
