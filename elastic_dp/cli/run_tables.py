@@ -106,6 +106,7 @@ def overview_facts(
         ("loss", _number(loss_of(one))),
         ("workers", workers),
         *more,
+        ("started", "" if (ago_s := one.get("started_age_s")) is None else f"{age(ago_s)} ago"),
         ("last event", _ago(event_age_s, one_line(text))),
         ("goodput", "" if goodput is None else share(goodput, 1.0)),
         ("rows/s", "" if rows_per_s is None else f"{rows_per_s:,.0f}"),

@@ -58,6 +58,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "failed": report.phase is RunPhase.FAILED,
         "max_steps": None,
         "led_s": report.led_s,
+        "started_age_s": _age(now, report.began) if report.began else None,
         "newest_event": event,
         "newest_checkpoint": saved and {"step": saved.step, "age_s": _age(now, saved.time)},
         "waits_for": "",

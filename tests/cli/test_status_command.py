@@ -227,7 +227,7 @@ def test_status_shows_the_health_first_and_then_what_is_known(runs, terminal):
     facts = dict(cells(line)[:2] for line in lines[1:] if line.startswith("  "))
     assert facts["step"] == "4 of 20 (20 %)" and facts["loss"] == "1"
     assert facts["workers"] == "2 of 3, generation 3" and facts["metrics"] == "lr 0.1"
-    assert facts["lost"] == "1 worker"
+    assert facts["lost"] == "1 worker" and facts["started"].endswith(" ago")
     assert facts["checkpoint"].startswith("step 4 (")
     assert facts["last event"].startswith("generation 2 ends: 1 worker joins (")
     table = lines[lines.index("") + 1 :]

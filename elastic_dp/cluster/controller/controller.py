@@ -213,7 +213,8 @@ class Controller:
             "metrics": dict(self.metrics.newest),
             "failed": self.outcome.error is not None,
             "max_steps": self.spec.max_steps,
-            "led_s": max(0.0, now - self.state_store.state.started_at),
+            "led_s": (led_s := max(0.0, now - self.state_store.state.started_at)),
+            "started_age_s": led_s,
             "rows_per_s": self.times.rows_per_s(),
             **_newest(self.journal, now),
         }

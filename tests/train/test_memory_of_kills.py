@@ -1,0 +1,69 @@
+"""A worker that trains for long keeps nothing of the generations that have ended, and few data sets
+of evaluations."""
+
+import dataclasses
+import os
+import signal
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_dp import DataConfig, MapStyleData
+from elastic_dp.train import context
+from tests.runs import Points, group, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+SETTLED, END = 60, 300  # generations; every second one begins with a kill
+MAX_BYTES = 0.05 * 2**20  # for each kill
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_survivor_of_a_hundred_kills_has_the_memory_that_it_had(tmp_path):
+    said = tmp_path / "resident"
+
+    def train(ctx):
+        model, generations, resident = classifier(), set(), {}
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            generations.add(ctx._session.generation)
+            resident.setdefault(len(generations), resident_bytes())
+            if len(generations) == END:
+                said.write_text(str((resident[END] - resident[SETTLED]) * 2 / (END - SETTLED)))
+                ctx.stop("enough")
+            if ctx.world_size == 2 and ctx.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    spec = dataclasses.replace(spec_of(steps=1 << 20, workers=2, virtual=2), max_time_s=600)
+    outcome, _ = group(spec, train, timeout_s=700)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost >= (END - SETTLED) // 2
+    assert float(said.read_text()) < MAX_BYTES
+
+
+def test_evaluation_data_that_a_body_makes_each_time_is_opened_once_and_little_of_it_is_kept(
+    monkeypatch,
+):
+    opened = []
+
+    def opens(data, **_):
+        opened.append(data)
+        return len(opened)
+
+    monkeypatch.setattr("elastic_dp.data.open_evaluation", opens)
+    session = types.SimpleNamespace(
+        device=torch.device("cpu"), spec=spec_of(), link=types.SimpleNamespace(say=print)
+    )
+    made = context.TrainContext(session)
+    found = {made._opened(DataConfig("there", micro_batch_size=4)) for _ in range(5)}
+    assert found == {1} and len(opened) == 1
+    kept = MapStyleData(Points(), micro_batch_size=4)
+    assert [made._opened(kept) for _ in range(2)] == [2, 2]
+    for _ in range(100):
+        newest = MapStyleData(Points(), micro_batch_size=4)
+        assert made._opened(newest) == len(opened)
+    assert made._opened(newest) == 102 and len(made._evaluation_data) == context._EVALUATIONS_KEPT
