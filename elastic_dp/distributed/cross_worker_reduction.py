@@ -182,7 +182,8 @@ class BucketReduction:
         self.views = [bucket.sum_views(flat) for flat in self._flats]
         # [round][j]: this rank's chunks of the j-th sum of every part.
         self._received: list[list[torch.Tensor]] = []
-        self._total = self._flats[0]  # where the finished sum is in the end: (world_size * chunk,)
+        # Where the finished sum is in the end: (world_size * chunk,).
+        self._total = self._flats[0] if self._flats else torch.empty(0)
         if plan.swaps:
             self._total = self._buffer(pool, world_size * chunk)
             self._received = [[self._total]]
@@ -258,7 +259,7 @@ class BucketReduction:
         for j, received in enumerate(self._received[number]):
             operation = self._plan.group.all_to_all(
                 received,
-                sums[j] if j < len(sums) else sums[0][:0],
+                sums[j] if j < len(sums) else received[:0],
                 [size * chunk for size in current.received[j]],
                 [size * chunk for size in current.sent[j]],
             )
@@ -363,7 +364,7 @@ class BucketReduction:
 
     def overwrite(self) -> None:
         """The finished sum is about to be changed in place."""
-        self._overwritten |= self._result is self._flats[0]
+        self._overwritten |= any(self._result is flat for flat in self._flats[:1])
 
     def held(self) -> dict[int, torch.Tensor]:
         """Returns the sums of the pieces that this rank needs, each of shape (numel,)."""

@@ -322,7 +322,7 @@ class GradientReducer:
         They are right as long as the step's inputs are; see `finished_work`.
         """
         plan = self._plan
-        if plan is None or not plan.exact or self.late:
+        if plan is None or not plan.exact or not plan.subtrees or self.late:
             return {}
         sent = self._sends and self._is_last and self._next == len(self._layout.buckets)
         if sent and (views := self.exchange.last_subtree()) is not None:
@@ -476,9 +476,10 @@ class GradientReducer:
             self._note_used(leaf, bucket.first)
         else:
             leaf = given[here]
-        self._check_memory(leaf, _addresses(leaf), bucket.first)
-        below = self._stack[len(complete) :]
-        self._in_last[here] = self._sum_up(bucket, of_subtrees[-1], leaf, self._node, below)
+        if of_subtrees:
+            self._check_memory(leaf, _addresses(leaf), bucket.first)
+            below = self._stack[len(complete) :]
+            self._in_last[here] = self._sum_up(bucket, of_subtrees[-1], leaf, self._node, below)
         self._next += 1
         if self._error is not None:
             return

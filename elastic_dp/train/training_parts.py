@@ -25,6 +25,7 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang import Gang
+from elastic_dp.train.generations.gradual_join import GradualJoin
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
@@ -163,6 +164,13 @@ class StepBuild:
         planned = self.planned_checkpoint
         return planned is not None and (self.checkpoint.agreed or planned(step))
 
+    @property
+    def _joins_gradually(self) -> bool:
+        """Whether the state of a step is all that workers need to make the same update."""
+        given, spec = self.given, self.spec
+        plain = spec.inner_steps is None and given.noise_scale_every is None
+        return spec.exact and plain and self.gang is None and not given.participants
+
     def parts(self) -> TrainingParts:
         """Checks the arguments with the job, and makes the parts, with those of extensions."""
         given, spec, control, reporter = self.given, self.spec, self.control, self.reporter
@@ -239,6 +247,7 @@ class StepBuild:
             keeps_finished=self.gang is None,  # its processes have not finished the same
             micro_batches=self.micro_batches_of,
         )
+        joining = GradualJoin(state, shares, allowed=self._joins_gradually)
         results = self.results = Results(self.micro_batches, self.rows, self.gang)
         self.checkpoint = CheckpointWish(control)
         self.gradient = self.new_gradient(
@@ -256,6 +265,7 @@ class StepBuild:
             self.checkpoint,
             ParameterGroups(state.optimizers.all),
             [
+                joining,
                 WeightDigests(weights),
                 DeviceConnections(),
                 BadRowGroups(state, self.rows, results),
@@ -292,7 +302,7 @@ class StepBuild:
             gang=self.gang,
         )
         guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
-        return TrainingParts(state, weights, self.micro_batches, transaction, guard, trial)
+        return TrainingParts(state, weights, self.micro_batches, transaction, joining, guard, trial)
 
 
 @dataclass(frozen=True)
@@ -303,6 +313,7 @@ class TrainingParts:
     weights: WeightComparison
     micro_batches: MicroBatchRunner
     transaction: Transaction
+    joining: GradualJoin
     loop_guard: LoopGuard
     trial: TrialRun
 

@@ -12,7 +12,7 @@ User code sees none of this: `next_step` returns each committed step once, in or
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -41,6 +41,7 @@ from elastic_dp.train.exactness.machine_kind import machine_kind, software_versi
 from elastic_dp.train.fault_injection import FaultInjector
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.gradual_join import GradualJoin
 from elastic_dp.train.generations.state_transfer import (
     StateTransfer,
     TransferPlan,
@@ -123,11 +124,17 @@ class WorkerSession:
 
     @property
     def rank(self) -> int:
-        return self._groups.rank
+        """The rank among the workers that run micro-batches."""
+        rank = self._groups.rank
+        return rank - sum(other < rank for other in self._joining_ranks)
 
     @property
     def world_size(self) -> int:
-        return self._groups.world_size
+        return self._groups.world_size - len(self._joining_ranks)
+
+    @property
+    def _joining_ranks(self) -> frozenset[int]:
+        return self.transaction.leaves.shares.joining if self.loop.opened else frozenset()
 
     @property
     def generation(self) -> int:
@@ -168,6 +175,10 @@ class WorkerSession:
     @property
     def transaction(self) -> Transaction:
         return self._parts.transaction
+
+    @property
+    def _joining(self) -> GradualJoin:
+        return self._parts.joining
 
     @property
     def micro_batches(self) -> MicroBatchRunner:
@@ -276,6 +287,12 @@ class WorkerSession:
             caught_up = self.ensure_generation()
             if caught_up is not None:
                 return self._body_begins(caught_up)
+            if self._joining_ranks and (self.position.ended or self._joining.is_done):
+                try:
+                    self._complete_join()
+                except GroupError as error:
+                    self.leave(error)
+                continue
             if self.position.ended:
                 if self.ended == INTERRUPTED_REASON and self.checkpoints is not None:
                     self.checkpoints.raise_when_late()
@@ -296,8 +313,9 @@ class WorkerSession:
                 continue
             if isinstance(outcome, StepRecord):
                 self._committed(outcome)
-                return self._body_begins(outcome)
-            if isinstance(outcome, StopAgreed):
+                if not self._joining.joins_here:
+                    return self._body_begins(outcome)
+            elif isinstance(outcome, StopAgreed):
                 self.progress.stop_agreed(outcome.reason)
             else:
                 assert isinstance(outcome, RetryStep)
@@ -364,6 +382,9 @@ class WorkerSession:
         if self.loop.in_body:
             self.transaction.complete_record()
         self.transaction.close()
+        membership = self.membership
+        assert membership is not None
+        self._joining.close(membership.lineage_id, self.position.step)
         self.state.holders.close()
         generation = self.control.leave()
         self._groups.leave()
@@ -383,7 +404,7 @@ class WorkerSession:
 
     def auxiliary_group(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations; formed on first use."""
-        return self._groups.auxiliary()
+        return self._groups.auxiliary(self._joining_ranks)
 
     def _enter(self, membership: Membership) -> None:
         """Forms the groups of a generation, gets its state, and starts to work in it. Raises
@@ -392,8 +413,8 @@ class WorkerSession:
         self.report("form")
         self.pass_point("forming")
         members = membership.members
-        self.weights.compare_among(tuple(member.worker for member in members))
         plan = plan_state_transfer(membership)
+        self._join_gradually(membership, self._joining.ranks(membership, plan))
         if not plan.restores:
             # rows of virtual workers that come here, meanwhile
             source = members[plan.source]
@@ -413,14 +434,7 @@ class WorkerSession:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
         taken += self._get_pieces(membership)
-        next_step, lineage_id = self.position.step + 1, self.progress.lineage_id
-        self.transaction.open(
-            self._groups.main,
-            membership,
-            next_step,
-            lineage_id,
-            joined_after=self.progress.joined_after,
-        )
+        self._open_transaction(self._groups.main, membership)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
@@ -438,7 +452,53 @@ class WorkerSession:
             self.progress.has_initial_state(membership.lineage_id)
         if plan.restores or not plan.receivers:
             return 0
-        return self._transfer.move(main, plan, payload, membership.lineage_id)
+        received, lineage_id = 0, membership.lineage_id
+        joining = self._joining_ranks
+        if joining:
+            behind = [rank for rank in plan.receivers if rank not in joining]
+            if behind:
+                to_them = replace(plan, receivers=behind)
+                received = self._transfer.move(main, to_them, payload, lineage_id)
+                payload = self._transfer.payload() if main.rank in behind else payload
+            plan = replace(plan, receivers=sorted(joining))
+            kept = self._joining.kept_of(lineage_id)
+            possible, keeps = self._transfer.begin_join(main, plan, payload, kept)
+            if self._joining.start(main, plan.source, possible=possible, keeps=keeps):
+                return received
+            self._join_gradually(membership, frozenset())
+        return received + self._transfer.move(main, plan, payload, lineage_id)
+
+    def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:
+        """Lets these ranks take the state over while the others train; none: all have it."""
+        self.transaction.leaves.shares.joining = ranks
+        members = enumerate(membership.members)
+        self.weights.compare_among(
+            tuple(member.worker for rank, member in members if rank not in ranks)
+        )
+
+    def _complete_join(self) -> None:
+        """Gives those who join what does not travel in parts. Raises GroupError."""
+        main, membership = self._groups.main, self.membership
+        assert main is not None and membership is not None
+        self._joining.finish()
+        plan = plan_state_transfer(membership)
+        plan = replace(plan, receivers=sorted(self._joining_ranks))
+        payload = None if self._joining.joins_here else self._transfer.payload()
+        self._transfer.complete_join(main, plan, payload, membership.lineage_id)
+        self._joining.close(membership.lineage_id, self.position.step)
+        self._groups.all_have_joined()
+        self._join_gradually(membership, frozenset())
+        self._read_ahead(membership, self.position.step + 1)
+        self._open_transaction(main, membership)
+
+    def _open_transaction(self, main: ProcessGroup, membership: Membership) -> None:
+        self.transaction.open(
+            main,
+            membership,
+            self.position.step + 1,
+            self.progress.lineage_id,
+            joined_after=self.progress.joined_after,
+        )
 
     def _get_pieces(self, membership: Membership) -> int:
         """Receives its pieces of a divided optimizer state. Returns the number of bytes
@@ -457,7 +517,7 @@ class WorkerSession:
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         leaves = self.transaction.leaves
-        mine = leaves.shares.of_rank(membership, self.rank, next_step)
+        mine = leaves.shares.of_rank(membership, self._groups.rank, next_step)
         leaves.data.read_ahead(next_step, mine)
 
     def _post_stopped(
@@ -509,7 +569,7 @@ class WorkerSession:
         return record
 
     def _warn(self, text: str) -> None:
-        if self.rank == 0:  # the others would report the same
+        if self.rank == 0 and not self._joining.joins_here:  # the others would report the same
             self.link.say(text)
 
     # -------------------------------------------------------------------------- checkpoints

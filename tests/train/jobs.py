@@ -41,7 +41,12 @@ def hold(ctx: Any, step: Any) -> None:
         eventually(lambda: control.agreed(bool(condition())))  # all processes of a worker together
 
     if size:
-        wait_for(lambda: ctx.world_size == size or any(change() for change in changes))
+        # Also those who join and have no virtual workers yet: they need further steps.
+        wait_for(
+            lambda: (
+                len(ctx._session.membership.members) == size or any(change() for change in changes)
+            )
+        )
     if pause:
         wait_for(lambda: not os.path.exists(pause) or any(change() for change in changes))
     if gate:

@@ -11,6 +11,7 @@ is first used. Both end with the generation.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -135,11 +136,18 @@ class GenerationGroups:
         on_device = None if self.main is None else self.main.on_device
         return [] if on_device is None else on_device.news()
 
-    def auxiliary(self) -> ProcessGroup:
-        """Returns a second group of the same members, for evaluations. Raises GroupError."""
+    def auxiliary(self, joining: Collection[int] = ()) -> ProcessGroup:
+        """Returns a second group of the same members, for evaluations, without the ranks `joining`.
+        Raises GroupError."""
         if self._side is None:
-            self._side = self._formation(GroupName(self.generation, "side", self._process)).wait()
+            name = GroupName(self.generation, f"side-{len(joining)}", self._process)
+            self._side = self._formation(name, joining).wait()
         return self._side
+
+    def all_have_joined(self) -> None:
+        """The next group for evaluations is of all members."""
+        self._old += [group for group in (self._side,) if group is not None]
+        self._side = None
 
     def leave(self) -> None:
         """Leaves the generation. Its groups close later.
@@ -166,13 +174,13 @@ class GenerationGroups:
         name = GroupName.main(membership.generation, membership.prepared, self._process)
         return self._formation(name)
 
-    def _formation(self, name: GroupName) -> GroupFormation:
+    def _formation(self, name: GroupName, without: Collection[int] = ()) -> GroupFormation:
         assert self.membership is not None
         formation = GroupFormation(
             self._rendezvous,
             name,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.rank - sum(rank < self.rank for rank in without),
+            world_size=self.world_size - len(without),
             device=self._device,
             timeout_s=self.membership.forming_timeout_s,
         )

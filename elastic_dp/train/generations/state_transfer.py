@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_dp.checkpoint.layout import flat_bytes
+from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.train.gang import Gang
@@ -62,6 +62,10 @@ def plan_state_transfer(membership: Membership) -> TransferPlan:
     return TransferPlan(membership.restore, source, receivers)
 
 
+def _moved(payload: StatePayload) -> list[TensorSpec]:
+    return [spec for spec in payload.specs if spec.name.startswith(_ANY_MEMBER_SENDS)]
+
+
 class StateTransfer:
     """Executes the plan of one worker, once a group is formed: `move` or `restore`."""
 
@@ -82,6 +86,7 @@ class StateTransfer:
         self._progress, self._control, self._reporter = progress, control, reporter
         self._device, self._total_steps = device, total_steps
         self._gang = gang
+        self._moved: Sequence[TensorSpec] = ()  # what travels in parts
 
     def payload(self) -> StatePayload:
         """Returns everything that another member may need. Needs no group, so it runs while one
@@ -102,20 +107,55 @@ class StateTransfer:
         `payload`: of a member that has the state. Returns the number of bytes received. Raises
         GroupError.
         """
-        if payload is not None:
-            self._reporter.report("give")
-            self._reporter.pass_point("sending_state")
-            self._move(group, plan, payload)
+        self._enters(sends=payload is not None)
+        told, alike = self._tell(group, plan, payload)
+        nbytes = self._move(group, plan, told, alike)
+        if payload is not None or group.rank not in plan.receivers:
             return 0
-        self._reporter.report("receive")
-        self._reporter.pass_point("receiving_state")
-        received, nbytes = self._move(group, plan, None)
-        self._adopt(received, lineage_id)
+        self._adopt(told, lineage_id)
         return nbytes
 
-    def _move(
+    def begin_join(
+        self,
+        group: ProcessGroup,
+        plan: TransferPlan,
+        payload: StatePayload | None,
+        kept: int | None,
+    ) -> tuple[bool, bool]:
+        """Lets the receivers of `plan` make room for the state, to be written in parts
+        (gradual_join.py). `kept`: the step whose state the parts are of that have arrived in an
+        earlier generation. Returns whether this member can give or take the state so, and whether
+        it keeps these parts. Raises GroupError."""
+        self._enters(sends=payload is not None)
+        told, _ = self._tell(group, plan, payload)
+        before, self._moved = self._moved, _moved(told)
+        if payload is not None:
+            return True, False
+        tree = told.tree()
+        position = TrainingPosition(*tree["position"])
+        keeps = kept == position.step and before == self._moved
+        self._progress.follows(position)
+        return self._state.prepare_to_join(tree, anew=not keeps), keeps
+
+    def complete_join(
+        self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
+    ) -> None:
+        """Moves what does not travel in parts. If the state has got other tensors meanwhile, all of
+        it. Raises GroupError."""
+        told, alike = self._tell(group, plan, payload)
+        self._move(group, plan, told, alike, arrived=_moved(told) == self._moved)
+        if payload is None:
+            self._adopt(told, lineage_id)
+
+    def _enters(self, *, sends: bool) -> None:
+        self._reporter.report("give" if sends else "receive")
+        self._reporter.pass_point("sending_state" if sends else "receiving_state")
+
+    def _tell(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None
-    ) -> tuple[StatePayload, int]:
+    ) -> tuple[StatePayload, Sequence[int]]:
+        """Gives all members what the state of the source consists of, and the ranks that hold the
+        same tensors."""
         ours = bytes(DIGEST_BYTES + LENGTH_BYTES)
         if payload is not None:
             ours = payload.digest + len(payload.text).to_bytes(LENGTH_BYTES, "little")
@@ -131,15 +171,28 @@ class StateTransfer:
             payload = StatePayload.receive(text, self._device, targets)
         elif group.rank not in alike:  # its loop body keeps state of another kind, so it sends none
             payload = StatePayload.receive(text, torch.device("meta"), None)
-        units, have = list[StateUnit](), list[list[int]]()
+        return payload, alike
+
+    def _move(
+        self,
+        group: ProcessGroup,
+        plan: TransferPlan,
+        payload: StatePayload,
+        alike: Sequence[int],
+        *,
+        arrived: bool = False,
+    ) -> int:
+        """Moves the tensors; those that any member sends only if they have not `arrived`."""
+        units, have = list[StateUnit](), list[Sequence[int]]()
         by_any = (spec.name.startswith(_ANY_MEMBER_SENDS) for spec in payload.specs)
         pairs = zip(by_any, payload.tensors, strict=True)
         for any_sends, some in groupby(pairs, key=itemgetter(0)):
+            if any_sends and arrived:
+                continue
             parts = units_of(*(flat_bytes(tensor) for _, tensor in some))
             units += parts
             have += [alike if any_sends else [plan.source]] * len(parts)
-        nbytes = move(group, units, have, [plan.receivers] * len(units))
-        return payload, nbytes
+        return move(group, units, have, [plan.receivers] * len(units))
 
     def _adopt(self, payload: StatePayload, lineage_id: int) -> None:
         tree, joins = payload.tree(), not self._progress.has_state

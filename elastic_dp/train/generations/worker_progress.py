@@ -28,6 +28,11 @@ class WorkerProgress:
     logged: LogCall | None = None  # the last call of ctx.log, if it is known
     loop_left_with: tuple[int, LogCall | None] | None = None  # evaluations_begun and logged
 
+    def follows(self, position: TrainingPosition) -> None:
+        """Records that this worker, which has no complete state yet, makes the steps of the others
+        from this position on."""
+        self.position = position
+
     def step_committed(self, step: int, *, is_last: bool) -> None:
         self.position = TrainingPosition(step, int(is_last))
         self.ended = LAST_STEP if is_last else None

@@ -137,10 +137,18 @@ class OptimizerState:
 
     def adopt(self, state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
         """Takes over `state`, as `state()` returns it, and `held`, as `now()` returns it."""
+        self.adopt_state(state)
+        self.adopt_held(held)
+
+    def adopt_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over `state`, as `state()` returns it."""
         outer = {"parameters": state["optimizer"], "rest": state["optimizer_rest"]}
         for one, given in zip(self.all, [outer, *state["inner_state"]], strict=True):
             if given is not None:
                 _adopt_state(one, given)
+
+    def adopt_held(self, held: Mapping[str, Any]) -> None:
+        """Takes over `held`, as `now()` returns it."""
         self._held.begin_writing()
         for (path, one), given in zip(self._all, held["optimizers"], strict=True):
             for i, (mine, theirs) in enumerate(zip(one.param_groups, given["groups"], strict=True)):

@@ -149,10 +149,15 @@ class Move:
         self._rounds = deque(plan_rounds(have, need, sizes, budget or ROUND_BYTES))
         self._in_flight: deque[_Round] = deque()
         self.received_bytes = 0
+        self.arrived: set[int] = set()  # units that this member has received
 
     @property
     def is_done(self) -> bool:
         return not self._rounds and not self._in_flight
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._in_flight)
 
     def begin(self) -> None:
         """Begins the next round, if there is one, and waits for nobody. The state that is sent must
@@ -191,6 +196,7 @@ class Move:
         one = self._in_flight.popleft()
         one.land()
         self.received_bytes += one.nbytes
+        self.arrived |= {unit for unit, _, to in one.transfers if to == self._group.rank}
 
 
 def move(

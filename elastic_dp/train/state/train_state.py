@@ -54,6 +54,7 @@ class TrainState:
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
+    _takes_parts: bool = False  # the optimizer's state arrives in parts, in its own tensors
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
@@ -198,6 +199,12 @@ class TrainState:
             slots = [slot for x in given.values() if (slot := tensor_slot(x)) is not None]
             fitting = [s for s in slots if spares and specs[s].shape == spares[0].shape]
             ours |= zip(fitting, spares, strict=False)
+        optimized = (p for group in self.optimizer.param_groups for p in group["params"])
+        for given, p in zip(step["optimizer"], optimized, strict=False):
+            for key, mine in self.optimizer.state.get(p, {}).items() if self._takes_parts else ():
+                slot = tensor_slot(given.get(key))
+                if slot is not None and isinstance(mine, torch.Tensor):
+                    ours[slot] = local_of(mine)
         for given, mine in [
             *zip(step["parameters"], self.parameters.values(), strict=True),
             *((x, buffers[name]) for name, x in step["buffers"].items() if name in buffers),
@@ -207,6 +214,21 @@ class TrainState:
                 ours[slot] = local_of(mine)
         self._preallocated = []
         return ours
+
+    def prepare_to_join(self, tree: Any, *, anew: bool) -> bool:
+        """Makes the optimizer's state as large as in this tree, to be written in parts, and lets
+        the same parameters require gradients. Returns whether the parameters of this worker lie in
+        memory like those of the tree. `anew`: nothing of it has arrived before."""
+        self._takes_parts = True
+        self.optimizers.adopt_state(tree["step"])
+        for entries in self.optimizer.state.values():
+            for value in entries.values():
+                if anew and isinstance(value, torch.Tensor):
+                    value.zero_()  # a number of steps may not be just any number
+        for p, flag in zip(self.parameters.values(), tree["body"]["requires_grad"], strict=True):
+            p.requires_grad_(flag)
+        pairs = zip(self.parameters.values(), tree["step"]["parameters"], strict=True)
+        return all(p.data_ptr() == given.data_ptr() for p, given in pairs)
 
     @torch.no_grad()
     def adopt(self, tree: Any, *, body: bool) -> None:

@@ -193,7 +193,7 @@ class LeafRunner:
         """
         self.state.loop_body_guard.leaves_begin()
         self.speed.begin(self.micro_batches(step))
-        last = share[-1][1] if sends else None
+        last = share[-1][1] if sends and share else None
         virtual_workers, expected = self.shares.virtual_workers(step), self.expected_weight(step)
         self.results = {}
         for first, limit in share:

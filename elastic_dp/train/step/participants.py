@@ -18,7 +18,7 @@ an entry of its own in the step's header, which every member sends to all others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -62,6 +62,7 @@ class StepParticipant:
     overridden."""
 
     name: str  # of its entry in the header; no two participants of a step share one
+    hears_all = False  # also the entries of workers that join gradually, and do not count yet
 
     def open(self, group: ProcessGroup) -> None:
         """A generation begins, with this group."""
@@ -132,11 +133,21 @@ def propose_all(participants: Iterable[StepParticipant], gang: Gang | None = Non
     return msgpack.packb([own] if gang is None else gang.exchange(own))
 
 
-def agree_all(participants: Iterable[StepParticipant], records: Sequence[bytes]) -> Verdict:
+def agree_all(
+    participants: Iterable[StepParticipant],
+    records: Sequence[bytes],
+    joining: Collection[int] = (),
+) -> Verdict:
     """Hands the members' records to the participants, and returns what they decide: to stop, if any
-    of them says so, else to do the step again, if any says so, else to go on."""
-    entries = [msgpack.unpackb(own) for record in records for own in msgpack.unpackb(record)]
-    verdicts = [one.agree([entry.get(one.name, b"") for entry in entries]) for one in participants]
+    of them says so, else to do the step again, if any says so, else to go on. Those of the ranks
+    `joining` do not count."""
+    every = [[msgpack.unpackb(own) for own in msgpack.unpackb(record)] for record in records]
+    count = [own for rank, some in enumerate(every) if rank not in joining for own in some]
+    all_of_them = [own for some in every for own in some]
+    verdicts = [
+        one.agree([own.get(one.name, b"") for own in (all_of_them if one.hears_all else count)])
+        for one in participants
+    ]
     stops = [verdict for verdict in verdicts if isinstance(verdict, StopAgreed)]
     retries = [verdict for verdict in verdicts if isinstance(verdict, RetryStep)]
     return (stops or retries or [None])[0]
@@ -311,6 +322,7 @@ class DeviceConnections(StepParticipant):
     the next step on."""
 
     name = "devices"
+    hears_all = True
 
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
@@ -491,6 +503,6 @@ class Participants:
         """Sends this member's entries to all."""
         self._header.launch(propose_all(self.all, self._gang))
 
-    def agree(self) -> Verdict:
-        """Waits for the entries of all members, and returns what they decide."""
-        return agree_all(self.all, self._header.collect())
+    def agree(self, joining: Collection[int] = ()) -> Verdict:
+        """Waits for the entries of all members, and returns what they decide. See `agree_all`."""
+        return agree_all(self.all, self._header.collect(), joining)

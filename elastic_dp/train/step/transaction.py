@@ -119,7 +119,7 @@ class Transaction:
         self._passes("header", step)
         if group.on_device is None:
             self._reduce(step)  # while the last bucket and the header are on their way
-        verdict = self.participants.agree()
+        verdict = self.participants.agree(self.leaves.shares.joining)
         if verdict is not None:
             self._undo(verdict)
             return verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from elastic_dp.coordinator.messages import Membership
 from elastic_dp.distributed.reduction_tree import Share
@@ -17,6 +18,7 @@ class WorkShares:
         self.least = virtual_workers.least
         self.membership: Membership | None = None  # of the present generation, with this rank
         self.rank = 0
+        self.joining: frozenset[int] = frozenset()  # ranks without virtual workers; gradual_join.py
 
     def open(self, membership: Membership, rank: int) -> None:
         self.membership, self.rank = membership, rank
@@ -27,9 +29,17 @@ class WorkShares:
     def of_all(self, step: int) -> Sequence[Share]:
         """Returns the share of each rank."""
         assert self.membership is not None
-        return self.membership.shares(self._schedule.at(step), equal=self._equal)
+        return self._of(self.membership, step)
 
     def of_rank(self, membership: Membership, rank: int, step: int) -> list[int]:
         """Returns the virtual workers of a rank of this membership."""
-        shares = membership.shares(self._schedule.at(step), equal=self._equal)
-        return [v for first, last in shares[rank] for v in range(first, last)]
+        return [v for first, last in self._of(membership, step)[rank] for v in range(first, last)]
+
+    def _of(self, membership: Membership, step: int) -> Sequence[Share]:
+        total, ranks = self._schedule.at(step), range(len(membership.members))
+        if not self.joining:
+            return membership.shares(total, equal=self._equal)
+        others = [rank for rank in ranks if rank not in self.joining]
+        ends = [total * number // len(others) for number in range(len(others) + 1)]
+        ranges = dict(zip(others, pairwise(ends), strict=True))
+        return [(ranges[rank],) if rank in ranges else () for rank in ranks]

@@ -325,10 +325,13 @@ class Told:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_gradients_in_other_orders_on_a_process_of_a_worker_are_refused(same):
-    order: Any = SimpleNamespace(digest=lambda: b"one")
     gang = Gang(0, 2, None, Told())  # type: ignore[arg-type]
-    one = GradientOrders(gang, order)
-    entries = [one.propose(), b"one" if same else b"other", b"else", b"else"]
+    one, other = GradientOrders(gang), GradientOrders(gang)
+    for orders, indices in ((one, (0, 1)), (other, (0, 1) if same else (1, 0))):
+        orders.begin(STEP)
+        for index in indices:
+            orders.note(index)
+    entries = [one.propose(), other.propose(), b"else", b"else"]
     if same:
         assert one.agree(entries) is None
     else:

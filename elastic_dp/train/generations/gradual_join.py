@@ -1,0 +1,205 @@
+"""A worker that joins a run with a large state takes it over in parts, while the others train.
+
+It is in the group from the start, and has no virtual workers yet. In each step a part of the state
+travels to it, beside the micro-batches of the others. It gets the reduced gradient as all members
+do, and makes the same update: what has arrived stays current, bit for bit, since the optimizer
+computes each element from that element's gradient and state alone. What has not arrived is
+overwritten later. Once all is there, the workers pause for the small rest (buffers, parameter
+groups, what the loop body changes), and divide the virtual workers among all.
+
+Until then it runs no loop body, and nothing of it counts: no entry of its in a header, no share of
+a checkpoint, no vote. If the generation ends meanwhile, what has arrived is kept in the next one,
+unless the others are at another step then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_dp.checkpoint.codec import from_bytes, to_bytes
+from elastic_dp.checkpoint.layout import flat_bytes, is_dense
+from elastic_dp.coordinator.messages import Membership
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import GroupError
+from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
+from elastic_dp.train.master_weights import class_of
+from elastic_dp.train.state.state_moves import UNIT_BYTES, Move, StateUnit, ranks_with
+from elastic_dp.train.step.participants import StepParticipant, Verdict
+
+if TYPE_CHECKING:
+    from elastic_dp.train.generations.state_transfer import TransferPlan
+    from elastic_dp.train.state.train_state import TrainState
+    from elastic_dp.train.step.work_shares import WorkShares
+
+LARGE_BYTES = 64 << 20  # of parameters: a smaller state is copied at once
+OF_A_STEP = 8  # a step moves this part of the bytes of the parameters
+LEAST_BYTES = 4 << 20
+_SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
+
+
+class GradualJoin(StepParticipant):
+    """Moves the state to the ranks `shares.joining`. `allowed`: what the job says about it."""
+
+    name = "joining"
+
+    def __init__(self, state: TrainState, shares: WorkShares, *, allowed: bool) -> None:
+        optimizer = state.optimizers
+        self._state, self._shares = state, shares
+        self._allowed = (
+            allowed
+            and not state.holders.is_divided
+            and state.previous is None
+            and len(optimizer.all) == 1
+            and class_of(optimizer.outer) in ELEMENTWISE
+            and sum(p.nbytes for p in state.parameters.values()) >= LARGE_BYTES
+        )
+        self._move: Move | None = None
+        self._source = 0
+        self._trainable: list[bool] = []  # when the move began
+        self._is_unsteady = False  # that has changed during a join, on all that were not new
+        self._arrived = set[int]()  # units, in generations that ended meanwhile
+        self._kept_at: tuple[int, int] | None = None  # lineage and step of those
+        self._given = b""  # what the source says about this step
+
+    def ranks(self, membership: Membership, plan: TransferPlan) -> frozenset[int]:
+        """Returns the ranks that are to join gradually in this generation: those without state, if
+        they are no more than the others."""
+        members, source = membership.members, membership.members[plan.source]
+        new = frozenset(rank for rank in plan.receivers if not members[rank].has_state)
+        possible = self._allowed and source.has_state and not source.position.ended
+        return new if possible and 2 * len(new) <= len(members) else frozenset()
+
+    @property
+    def joins_here(self) -> bool:
+        """Whether this worker is one of those that join."""
+        return self._shares.rank in self._shares.joining
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts have arrived. Equal on all members."""
+        return self._move is not None and self._move.is_done
+
+    def kept_of(self, lineage_id: int) -> int | None:
+        """Returns the step whose state the parts are of that this worker has, if it has some."""
+        kept = self._kept_at
+        return kept[1] if kept is not None and kept[0] == lineage_id else None
+
+    def start(self, group: ProcessGroup, source: int, *, possible: bool, keeps: bool) -> bool:
+        """Begins to move the state, which has the same structure on all members now. `possible`:
+        on this one. `keeps`: what has arrived before. Returns whether it is possible on all. Raises
+        GroupError."""
+        units = self._units() if possible and not self._is_unsteady else None
+        if b"\0" in group.gather_equal(bytes([units is not None])):
+            return False
+        assert units is not None
+        joining, count = self._shares.joining, len(units)
+        if not keeps:
+            self._arrived = set()
+        mine = self._arrived if group.rank in joining else range(count)
+        have = ranks_with(group, mine, count)
+        nbytes = sum(p.nbytes for p in self._state.parameters.values()) // OF_A_STEP
+        budget, need = max(LEAST_BYTES, nbytes), [[*joining]] * count
+        self._move = Move(group, units, have, need, budget=budget)
+        self._source, self._trainable = source, self._flags()
+        return True
+
+    def finish(self) -> None:
+        """Moves what is left at once. Raises GroupError."""
+        assert self._move is not None
+        self._move.finish()
+
+    def close(self, lineage_id: int, step: int) -> None:
+        """The generation is over, in which this worker has made this step last, or all members have
+        the whole state."""
+        if self._move is not None:
+            self._arrived |= self._move.arrived
+            self._kept_at = lineage_id, step
+        self._move, self._given = None, b""
+
+    # ----------------------------------------------------------------------------- step
+
+    def begin(self, step: int) -> None:
+        if self._move is None:
+            return
+        if not self.joins_here and self._flags() != self._trainable:
+            self._is_unsteady = True
+            raise GroupError("requires_grad has changed while a worker joins: it joins at once")
+        if not self._move.in_flight:
+            self._move.begin()
+            self._move.send()
+
+    def propose(self) -> bytes:
+        if self._move is None or self._shares.rank != self._source:
+            return b""
+        state = self._state
+        scale = None if state.loss_scale is None else vars(state.loss_scale)
+        return to_bytes({"held": state.optimizers.now(), "loss_scale": scale})
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        self._given = next(filter(None, proposals), b"")
+        return None
+
+    def prepare(self) -> None:
+        if self._move is None:
+            return
+        self._move.take()
+        if self.joins_here:
+            given: Any = from_bytes(self._given)
+            self._state.optimizers.adopt_held(given["held"])
+            if self._state.loss_scale is not None:
+                vars(self._state.loss_scale).update(given["loss_scale"])
+
+    # ------------------------------------------------------------------------------ private
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for p in self._state.parameters.values()]
+
+    def _units(self) -> list[StateUnit] | None:
+        """Returns ranges of each parameter with the same ranges of its optimizer state, and all of
+        its state that has another shape. None if there is state that cannot be divided so."""
+        optimizer, units = self._state.optimizer, list[StateUnit]()
+        optimized = {p for group in optimizer.param_groups for p in group["params"]}
+        if any(key not in optimized for key in optimizer.state):
+            return None
+        for p in self._state.parameters.values():
+            entries: Mapping[str, Any] = optimizer.state.get(p, {})
+            if not all(isinstance(x, torch.Tensor) and is_dense(x) for x in (p, *entries.values())):
+                return None
+            alike = [key for key, x in entries.items() if (x.shape, x.stride()) == _form(p)]
+            rest = [key for key in entries if key not in alike]
+            if any(entries[key].numel() > _SMALL_NUMEL for key in rest):
+                return None
+            sizes = [p.element_size(), *(entries[key].element_size() for key in alike)]
+            step = max(1, UNIT_BYTES // sum(sizes))
+            small = sum(entries[key].nbytes for key in rest)
+            for first in range(0, p.numel(), step):
+                count = min(step, p.numel() - first)
+                read = partial(self._read, p, alike, rest, first, count)
+                units.append(StateUnit(count * sum(sizes) + small, read, partial(_write, read)))
+        return units
+
+    def _read(
+        self, p: torch.Tensor, alike: Sequence[str], rest: Sequence[str], first: int, count: int
+    ) -> list[torch.Tensor]:
+        """Returns the bytes of `count` elements from `first` on."""
+        entries: Mapping[str, torch.Tensor] = self._state.optimizer.state.get(p, {})
+        whole = [p.detach(), *(entries[key] for key in alike)]
+        parts = [
+            flat_bytes(x)[first * x.element_size() : (first + count) * x.element_size()]
+            for x in whole
+        ]
+        return parts + [flat_bytes(entries[key]) for key in rest]
+
+
+def _form(p: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return p.shape, p.stride()
+
+
+def _write(read: Callable[[], Sequence[torch.Tensor]], content: torch.Tensor) -> None:
+    parts = read()
+    for part, given in zip(parts, content.split([*map(len, parts)]), strict=True):
+        part.copy_(given)
