@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import socket
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -166,9 +167,11 @@ def port():
     def listening():
         found = set()
         for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(one.getsockname())
+            with contextlib.suppress(OSError):  # what listed them is closed by now
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    with socket.socket(fileno=os.dup(fd)) as one:
+                        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            found.add(one.getsockname())
         return found
 
     before = listening()
