@@ -488,8 +488,9 @@ class WorkerSession:
         self._joining.close(membership.lineage_id, self.position.step)
         self._groups.all_have_joined()
         self._join_gradually(membership, frozenset())
-        self._read_ahead(membership, self.position.step + 1)
-        self._open_transaction(main, membership)
+        if not self.position.ended:
+            self._read_ahead(membership, self.position.step + 1)
+            self._open_transaction(main, membership)
 
     def _open_transaction(self, main: ProcessGroup, membership: Membership) -> None:
         self.transaction.open(
