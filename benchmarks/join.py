@@ -42,6 +42,7 @@ from benchmarks.report import each, exit_code, parser_of, run_main
 from elastic_dp.train.generations import gradual_join
 
 WIDTHS = {"24 MB": 1390, "240 MB": 4400, "720 MB": 7640}
+CALM_S = 8.0  # of usual steps
 TARGET_WAIT_MS, TARGET_STANDBY_MS = 100.0, 500.0  # more for the largest state than for the smallest
 
 
@@ -68,7 +69,7 @@ def joins(width: int, times: int, *, in_parts: bool) -> dict[str, Any]:
         wait_full(run, 2, 5, timeout_s=300.0)
         for _ in range(times):
             known = set(os.listdir(folder))
-            time.sleep(3.0)
+            time.sleep(CALM_S)
             asked = time.time()
             run.scale(3)
 
@@ -79,10 +80,10 @@ def joins(width: int, times: int, *, in_parts: bool) -> dict[str, Any]:
             wait_for(trains, 300.0, "the third worker", 0.05)
             joined = time.time()
             bodies = bodies_of_the_first(Record.read(folder, ours.url))
-            calm = gaps(bodies, asked - 3.0, asked)
+            calm = gaps(bodies, asked - CALM_S, asked)
             usual = statistics.median(calm)
             changed = next(x.time for x in bodies if x.generation == bodies[-1].generation)
-            later = gaps(bodies, changed - 1.0, joined)
+            later = gaps(bodies, changed - CALM_S, joined)
             waits.append(1e3 * (max(later) - usual))
             took.append(joined - changed)
             before += calm

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from elastic_dp.train.state.train_state import TrainState
     from elastic_dp.train.step.work_shares import WorkShares
 
-LARGE_BYTES = 64 << 20  # of parameters: a smaller state is copied at once
+# Of parameters: to stop for the copy of a smaller state costs less than some 24 steps without the
+# new worker.
+LARGE_BYTES = 1 << 30
 OF_A_STEP = 8  # a step moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20
 _SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
