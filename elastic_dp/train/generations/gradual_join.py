@@ -1,15 +1,15 @@
 """A worker that joins a run with a large state takes it over in parts, while the others train.
 
-It is in the group from the start, and has no virtual workers yet. In each step a part of the state
-travels to it, beside the micro-batches of the others. It gets the reduced gradient as all members
-do, and makes the same update: what has arrived stays current, bit for bit, since the optimizer
+It is in the group from the start, and has no virtual workers yet. In each step it receives a part
+of the state, while the others run their micro-batches. It gets the reduced gradient as all members
+do, and makes the same update. So what has arrived stays current, bit for bit: the optimizer
 computes each element from that element's gradient and state alone. What has not arrived is
 overwritten later. Once all is there, the workers pause for the small rest (buffers, parameter
 groups, what the loop body changes), and divide the virtual workers among all.
 
-Until then it runs no loop body, and nothing of it counts: no entry of its in a header, no share of
-a checkpoint, no vote. If the generation ends meanwhile, what has arrived is kept in the next one,
-unless the others are at another step then.
+Until then the worker runs no loop body, its entry in a header does not count, and it has no share
+of a checkpoint. If the generation ends meanwhile, what has arrived is kept in the next one, unless
+the others are at another step then.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from elastic_dp.train.state.train_state import TrainState
     from elastic_dp.train.step.work_shares import WorkShares
 
-# Of parameters: to stop for the copy of a smaller state costs less than some 24 steps without the
-# new worker.
+# Of parameters. With fewer, a pause for the copy costs less than 24 steps without the new worker.
 LARGE_BYTES = 1 << 30
 OF_A_STEP = 8  # a step moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20

@@ -54,7 +54,7 @@ class TrainState:
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
-    _takes_parts: bool = False  # the optimizer's state arrives in parts, in its own tensors
+    _takes_parts: bool = False  # whether the optimizer's state arrives in its own tensors
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
