@@ -1,18 +1,13 @@
-"""A worker that trains for long keeps nothing of the generations that have ended, and few data sets
-of evaluations."""
+"""A worker that trains for long keeps nothing of the generations that have ended."""
 
 import dataclasses
 import os
 import signal
-import types
 from pathlib import Path
 
 import pytest
-import torch
 
-from elastic_dp import DataConfig, MapStyleData
-from elastic_dp.train import context
-from tests.runs import Points, group, spec_of
+from tests.runs import group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 SETTLED, END = 60, 300  # generations; every second one begins with a kill
@@ -43,27 +38,3 @@ def test_survivor_of_a_hundred_kills_has_the_memory_that_it_had(tmp_path):
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost >= (END - SETTLED) // 2
     assert float(said.read_text()) < MAX_BYTES
-
-
-def test_evaluation_data_that_a_body_makes_each_time_is_opened_once_and_little_of_it_is_kept(
-    monkeypatch,
-):
-    opened = []
-
-    def opens(data, **_):
-        opened.append(data)
-        return len(opened)
-
-    monkeypatch.setattr("elastic_dp.data.open_evaluation", opens)
-    session = types.SimpleNamespace(
-        device=torch.device("cpu"), spec=spec_of(), link=types.SimpleNamespace(say=print)
-    )
-    made = context.TrainContext(session)
-    found = {made._opened(DataConfig("there", micro_batch_size=4)) for _ in range(5)}
-    assert found == {1} and len(opened) == 1
-    kept = MapStyleData(Points(), micro_batch_size=4)
-    assert [made._opened(kept) for _ in range(2)] == [2, 2]
-    for _ in range(100):
-        newest = MapStyleData(Points(), micro_batch_size=4)
-        assert made._opened(newest) == len(opened)
-    assert made._opened(newest) == 102 and len(made._evaluation_data) == context._EVALUATIONS_KEPT

@@ -197,6 +197,7 @@ class Controller:
         members = () if membership is None else membership.members
         because = self.report.inexact_because(coordinator.kinds)
         now = time.time()
+        age_s = max(0.0, now - self.state_store.state.started_at)
         return {
             "phase": "over" if self.ended.is_set() else coordinator.phase,
             "reason": coordinator.reason or self.outcome.reason,
@@ -213,8 +214,8 @@ class Controller:
             "metrics": dict(self.metrics.newest),
             "failed": self.outcome.error is not None,
             "max_steps": self.spec.max_steps,
-            "led_s": (led_s := max(0.0, now - self.state_store.state.started_at)),
-            "started_age_s": led_s,
+            "led_s": age_s,
+            "started_age_s": age_s,
             "rows_per_s": self.times.rows_per_s(),
             **_newest(self.journal, now),
         }

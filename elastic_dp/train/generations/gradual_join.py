@@ -27,7 +27,13 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import GroupError
 from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
 from elastic_dp.train.master_weights import class_of
-from elastic_dp.train.state.state_moves import UNIT_BYTES, Move, StateUnit, ranks_with
+from elastic_dp.train.state.state_moves import (
+    UNIT_BYTES,
+    Move,
+    StateUnit,
+    ranks_with,
+    write_parts,
+)
 from elastic_dp.train.step.participants import StepParticipant, Verdict
 
 if TYPE_CHECKING:
@@ -201,6 +207,4 @@ def _form(p: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 
 
 def _write(read: Callable[[], Sequence[torch.Tensor]], content: torch.Tensor) -> None:
-    parts = read()
-    for part, given in zip(parts, content.split([*map(len, parts)]), strict=True):
-        part.copy_(given)
+    write_parts(read(), content)

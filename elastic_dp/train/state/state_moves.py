@@ -66,12 +66,13 @@ def units_of(*flats: torch.Tensor) -> list[StateUnit]:
             groups[-1].append(part)
             room -= len(part)
     return [
-        StateUnit(sum(map(len, parts)), partial(list, parts), partial(_write, parts))
+        StateUnit(sum(map(len, parts)), partial(list, parts), partial(write_parts, parts))
         for parts in groups
     ]
 
 
-def _write(parts: Sequence[torch.Tensor], content: torch.Tensor) -> None:
+def write_parts(parts: Sequence[torch.Tensor], content: torch.Tensor) -> None:
+    """Writes the content of a unit to the byte vectors that it consists of."""
     for part, given in zip(parts, content.split([*map(len, parts)]), strict=True):
         part.copy_(given)
 
