@@ -56,7 +56,7 @@ from elastic_dp.coordinator.planning.generation_end_policy import GenerationEndP
 from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
 from elastic_dp.coordinator.run_state import Phase as Phase
-from elastic_dp.coordinator.run_state import RunState
+from elastic_dp.coordinator.run_state import RunState, Transition
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.takeover import Takeover
 from elastic_dp.coordinator.workers.failure_counter import FailureCounter
@@ -207,7 +207,7 @@ class Coordinator:
         elif leadership.in_doubt(event, now, self._registry.failure_detector.watches_any):
             self._confirm_leadership(event, now, deadline)
         elif leadership.deferred is not None:
-            leadership.enqueue(event)
+            leadership.deferred.append(event)
             self._release_deferred(now)
         else:
             self._dispatch(event, now)
@@ -222,7 +222,7 @@ class Coordinator:
 
     def _defer_event(self, event: Event, now: float) -> None:
         if isinstance(event, m.GenerationClaimLost):
-            self._leadership.abandon()
+            self._leadership.deferred = None
             self._stand_down(event)
         elif self._leadership.defer(event, now):
             if self._leadership.was_away(now):
@@ -234,7 +234,7 @@ class Coordinator:
         the rest.
         """
         leadership = self._leadership
-        self._hang_detector.catch_up(now)
+        self._hang_detector.caught_up_at = now
         while leadership.deferred is not None:
             for each in leadership.release(now):
                 over = self._run.phase is Phase.OVER
@@ -247,7 +247,7 @@ class Coordinator:
     def _dispatch(self, event: Event, now: float) -> None:
         registry, worker = self._registry, None
         if isinstance(event, FROM_WORKERS):
-            self._leadership.heard_from_worker(now)
+            self._leadership.heard_at = now
             worker = registry.workers.get(event.worker)
             if worker is not None and worker.stage not in UNTIMED_STAGES:
                 registry.failure_detector.heard_from(worker.id, now)
@@ -259,12 +259,12 @@ class Coordinator:
                     self._eligibility.begin(worker, now)
             case m.WorkerPlaced(worker=worker_id, location=location):
                 if worker_id in registry.workers:
-                    registry.workers[worker_id].locate(location)
+                    registry.workers[worker_id].location = location
             case m.WorkerReady(signature=signature, can_source=can_source):
                 self._eligibility.became_ready(worker, signature, can_source, now)
             case m.WorkerStopped():
                 if self._generation.stopped(worker, event, now) and worker is not None:
-                    self._failures.count(worker, now, blamed="")
+                    self._failures.count(worker, now)
             case m.WorkerFinished():
                 self._generation.worker_finished(event)
             case m.WorkerFailed():
@@ -276,8 +276,6 @@ class Coordinator:
             case m.DrainNoticed(worker=worker_id, deadline=deadline):
                 if worker_id in registry.workers:
                     registry.drain(registry.workers[worker_id], deadline, now)
-            case m.HeadDrainNoticed(deadline=deadline):
-                self._checkpointer.head_drains(deadline, now)
             case m.SizeRequested():
                 self._size_requested(event, now)
             case m.SizeLimited():
@@ -286,8 +284,8 @@ class Coordinator:
                 self._stop_requested(event)
             case m.CheckpointRequested():
                 self._checkpointer.request()
-            case m.CheckpointCommitted(step=step, duration_s=duration_s):
-                self._checkpointer.committed(step, duration_s)
+            case m.CheckpointCommitted(step=step):
+                self._checkpointer.committed_step = step
             case m.CheckpointFound(step=found):
                 self._lineage.found(found)
             case m.GenerationClaimed():
@@ -314,7 +312,8 @@ class Coordinator:
         if run.phase is Phase.TAKING_OVER:
             self._takeover.end(now)
         if run.phase is Phase.FORMING and not self._generation.not_formed:
-            self._planner.all_formed()
+            self._generation.all_formed()
+            self._planner.failed = frozenset()
         if self._generation.is_over:
             self._planner.generation_over(now)
         if run.phase is Phase.RUNNING:
@@ -347,7 +346,7 @@ class Coordinator:
         if worker.stage is Stage.STARTING:
             self._eligibility.begin(worker, now)
         if not self._generation.is_in_earlier_generation(event):
-            worker.renew(now)
+            worker.renewed_at = now  # its lease runs from here
             run.emit(m.RenewLease(worker.id, event.beat))
             if worker.stage is Stage.UNREPORTED:
                 self._generation.renewed(now)
@@ -377,7 +376,7 @@ class Coordinator:
         lost.
         """
         if now > worker.since + self.config.heartbeat_timeout_s:
-            worker.touch(now)
+            worker.since = now
             self._eligibility.tell_to_begin(worker)
 
     def _failed(self, worker: WorkerState | None, event: m.WorkerFailed, now: float) -> None:
@@ -400,13 +399,13 @@ class Coordinator:
         if event.min_workers is not None and not 1 <= least <= event.size:
             self._run.explain(f"min_workers {least} refused: not within 1..{event.size}")
             return
-        self._run.resize(event.size, least)
-        self._eligibility.resized()
+        self._run.requested_size, self._run.min_workers = event.size, least
+        self._eligibility.rejections = 0  # an operator asks for workers
         self._registry.resized(now)
 
     def _size_limited(self, event: m.SizeLimited, now: float) -> None:
         before = self._run.size
-        self._run.limit_size(event.most)
+        self._run.limit = event.most
         if self._run.size != before:
             self._run.explain(
                 f"the size is {self._run.size} now, {self._run.requested_size} wanted: "
@@ -417,7 +416,7 @@ class Coordinator:
     def _stop_requested(self, event: m.StopRequested) -> None:
         if self._run.stop is not None:
             return
-        self._run.request_stop(event)
+        self._run.stop = event
         self._run.explain(f"stopping: {event.reason}")
         if self._run.in_flight:
             self._generation.tell_to_stop()
@@ -426,19 +425,19 @@ class Coordinator:
         if not self._leadership.granted(event.generation):
             return
         if self._run.phase is Phase.TAKING_OVER:
-            self._registry.identities.adopt(event.generation)
-        else:
-            self._planner.claimed()
+            self._registry.identities.prefix = f"w{event.generation}."
+        elif self._run.phase is Phase.CLAIMING:
+            self._run.apply(Transition.CLAIM_GRANTED)
 
     def _stand_down(self, event: m.GenerationClaimLost) -> None:
         self._run.emit(m.StandDown(f"generation {event.generation} belongs to another controller"))
         self._run.end("another controller leads")
-        self._registry.clear()
+        self._registry.workers.clear()  # they belong to the other controller
 
     def _dispatch_when_over(self, event: Event, now: float) -> None:
         """Handle an event after the end of the run: only workers that do not leave matter."""
         if isinstance(event, m.WorkerLost):
-            self._registry.forget(event.worker)
+            self._registry.workers.pop(event.worker, None)
         run_termination.evict_remaining(self._registry, now)
 
     # ------------------------------------------------------------------------------- time

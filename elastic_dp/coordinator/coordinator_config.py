@@ -54,8 +54,6 @@ class CoordinatorConfig:
     # wait for an initial source; then a worker is released for a new one
     source_timeout_s: float = 60.0
     steps_ahead: int = 2  # steps between the last one that heartbeats foretell and a planned end
-    # a slow member that cannot run fewer virtual workers is replaced after this
-    slow_s: float = 300.0
     hang_timeout_s: float | None = None  # None: see `hang_detector.HangDetector`
     limits: FailureLimits = FailureLimits()
     checkpointing: bool = False  # whether there is storage for checkpoints

@@ -38,15 +38,6 @@ class Fence:
     def renew(self, until: float) -> None:
         self.lease_until = max(self.lease_until, until)
 
-    def confirm_exit(self) -> None:
-        self.exit_confirmed = True
-
-    def evicted(self, worker: WorkerId) -> None:
-        self.unconfirmed_dead.add(worker)
-
-    def confirm_death(self, worker: WorkerId) -> None:
-        self.unconfirmed_dead.discard(worker)
-
 
 @dataclass(slots=True)
 class StepProgress:
@@ -145,7 +136,7 @@ class Generation:
         step = source.position.step if established else self._lineage.checkpoint_step or 0
         for worker in members:
             if not worker.has_state:
-                worker.progress.begin_at(step)
+                worker.progress.first_step = step
         self.steps.restart(step, now)
         self._form_by = now + config.forming_timeout_s + config.gather_timeout_s
         self.run.timers.wake(self._form_by)
@@ -165,7 +156,7 @@ class Generation:
         self.run.apply(Transition.ALL_FORMED)
         self.formed = True
         for worker in self.members.values():
-            worker.formed()
+            worker.failed_joins = 0
 
     # --------------------------------------------------------------------------- takeover
 
@@ -185,7 +176,7 @@ class Generation:
         """End the takeover. There may be workers that did not report, so the fence stays open."""
         self.run.apply(Transition.TAKEOVER_ENDED)
         self.formed = True
-        self.fence.evicted("")
+        self.fence.unconfirmed_dead.add("")
 
     # ------------------------------------------------------------------------- heartbeats
 
@@ -217,9 +208,9 @@ class Generation:
             self.not_entered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
                 self.not_formed.discard(worker.id)
-                self._lineage.establish()
+                self._lineage.established = True
                 if event.virtual_s:
-                    worker.measured(event.virtual_s, self.number)
+                    worker.virtual_s, worker.measured_in = event.virtual_s, self.number
             elif event.phase in ("give", "receive", "restore"):
                 self._form_by = max(self._form_by, now + self.run.config.forming_timeout_s)
             if inside and self.run.phase is not Phase.ENDING:
@@ -239,7 +230,7 @@ class Generation:
 
         The intervals grow, because the worker may be in a long loop body.
         """
-        beats = worker.count_reminder()
+        worker.reminded_beats = beats = worker.reminded_beats + 1
         if beats & (beats - 1) and beats % REMIND_BEATS:  # 1, 2, 4, …, 32, 64, 96, …
             return
         if self.run.phase is Phase.ENDING:
@@ -251,7 +242,7 @@ class Generation:
         """If a stop was requested, tell every member. The members agree on the step."""
         if self.run.stop is not None:
             for worker in self.members.values():
-                worker.restart_reminders()
+                worker.reminded_beats = 0
                 self._tell_stop(worker, self.run.stop)
 
     def _tell_stop(self, worker: WorkerState, stop: m.StopRequested) -> None:
@@ -280,7 +271,7 @@ class Generation:
         for worker in self.members.values():
             if worker.id in self.inside:
                 worker.progress.restart()  # the time that it waited so far does not count
-                worker.restart_reminders()
+                worker.reminded_beats = 0
                 self._tell_end(worker)
 
     def _tell_end(self, worker: WorkerState) -> None:
@@ -305,7 +296,7 @@ class Generation:
         self.first_stop_at = min(self.first_stop_at, now)
         self.run.timers.wake(now + self.run.config.gather_timeout_s)
         if worker.entered == self.number:  # after a takeover, other workers cannot speak for it
-            self.fence.confirm_exit()
+            self.fence.exit_confirmed = True
         self.unreachable_pairs.update((worker.id, other) for other in event.unreachable)
         if self.run.phase in (Phase.FORMING, Phase.RUNNING):
             self.abort(f"{worker.id} stopped: {event.reason}")
@@ -322,15 +313,11 @@ class Generation:
         if worker is None or event.generation != self.number or not self.run.in_flight:
             return
         worker.finish(event)
-        self.fence.confirm_exit()
+        self.fence.exit_confirmed = True
         self._lineage.observed(event.lineage_id)  # after a takeover it may be the first to say so
         self.inside.discard(worker.id)
         self.not_formed.discard(worker.id)
         self.not_finished.discard(worker.id)
-
-    def drain(self, worker: WorkerState) -> None:
-        """Mark a member as draining."""
-        self.draining[worker.id] = worker
 
     def drop(self, worker: WorkerState, reason: str) -> None:
         """Remove a worker that is gone or was told to go, and abort what cannot continue without
@@ -355,10 +342,6 @@ class Generation:
         del self.members[worker.id]
         self.not_finished.discard(worker.id)
         self.draining.pop(worker.id, None)
-
-    def all_left(self) -> None:
-        """Record that every member has left."""
-        self.run.apply(Transition.ALL_OUT)
 
     def check_time(self, now: float) -> bool:
         """Act on the generation's own deadlines. Return whether it failed to form in time."""

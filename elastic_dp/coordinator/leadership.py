@@ -39,10 +39,6 @@ class Leadership:
         """Whether events are deferred until a claim is granted."""
         return self.deferred is not None and self.releasing_at is None
 
-    def heard_from_worker(self, now: float) -> None:
-        """Record that a message of any worker arrived."""
-        self.heard_at = now
-
     def claim(self, generation: int, now: float) -> None:
         """Claim the number after `generation` and after all that were claimed before."""
         self._asked_at = now
@@ -98,15 +94,6 @@ class Leadership:
             self.releasing_at = now
             return True
         return False
-
-    def enqueue(self, event: Event) -> None:
-        """Put an event behind the deferred ones."""
-        assert self.deferred is not None
-        self.deferred.append(event)
-
-    def abandon(self) -> None:
-        """Drop the deferred events, because another controller leads."""
-        self.deferred = None
 
     def was_away(self, now: float) -> bool:
         """Return whether events may have been missed before leadership was confirmed."""

@@ -137,15 +137,6 @@ class RunState:
         """Change the phase. Raises KeyError if the table does not list the transition."""
         self.phase = TABLE[self.phase, transition]
 
-    def resize(self, size: int, min_workers: int) -> None:
-        self.requested_size, self.min_workers = size, min_workers
-
-    def limit_size(self, most: int | None) -> None:
-        self.limit = most
-
-    def request_stop(self, event: m.StopRequested) -> None:
-        self.stop = event
-
     def end(self, reason: str) -> None:
         """End the run: only the release of workers follows. The caller may report `reason`."""
         self.apply(Transition.RUN_ENDED)

@@ -38,18 +38,10 @@ class StateLineage:
 
     # ---------------------------------------------------------------------- the state
 
-    def establish(self) -> None:
-        """Record that some worker has the run's state."""
-        self.established = True
-
     def observed(self, lineage_id: int) -> None:
         """Record that a worker has state that descends from lineage `lineage_id`."""
         self.established = True
         self.lineage_id = max(self.lineage_id, lineage_id)
-
-    def assume_established(self, established: bool) -> None:
-        """Set whether the lineage is established, as a takeover knows it."""
-        self.established = established
 
     def search(self) -> bool:
         """Note that a checkpoint is needed. Return whether the search must be requested."""
@@ -105,9 +97,6 @@ class StateLineage:
         if worker.can_source and not self.established:
             self.source_candidates[worker.id] = worker
 
-    def only_candidates(self, workers: Iterable[WorkerState]) -> None:
-        self.source_candidates = {worker.id: worker for worker in workers}
-
     def drop_receiving_candidates(self, workers: Iterable[WorkerId]) -> None:
         """Drop candidates that receive state from now on: their initial weights are being
         overwritten.
@@ -122,10 +111,6 @@ class StateLineage:
             self.initial_source = None
 
     # ------------------------------------------------------------------------ who fits
-
-    def set_signature(self, signature: Signature | None) -> None:
-        """Set the signature that members must have."""
-        self.signature = signature
 
     def interned(self, signature: Signature) -> Signature:
         """Return the equal signature that is already in memory, if there is one."""

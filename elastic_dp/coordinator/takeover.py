@@ -40,13 +40,13 @@ class Takeover:
         self, workers: Iterable[WorkerId], highest_claimed: int, established: bool, now: float
     ) -> None:
         """Ask `workers` for their state and claim the generation after `highest_claimed`."""
-        self._registry.inquire(highest_claimed + 1)
-        self._lineage.assume_established(established)
+        self._registry.inquiry = highest_claimed + 1
+        self._lineage.established = established
         self.run.apply(Transition.TAKEOVER_BEGAN)
         self._generation.assume_running(highest_claimed, now)
         for worker_id in workers:
             self._registry.adopt(worker_id, now)
-            self._leadership.heard_from_worker(now)
+            self._leadership.heard_at = now
         self._leadership.claim(highest_claimed, now)
         asked = len(self._registry.workers)
         self.run.set_reason(
@@ -63,7 +63,8 @@ class Takeover:
             self._eligibility.became_ready(worker, event.signature, event.can_source, now)
         if worker.stage is not Stage.UNREPORTED or event.asked != registry.inquiry:
             return
-        registry.reported(worker, event)
+        registry.unreported.discard(worker.id)
+        worker.reported(event)
         if event.signature is None:
             registry.move(worker, Stage.BUILDING, -math.inf)
         elif generation.number == 0:  # no generation was ever announced
@@ -87,9 +88,11 @@ class Takeover:
         holders = [worker for worker in members if worker.has_state]
         if holders:
             lineage.observed(max(worker.lineage_id for worker in holders))
-            lineage.set_signature(max(holders, key=lambda w: (w.lineage_id, w.position)).signature)
+            newest = max(holders, key=lambda w: (w.lineage_id, w.position))
+            lineage.signature = newest.signature
         else:
-            lineage.only_candidates(w for w in members if w.can_source and w.entered == 0)
+            fresh = [w for w in members if w.can_source and w.entered == 0]
+            lineage.source_candidates = {worker.id: worker for worker in fresh}
         for worker in members:
             if not worker.has_state:
                 self._eligibility.fits(worker, now)

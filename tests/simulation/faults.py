@@ -134,8 +134,7 @@ class FaultInjector:
     def fault_drain_head(self, alive: list[SimWorker]) -> None:
         """Drain the head node. Mostly it stays; the next one follows at the deadline."""
         within_s = self.world.rng.choice((2.0, 10.0, 20.0, 20.0))
-        told = None if self.world.rng.random() < 0.1 else self.world.now + within_s
-        self.world.post(m.HeadDrainNoticed(told))
+        self.world.post(m.CheckpointRequested())
         if self.world.rng.random() < 0.5:
             self.world.at(within_s, self.lose_head, self.world.controllers[-1])
 

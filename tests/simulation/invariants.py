@@ -313,8 +313,6 @@ class Invariants:
                 by.removed.add(worker)
             case m.Explain(text=text) if "a split by speed" in text:
                 self.reassigned_by_speed(by)
-            case m.Explain(text=text) if text.startswith("a standby replaces "):
-                self.replaced(text.split()[3].rstrip(":"), by)
             case m.FinishRun():
                 self.finished(command, by)
             case m.FailRun():
@@ -470,18 +468,6 @@ class Invariants:
             worker = self.world.workers[member.worker]
             told = worker.generation == generation and worker.steps_here >= MEASURED
             must(told, f"{worker.id} is not measured in {generation}")
-
-    def replaced(self, name: str, by: SimController) -> None:
-        """A standby replaces only a worker that runs the fewest virtual workers, and is still the
-        slowest by far, and has been for long."""
-        self.marks["too slow"] += 1
-        slow_s, now = self.world.config.slow_s, self.world.now
-        must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
-        must(now >= by.replaced_at + 2 * slow_s, "one slow worker after the other is replaced")
-        by.replaced_at = now
-        members = {member.worker: member for member in self.members(by.coordinator.generation)}
-        must(members[name].num_virtual_workers == 1, f"{name} can be given less")
-        must("ready" in by.coordinator.workers.values(), f"nobody is there to replace {name}")
 
     def released(self, name: str, by: SimController) -> None:
         """The state of a drained worker that is released is held by others, or by the storage."""

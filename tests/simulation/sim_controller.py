@@ -36,8 +36,6 @@ class SimController:
         self.restorable: int | None = None  # what it was told last
         self.stopping = False
         self.reassigned_at = -1e9  # when it last ended a generation for a better split
-        self.replaced_at = -1e9  # when it last asked one to leave that was too slow
-        self.measured_at: dict[str, float] = {}  # worker -> when it first told how fast it is
         self.size, self.least = world.size, min(world.least, world.size)
         self.alarm = 0
         self.coordinator: Any = None
@@ -88,8 +86,6 @@ class SimController:
         match event:
             case m.HeartbeatReceived(worker=worker, generation=generation, step=step):
                 self.heard[worker] = self.world.now
-                if event.virtual_s:
-                    self.measured_at.setdefault(worker, self.world.now)
                 members = self.world.check.members(generation)
                 begun = max((member.position.step for member in members), default=0)
                 if self.world.check.goes_back(generation):

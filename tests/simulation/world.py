@@ -62,7 +62,6 @@ class World:
             source_timeout_s=10.0,
             steps_ahead=self.rng.choice((0, 1, 2)),
             hang_timeout_s=30.0,
-            slow_s=8.0,
             limits=FailureLimits(
                 max_losses_without_progress=1000,
                 max_losses_of_micro_batch=1000,

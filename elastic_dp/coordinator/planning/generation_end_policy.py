@@ -1,7 +1,7 @@
 """Decides when a running generation should end as planned, for a better one.
 
 The reasons, in this order: another size, workers that join, members whose nodes go away, a better
-split of the virtual workers, a standby that replaces a slow member. Users read the reason.
+split of the virtual workers. Users read the reason.
 
 Ready workers join at once if they take all free places. Otherwise a burst of joiners should cause
 one change, or two: ready workers wait for others that build their model, and after a join the next
@@ -30,21 +30,14 @@ class GenerationEndPolicy:
     ) -> None:
         self.run, self._registry, self._generation = run, registry, generation
         self._checkpointer = checkpointer
-        self._load_balancer = LoadBalancer(generation, run.config.slow_s)
-        self._joined_at = -math.inf  # when a generation was last formed for joiners, too
+        self._load_balancer = LoadBalancer(generation)
+        self.joined_at = -math.inf  # when a generation was last formed for joiners, too
         self._explained_until = -math.inf  # how long joiners wait, as last explained
-
-    def joined(self, now: float) -> None:
-        """Record that a generation is formed in which some members have no state yet."""
-        self._joined_at = now
 
     def plan_end_if_needed(self, now: float) -> None:
         """Plan the end of the running generation if there is a reason."""
         run, generation = self.run, self._generation
         if run.stop is not None or len(generation.not_finished) < len(generation.members):
-            return
-        if now < self._checkpointer.suspended_until(now):
-            generation.plan_end("the head node goes away", at_once=True)
             return
         present, waiting = len(generation.members), len(self._registry.ready)
         joins_at = self._join_at(run.size - present, now)
@@ -58,7 +51,9 @@ class GenerationEndPolicy:
         elif generation.draining:
             self._drain(present, waiting, now)
         elif joins_at == math.inf:
-            self._balance_speeds(present, waiting, now)
+            reason = self._load_balancer.reason_to_rebalance(now)
+            if reason is not None:
+                generation.plan_end(reason)
 
     def _join_at(self, free: int, now: float) -> float:
         """Return from when on ready workers may join `free` places; inf if they may not join."""
@@ -82,7 +77,7 @@ class GenerationEndPolicy:
         if registry.building:
             wait_s = max(config.join_window_s, config.stabilization_s)
             return since + wait_s, "others will be ready soon"
-        after = self._joined_at + config.stabilization_s
+        after = self.joined_at + config.stabilization_s
         return max(since + config.join_window_s, after), "others may come soon"
 
     def _drain(self, present: int, waiting: int, now: float) -> None:
@@ -101,16 +96,3 @@ class GenerationEndPolicy:
         else:
             needed = counted(run.min_members, "worker is needed", "workers are needed")
             run.set_reason(f"{who} must leave, but {needed}")
-
-    def _balance_speeds(self, present: int, waiting: int, now: float) -> None:
-        """End the generation for a better split, or else let a standby replace its slowest
-        member.
-        """
-        reason = self._load_balancer.reason_to_rebalance(now)
-        if reason is not None:
-            self._generation.plan_end(reason)
-        elif waiting and (slow := self._load_balancer.member_to_replace(now)) is not None:
-            why = "the others wait for it, though it runs a single virtual worker"
-            self.run.explain(f"a standby replaces {slow}: {why}")
-            self._registry.drain(self._registry.workers[slow], None, now, why)
-            self._drain(present, waiting, now)

@@ -6,26 +6,20 @@ median of the others. If no worker is measured, or the step would gain too littl
 equal (`equal_ranges.ranges_by_node`).
 
 The running generation is ended for a better split only if all its members were measured in it, and
-at most once in `MIN_INTERVAL_S`, so fluctuating speeds cannot cause one pause after another. If no
-split helps, because the slowest member already runs a single virtual worker, a standby replaces
-that member after a while.
+at most once in `MIN_INTERVAL_S`, so fluctuating speeds cannot cause one pause after another.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
 from elastic_dp.coordinator.generation import Generation
-from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
-from elastic_dp.coordinator.workers.worker_state import WorkerState
 
 MIN_GAIN = 0.1  # fraction by which a step must get shorter
 MIN_INTERVAL_S = 60.0  # least time between two generations that were ended for a better split
-SLOW_GAIN = 0.2  # fraction of a step for which all others must wait for a slow member
 CHECK_INTERVAL_S = (
     1.0  # time between two checks; longer, in proportion, for more members than this:
 )
@@ -80,23 +74,12 @@ def _fastest(seconds: Sequence[float], virtual_workers: int) -> Ranges:
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
-@dataclass(frozen=True, slots=True)
-class _SlowMember:
-    """A member that all others have waited for in every check since `since`."""
-
-    worker: WorkerId
-    since: float
-    seen_in: int  # the generation of the latest check
-
-
 class LoadBalancer:
     """Decides whether the running generation should end for a better split of virtual workers."""
 
-    def __init__(self, generation: Generation, slow_s: float) -> None:
-        self._generation, self._slow_s = generation, slow_s
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self._look_at = -math.inf
-        self._slow: _SlowMember | None = None
-        self._replaced_at = -math.inf
 
     def reason_to_rebalance(self, now: float) -> str | None:
         """Return why the generation should end for another split, or None. The caller must then end
@@ -114,7 +97,6 @@ class LoadBalancer:
             return None  # a member has finished and is gone
         seconds = [worker.virtual_s for worker in members]
         sizes = [member.num_virtual_workers for member in membership.members]
-        self._track_slow_member(members, sizes, now)
         now_s, virtual_workers = _longest_s(sizes, seconds), sum(sizes)
         if not _is_worth_a_pause(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
             return None  # not even a perfect split would help
@@ -130,31 +112,6 @@ class LoadBalancer:
             f"{_ms(min(seconds))}; a split by speed shortens the computation of a step from "
             f"{_ms(now_s)} to {_ms(then_s)}"
         )
-
-    def _track_slow_member(
-        self, members: Sequence[WorkerState], sizes: Sequence[int], now: float
-    ) -> None:
-        """Remember the slowest member if it runs one virtual worker and all others wait for it."""
-        pairs = zip(sizes, members, strict=True)
-        took = [(size * worker.virtual_s, worker.id) for size, worker in pairs]
-        most_s, slowest = max(took)
-        next_s = max([s for s, worker in took if worker != slowest], default=math.inf)
-        size = sizes[[worker.id for worker in members].index(slowest)]
-        if size > 1 or next_s > (1.0 - SLOW_GAIN) * most_s:
-            self._slow = None
-        else:
-            since = self._slow.since if self._slow and self._slow.worker == slowest else now
-            self._slow = _SlowMember(slowest, since, self._generation.number)
-
-    def member_to_replace(self, now: float) -> WorkerId | None:
-        """Return a member that a standby should replace, or None. The caller must then drain it."""
-        slow = self._slow
-        if slow is None or slow.seen_in != self._generation.number:
-            return None
-        if now < max(slow.since + self._slow_s, self._replaced_at + 2 * self._slow_s):
-            return None
-        self._slow, self._replaced_at = None, now
-        return slow.worker
 
 
 def _ms(seconds: float) -> str:

@@ -19,7 +19,6 @@ from elastic_dp.coordinator.drain_checkpointer import (
     AwaitCommit,
     Committed,
     DrainCheckpointer,
-    Unneeded,
     Write,
 )
 from elastic_dp.coordinator.generation import Generation
@@ -34,7 +33,7 @@ from elastic_dp.coordinator.planning.member_selection import (
     select_members,
 )
 from elastic_dp.coordinator.planning.worker_eligibility import WorkerEligibility
-from elastic_dp.coordinator.run_state import Phase, RunState, Transition
+from elastic_dp.coordinator.run_state import RunState, Transition
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
@@ -63,19 +62,6 @@ class StateLocation(Enum):
     LOST = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The run ends before its first step. `step`: of the checkpoint that is its result."""
-
-    step: int | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """All members have finished."""
-
-
 class MembershipPlanner:
     """Forms the next generation when it is safe, or ends the run."""
 
@@ -93,16 +79,11 @@ class MembershipPlanner:
         self.run, self._leadership, self._registry = run, leadership, registry
         self._generation, self._lineage, self._eligibility = generation, lineage, eligibility
         self._checkpointer, self._end_policy = checkpointer, end_policy
-        self._failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
+        self.failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
         self._preparation: m.PrepareGroup | None = None  # the last one
         self._looked_at = (0, 0, 0)  # what it followed from
 
     # ------------------------------------------------------- as a generation forms and ends
-
-    def all_formed(self) -> None:
-        """Record that all members are past forming."""
-        self._generation.all_formed()
-        self._failed = frozenset()
 
     def generation_over(self, now: float) -> None:
         """Act on the end of a generation: every member has left, finished, or is gone."""
@@ -112,7 +93,7 @@ class MembershipPlanner:
             return
         if not self._generation.formed:
             self._exclude_unreachable(now)
-        self._generation.all_left()
+        self.run.apply(Transition.ALL_OUT)
         if self._generation.mismatch is not None:
             replace_differing(self._registry, self._generation, self._lineage, now)
         elif self._generation.pieces_lost:
@@ -144,8 +125,8 @@ class MembershipPlanner:
             return
         members = [*generation.members.values()]
         ids = frozenset(generation.members)
-        again = ids == self._failed
-        self._failed = ids
+        again = ids == self.failed
+        self.failed = ids
         dropped = members_to_exclude(generation.unreachable_pairs, members, needed)
         if again and not dropped and len(members) > 1:
             keep = max((w.position for w in members if w.has_state), default=None)
@@ -160,7 +141,7 @@ class MembershipPlanner:
 
     def _retry_join(self, worker: WorkerState, again: bool, now: float) -> None:
         """Let a member without state that could not be reached join later, or replace it."""
-        worker.could_not_join()
+        worker.failed_joins += 1
         if again or worker.failed_joins > self.run.config.max_failed_joins:
             self._registry.evict(worker, "could not join the others", now)
             return
@@ -248,18 +229,14 @@ class MembershipPlanner:
             case StateLocation.COMMITTED:
                 self._go_back()
         source = None if lineage.established else self._eligibility.find_initial_source(now)
-        match self._end_of_run():
-            case Stopped(step, reason):
-                run_termination.stop_before_first_step(self._registry, step, reason, now)
-                return
-            case Finished():
-                finished = [*self._generation.members.values()]
-                run_termination.finish(self._registry, finished, now)
-                return
-        checkpointer = self._checkpointer
-        if now < (until := checkpointer.suspended_until(now)):
-            self._suspend(until, now)
+        stop, step = self.run.stop, lineage.checkpoint_step
+        if stop is not None and not lineage.established:
+            run_termination.stop_before_first_step(self._registry, step, stop.reason, now)
             return
+        if self._generation.members and not self._generation.not_finished:
+            run_termination.finish(self._registry, [*self._generation.members.values()], now)
+            return
+        checkpointer = self._checkpointer
         due = checkpointer.due(now) if self.run.config.checkpointing else []
         if due and self._available - len(due) < self.run.min_members:
             until = checkpointer.last_deadline(due)
@@ -285,25 +262,6 @@ class MembershipPlanner:
         else:
             self._form(self._select_members(source, now), now)
 
-    def _suspend(self, until: float, now: float) -> None:
-        """Commit the state and form no generation, because the head node goes away."""
-        self.run.timers.wake(until)
-        match self._checkpointer.decide([], until, now):
-            case Write() as write:
-                self._checkpointer.request_write(write, [], until, now)
-            case Committed(step):
-                self.run.set_reason(
-                    f"suspended: the head node goes away, and the state after step {step} is "
-                    "committed"
-                )
-            case Unneeded():
-                self.run.set_reason("suspended: the head node goes away")
-
-    def claimed(self) -> None:
-        """Record that this coordinator owns the number of the next generation."""
-        if self.run.phase is Phase.CLAIMING:
-            self.run.apply(Transition.CLAIM_GRANTED)
-
     def _state_location(self) -> StateLocation:
         """Return where the state is. Changes nothing."""
         lineage = self._lineage
@@ -325,17 +283,6 @@ class MembershipPlanner:
         step = self._lineage.checkpoint_step
         self.run.explain(f"every worker with the training state is lost; going back to step {step}")
         self._eligibility.start_from_checkpoint()
-
-    def _end_of_run(self) -> Stopped | Finished | None:
-        """Return whether the run was stopped before the first step, or all members have finished.
-        Changes nothing.
-        """
-        lineage, generation = self._lineage, self._generation
-        if self.run.stop is not None and not lineage.established:
-            return Stopped(lineage.checkpoint_step, self.run.stop.reason)
-        if generation.members and not generation.not_finished:
-            return Finished()
-        return None
 
     @property
     def _available(self) -> int:
@@ -407,7 +354,7 @@ class MembershipPlanner:
         )
         joins = {worker.has_state for worker in selection.members} == {True, False}
         if joins:
-            self._end_policy.joined(now)
+            self._end_policy.joined_at = now
         self._generation.assign(made, selection.members, now)
         lineage.forget_checkpoint()
         for worker in selection.left:

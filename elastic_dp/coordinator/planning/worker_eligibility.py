@@ -51,7 +51,7 @@ class WorkerEligibility:
         if worker is None or worker.stage not in (Stage.STARTING, Stage.BUILDING):
             return
         lineage = self._lineage
-        worker.became_ready(lineage.interned(signature), can_source)
+        worker.signature, worker.can_source = lineage.interned(signature), can_source
         self._registry.move(worker, Stage.READY, now)
         lineage.add_candidate(worker)
         if lineage.required_source == worker.id:
@@ -63,12 +63,12 @@ class WorkerEligibility:
         """Take the source's signature as the run's and check the workers that already wait against
         it.
         """
-        self._lineage.set_signature(source.signature)
+        self._lineage.signature = source.signature
         if source.stage is Stage.READY:
             self._registry.queue(source, now)
         for worker in [*self._registry.ready.values()]:
             if worker is not source and not self.fits(worker, now):
-                self._registry.unqueue(worker)
+                self._registry.ready.pop(worker.id, None)
 
     def fits(self, worker: WorkerState, now: float) -> bool:
         """Return whether the worker's signature fits the run.
@@ -108,7 +108,7 @@ class WorkerEligibility:
         """Count a worker that cannot join. Too many are not replaced."""
         self.rejections += 1
         if self.rejections > self.run.config.max_rejections:
-            self._registry.leave_place_unfilled()
+            self._registry.unfilled += 1
             self.run.explain(
                 f"{counted(self.rejections, 'worker')} could not join; this one is not replaced "
                 "until the run is scaled"
@@ -146,14 +146,10 @@ class WorkerEligibility:
         self._lineage.start_over()
         self._reset_rejections()
 
-    def resized(self) -> None:
-        """Reset the count of rejections, because an operator asks for workers."""
-        self.rejections = 0
-
     def _reset_rejections(self) -> None:
         """Request replacements again: workers that did not fit before may fit the new signature."""
         self.rejections = 0
-        self._registry.fill_all_places()
+        self._registry.unfilled = 0
 
     def _find_checkpoint_reader(self, now: float) -> WorkerState | None:
         """Return any available worker that can read the newest checkpoint.

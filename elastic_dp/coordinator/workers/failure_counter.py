@@ -10,7 +10,7 @@ Preemptions are not counted. A worker that dies while it runs a micro-batch is a
 that micro-batch; otherwise one that crashes every worker that runs it would use up the cluster.
 
 The cause of a loss may become known after the loss was counted. Then the loss is counted again for
-its real cause, and taken back from the budget that it was first counted against.
+its cause. What was counted stays counted: a step forgives it.
 """
 
 import math
@@ -24,7 +24,6 @@ from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.workers.worker_state import Identities, WorkerState
 from elastic_dp.wording import counted
 
-NOBODY: tuple[WorkerId, int] = ("", -1)
 FREE_LOSSES = 3  # losses that are retried without a pause
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -39,7 +38,6 @@ class FailureBudget:
     incidents: int = 0
     _generation: int = -1
     _identities: int = 0
-    _before: tuple[int, int] = (-1, 0)  # the values of these two before the last incident
 
     def count(self, generation: int, number: int, identities: int) -> bool:
         """Count a loss, unless it is part of the last incident. Return whether it was counted.
@@ -49,16 +47,9 @@ class FailureBudget:
         """
         if self._is_known(generation, number):
             return False
-        self._before = self._generation, self._identities
         self._generation, self._identities = generation, identities
         self.incidents += 1
         return True
-
-    def uncount(self) -> None:
-        """Uncount the last incident."""
-        if self.incidents:
-            self.incidents -= 1
-            self._generation, self._identities = self._before
 
     def reset(self) -> None:
         """Reset the count after progress."""
@@ -129,12 +120,6 @@ class FailureBudgets:
             if deaths > self.limits.max_losses_of_micro_batch:
                 self._poison_micro_batch = self._poison_micro_batch or at
 
-    def uncount_death_in(self, step: int, virtual_worker: int) -> None:
-        """Uncount a death: the worker turned out to be preempted while it ran the micro-batch."""
-        at = step, virtual_worker
-        if at in self._micro_batches:
-            self._micro_batches[at] -= 1
-
     def exhausted(self, last: str) -> str:
         """Return why the run must fail, or an empty string. `last` is the last failure, for the
         message.
@@ -170,11 +155,7 @@ class FailureCounter:
         self.budgets = FailureBudgets(run.config.limits)
         self.user_error: m.WorkerFailed | None = None  # the last one that was retried
         self.retry_at = -math.inf  # before this no worker is started and no generation is formed
-        self._retry_before = -math.inf  # `retry_at` before the last incident
         self._out_of_memory = ""  # the last worker that ran out of memory, and its report
-        # The worker that the last incident was counted for, and its generation. The id is "" if a
-        # member stopped, which does not say which worker was lost.
-        self._blamed: tuple[WorkerId, int] = NOBODY
         # Workers that were lost since the last step, for an unknown cause.
         self._unknown_causes: dict[WorkerId, tuple[WorkerState, m.WorkerLost]] = {}
 
@@ -187,9 +168,6 @@ class FailureCounter:
         """Count the loss of a worker that was not asked to leave."""
         if event.cause is m.Cause.UNKNOWN:
             self._unknown_causes[worker.id] = worker, event
-        elif self._blamed in ((worker.id, worker.entered), ("", worker.entered)):
-            self.budgets.losses.uncount()
-            self._blamed, self.retry_at = NOBODY, self._retry_before
         if event.cause is m.Cause.PREEMPTED:
             return
         if event.micro_batch is not None:
@@ -197,7 +175,7 @@ class FailureCounter:
         short = event.cause is m.Cause.OUT_OF_MEMORY
         if short:
             self._out_of_memory = f"{worker.id}: {event.reason}"
-        self.count(worker, now, self.budgets.memory if short else None, worker.id)
+        self.count(worker, now, self.budgets.memory if short else None)
 
     def cause_learned(self, event: m.WorkerLost, now: float) -> None:
         """Correct the count of a loss whose cause, or whose micro-batch, becomes known only now."""
@@ -206,9 +184,7 @@ class FailureCounter:
         worker, said = self._unknown_causes[event.worker]
         if event.cause is not m.Cause.UNKNOWN:
             del self._unknown_causes[event.worker]
-            if said.micro_batch is not None:
-                self.budgets.uncount_death_in(*said.micro_batch)
-            at = said.micro_batch or event.micro_batch
+            at = event.micro_batch if said.micro_batch is None else None  # it is counted once
             self.lost(worker, replace(event, micro_batch=at), now)
         elif said.micro_batch is None and event.micro_batch is not None:
             self._unknown_causes[event.worker] = worker, event
@@ -218,26 +194,10 @@ class FailureCounter:
         """Return whether the budget lets another worker retry after an error of user code."""
         return self.budgets.errors.allows(self._generation.number, worker.number)
 
-    def user_code_raised(self, event: m.WorkerFailed) -> None:
-        self.user_error = event
-
-    def count(
-        self,
-        worker: WorkerState,
-        now: float,
-        budget: FailureBudget | None = None,
-        blamed: WorkerId | None = None,
-    ) -> None:
-        """Count a failure and set `retry_at`. `budget` defaults to the budget of losses.
-
-        `blamed` is the worker that may turn out to be innocent; "" stands for any worker that was
-        lost.
-        """
+    def count(self, worker: WorkerState, now: float, budget: FailureBudget | None = None) -> None:
+        """Count a failure and set `retry_at`. `budget` defaults to the budget of losses."""
         budget = budget or self.budgets.losses
         if budget.count(self._generation.number, worker.number, self._identities.given):
-            if budget is self.budgets.losses:
-                self._retry_before = self.retry_at
-                self._blamed = NOBODY if blamed is None else (blamed, worker.entered)
             self.retry_at = max(self.retry_at, now + budget.pause_s)
 
     def progressed(self, step: int) -> None:
@@ -245,4 +205,3 @@ class FailureCounter:
         if self.budgets.progressed(step):
             self.retry_at = -math.inf
             self._unknown_causes.clear()
-            self._blamed = NOBODY

@@ -55,11 +55,9 @@ class HangDetector:
         self.run, self._registry, self._generation = run, registry, generation
         self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
         self.limit_s = run.config.hang_timeout_s or MIN_LIMIT_S
-        self._look_at = self._caught_up_at = -math.inf
-
-    def catch_up(self, now: float) -> None:
-        """Record that a backlog is read at `now`: a queued heartbeat may already show progress."""
-        self._caught_up_at = now
+        self._look_at = -math.inf
+        # When a backlog was last read: a queued heartbeat may already show progress.
+        self.caught_up_at = -math.inf
 
     def stepped(self, steps: int, took_s: float) -> None:
         """Update the limit from the duration of the last `steps` steps."""
@@ -70,7 +68,7 @@ class HangDetector:
     def heartbeat_received(self, worker: WorkerState, event: HeartbeatReceived, now: float) -> None:
         """Take a worker's heartbeat. O(1) while the worker makes progress."""
         worker.progress.record(event)
-        if self._stalled_s(worker) < self.limit_s or now <= self._caught_up_at:
+        if self._stalled_s(worker) < self.limit_s or now <= self.caught_up_at:
             return
         inside = worker.id in self._generation.inside
         if worker.stage is Stage.UNREPORTED or (inside and self._generation.must_stop):

@@ -75,10 +75,6 @@ class WorkerRegistry:
             self.provisioned.add(worker_id)
             self.run.emit(m.StartWorker(worker_id))
 
-    def inquire(self, number: int) -> None:
-        """Set the number of the question: only answers to it count from now on."""
-        self.inquiry = number
-
     def adopt(self, worker_id: WorkerId, now: float) -> None:
         """Add a worker of the previous controller and ask for its state."""
         number = self.identities.next()[1]
@@ -88,15 +84,10 @@ class WorkerRegistry:
         self.failure_detector.heard_from(worker_id, now)
         self.run.emit(m.ReportState(worker_id, self.inquiry))
 
-    def reported(self, worker: WorkerState, event: m.WorkerReported) -> None:
-        """Store the state that a worker of the previous controller has reported."""
-        self.unreported.discard(worker.id)
-        worker.reported(event)
-
     def started(self, worker: WorkerState, now: float) -> None:
         """Record that the worker's process is up."""
         self.move(worker, Stage.BUILDING, now)
-        worker.renew(now)  # the first lease runs from the start of the process
+        worker.renewed_at = now  # the first lease runs from the start of the process
         self.failure_detector.heard_from(worker.id, now)
 
     def queue(self, worker: WorkerState, now: float) -> None:
@@ -104,18 +95,6 @@ class WorkerRegistry:
         if not self.ready:
             self.ready_since = now
         self.ready[worker.id] = worker
-
-    def unqueue(self, worker: WorkerState) -> None:
-        """Make a worker unavailable to the next generation."""
-        self.ready.pop(worker.id, None)
-
-    def leave_place_unfilled(self) -> None:
-        """Request one worker less, because replacements do not fit."""
-        self.unfilled += 1
-
-    def fill_all_places(self) -> None:
-        """Request all workers again."""
-        self.unfilled = 0
 
     def mark_members(self, now: float) -> None:
         """Move all members of the present generation in one go, since there may be thousands."""
@@ -149,7 +128,7 @@ class WorkerRegistry:
         if worker is None:
             self.failures.cause_learned(event, now)
             return
-        self._generation.fence.confirm_death(worker.id)
+        self._generation.fence.unconfirmed_dead.discard(worker.id)
         if worker.stage is Stage.EVICTED:
             return
         expected = worker.draining or worker.stage in (Stage.LEAVING, Stage.RETAINED)
@@ -159,7 +138,7 @@ class WorkerRegistry:
 
     def failed(self, worker: WorkerState, event: m.WorkerFailed, now: float) -> None:
         """Evict a worker in which user code raised, so that another worker may try again."""
-        self.failures.user_code_raised(event)
+        self.failures.user_error = event
         reason = f"user code raised {event.error}"
         self.evict(worker, reason, now, self.failures.budgets.errors)
 
@@ -174,12 +153,12 @@ class WorkerRegistry:
         """Kill a worker. An eviction that was not expected counts against `budget`."""
         member = worker.stage in (Stage.MEMBER, Stage.UNREPORTED)
         unexpected = worker.id in self.provisioned
-        worker.mark_stuck(stuck)
+        worker.stuck = stuck
         self.run.emit(m.EvictWorker(worker.id, reason, stuck))
         self.run.explain(f"{worker.id} evicted: {reason}")
         self._remove(worker, f"{worker.id} evicted: {reason}")
         if member:
-            self._generation.fence.evicted(worker.id)
+            self._generation.fence.unconfirmed_dead.add(worker.id)
         self.move(worker, Stage.EVICTED, now)
         if unexpected:
             self.failures.count(worker, now, budget)
@@ -204,7 +183,7 @@ class WorkerRegistry:
 
     def retain(self, worker: WorkerState, reason: str, now: float) -> None:
         """Keep a worker with state that is no longer a member until the others have made a step."""
-        worker.retain(reason)
+        worker.leave_reason = reason
         self.retained[worker.id] = worker
         self.move(worker, Stage.RETAINED, now)
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
@@ -238,7 +217,7 @@ class WorkerRegistry:
             return
         self.provisioned.discard(worker.id)  # so that a replacement is requested at once
         if worker.stage is Stage.MEMBER:
-            self._generation.drain(worker)
+            self._generation.draining[worker.id] = worker
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def resized(self, now: float) -> None:
@@ -257,14 +236,6 @@ class WorkerRegistry:
         floor = self.run.config.min_on_demand
         for worker, why in choose_departing(loose, surplus, held, floor, draining):
             self.release(worker, f"the size is {self.run.size} now; {why}", now)
-
-    def clear(self) -> None:
-        """Forget all workers: they belong to another controller."""
-        self.workers.clear()
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """Remove a worker that is gone after the end of the run."""
-        self.workers.pop(worker_id, None)
 
     # -------------------------------------------------------------------------------- timers
 

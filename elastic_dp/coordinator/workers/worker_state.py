@@ -60,10 +60,6 @@ class HeartbeatProgress:
     def phase(self) -> str:
         return self.where[2]
 
-    def begin_at(self, step: int) -> None:
-        """Set the committed step after which the process makes its first step."""
-        self.first_step = step
-
     def restart(self) -> None:
         """Count from now on: what the worker did so far does not matter."""
         self._cpu_s_before += self.cpu_s
@@ -129,16 +125,6 @@ class WorkerState:
     def move(self, stage: Stage, now: float) -> None:
         self.stage, self.since = stage, now
 
-    def locate(self, location: WorkerLocation) -> None:
-        self.location = location
-
-    def renew(self, now: float) -> None:
-        """Record that a heartbeat was answered: the lease runs from here."""
-        self.renewed_at = now
-
-    def became_ready(self, signature: Signature | None, can_source: bool) -> None:
-        self.signature, self.can_source = signature, can_source
-
     def notice(self, leave_at: float | None, reason: str) -> bool:
         """Take a drain notice; `leave_at` None leaves the time as it is. Return whether it changes
         anything.
@@ -149,39 +135,10 @@ class WorkerState:
             self.leave_at = leave_at
         return before != (self.draining, self.leave_at)
 
-    def retain(self, reason: str) -> None:
-        self.leave_reason = reason
-
-    def mark_stuck(self, stuck: bool) -> None:
-        self.stuck = stuck
-
-    def touch(self, now: float) -> None:
-        """Record that BeginTraining was repeated."""
-        self.since = now
-
     # --------------------------------------------------------------- its part in a generation
 
     def enter(self, generation: int) -> None:
         self.entered, self.done_beats, self.reminded_beats = generation, 0, 0
-
-    def formed(self) -> None:
-        self.failed_joins = 0
-
-    def could_not_join(self) -> None:
-        self.failed_joins += 1
-
-    def measured(self, virtual_s: float, generation: int) -> None:
-        self.virtual_s, self.measured_in = virtual_s, generation
-
-    def restart_reminders(self) -> None:
-        """Record that a command was sent: count the heartbeats until the next reminder from
-        here.
-        """
-        self.reminded_beats = 0
-
-    def count_reminder(self) -> int:
-        self.reminded_beats += 1
-        return self.reminded_beats
 
     def seems_done(self, limit: int) -> bool:
         """Count a heartbeat that shows the worker done without a report. Return whether it is
@@ -217,10 +174,6 @@ class Identities:
     def __init__(self) -> None:
         self.given = 0
         self.prefix = "w"
-
-    def adopt(self, claimed: int) -> None:
-        """Count from now on under the generation that was claimed at the takeover."""
-        self.prefix = f"w{claimed}."
 
     def next(self) -> tuple[WorkerId, int]:
         self.given += 1
