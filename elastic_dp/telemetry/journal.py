@@ -75,7 +75,7 @@ class Journal:
         self._id = secrets.token_hex(4)
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         self._count = dict.fromkeys(JOURNAL_FILES, 0)
-        self.newest: dict[str, dict[str, Any]] = {}  # the newest line of each kind of message
+        self.newest: dict[str, dict[str, Any]] = {}  # the newest line of each kind, in order
         self._changed = threading.Condition()
         self._queue = queue.SimpleQueue[tuple[str, str] | None]()
         self._writer: threading.Thread | None = None
@@ -163,7 +163,9 @@ class Journal:
         self._count[file] += 1
         self._kept.append((file, self._count[file], line))
         if file == "events":
-            self.newest[line.get("event") or line.get("command", "")] = line
+            kind = line.get("event") or line.get("command", "")
+            self.newest.pop(kind, None)
+            self.newest[kind] = line
 
     def _take_back(self, since: float) -> None:
         """Load the lines of each file, in their order, from the first one that is new enough.

@@ -592,8 +592,8 @@ def _newest(journal: Journal, now: float) -> dict[str, Any]:
         "age_s": max(0.0, now - committed["time"]),
         "duration_s": committed.get("duration_s"),
     }
-    went_on = found is not None and (not committed or found["time"] >= committed["time"])
-    if found and went_on and not (committed and committed["step"] == found["step"]):
+    in_order = [kind for kind in list(journal.newest) if kind in kinds[1:]]
+    if found and in_order[-1] == kinds[2] and found["step"] != (checkpoint or {}).get("step"):
         checkpoint = found["step"] and {"step": found["step"], "age_s": None, "duration_s": None}
     return {"newest_event": event, "newest_checkpoint": checkpoint or None}
 

@@ -101,7 +101,12 @@ def test_status_counts_no_member_that_is_lost(controller: Controller) -> None:
     assert (health_of(status)[0], status["world_size"]) == (Health.CONCERN, 0)
 
 
-def test_status_has_the_newest_decision_and_the_newest_checkpoint(controller: Controller) -> None:
+def test_status_has_the_newest_decision_and_the_newest_checkpoint(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the clock stands still."""
+    monkeypatch.setattr("elastic_dp.telemetry.journal.time.time", lambda: 1e9)
+
     def newest(key: str) -> dict[str, object] | None:
         value = controller.status()[f"newest_{key}"]
         return value and {k: v for k, v in value.items() if k != "age_s" or v is None}
