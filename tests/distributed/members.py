@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,8 +41,19 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], Any]) -> list[Any]:
         finally:
             group.close()
 
+    return told_by_each(world_size, member)
+
+
+def told_by_each(world_size: int, member: Callable[[int], Any]) -> list[Any]:
+    """What `member` returns for each rank, on threads. An error says what the others raised."""
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(member, range(world_size)))
+        members = [pool.submit(member, rank) for rank in range(world_size)]
+    errors = [error for one in members if (error := one.exception()) is not None]
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note("".join(traceback.format_exception(other)))
+        raise errors[0]
+    return [one.result() for one in members]
 
 
 def of_each_on_devices(
@@ -68,8 +80,7 @@ def of_each_on_devices(
                 group.close()
         return told
 
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(member, range(world_size)))
+    return told_by_each(world_size, member)
 
 
 def transport_of(group: ProcessGroup) -> DeviceTransport:
