@@ -23,7 +23,6 @@ PAGE = Path(__file__).parent / "reference.md"
 CONFIGS = (
     edp.DataConfig,
     edp.MapStyleData,
-    edp.IterableData,
     edp.ScalingConfig,
     edp.CheckpointConfig,
     edp.FailureConfig,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         CheckpointConfig,
         DataConfig,
         FailureConfig,
-        IterableData,
         MapStyleData,
         ScalingConfig,
     )
@@ -40,7 +39,6 @@ __all__ = [
     "FailureConfig",
     "GradientRounding",
     "InnerMoments",
-    "IterableData",
     "MapStyleData",
     "MasterWeights",
     "NoiseScale",

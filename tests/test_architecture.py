@@ -34,7 +34,6 @@ ALLOWED = {
         "threads",
     },
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
-    "materialization": {"errors", "config", "storage", "data", "dataprep", "materialization"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
     "device": {"errors", "device"},
     "distributed": {"errors", "device", "distributed", "threads"},
@@ -65,7 +64,6 @@ ALLOWED = {
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording", "run_record", "report.report_builder", "report.report_model"),
         "report.report_reader",
-        "materialization.materialized_rows",
     },
     "report": {
         *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
@@ -226,7 +224,7 @@ def test_the_phase_of_a_run_changes_as_its_table_says():
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig DtypeRounding ElasticTrainer FailureConfig GradientRounding "
-        "InnerMoments IterableData MapStyleData MasterWeights NoiseScale Result Run ScalingConfig "
+        "InnerMoments MapStyleData MasterWeights NoiseScale Result Run ScalingConfig "
         "Step StepParticipant StopAgreed TrainContext WeightPrediction attach batch_lr load_state "
         "register_state_type"
     )
@@ -268,7 +266,6 @@ BUDGETS = {
     "distributed": (4_175, 3_100),
     "extensions": (4_150, 3_300),
     "integrations": (1_620, 950),
-    "materialization": (415, 330),
     "report": (1_310, 800),
     "sampling": (1_235, 1_000),
     "storage": (1_780, 1_250),

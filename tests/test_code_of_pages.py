@@ -32,7 +32,6 @@ ELSEWHERE = {
     "deltalake": "tests/dataprep/test_write_shards.py",
     "DeltaTable": "tests/dataprep/test_write_shards.py",
     "load_catalog": "tests/dataprep/test_write_shards.py",
-    "load_dataset": "tests/train/test_iterable_data.py",
     "torchao": "tests/train/test_precision.py",
     "run = ": "tests/ray/test_run.py",
     "elastic_dp.dataprep": "tests/data/test_readme.py",

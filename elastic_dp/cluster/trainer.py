@@ -31,7 +31,6 @@ from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
-    IterableData,
     JobSpec,
     MapStyleData,
     ScalingConfig,
@@ -114,7 +113,7 @@ class ElasticTrainer:
         self,
         train: TrainFunction,
         *,
-        data: DataConfig | MapStyleData | IterableData,
+        data: DataConfig | MapStyleData,
         name: str | None = None,
         storage_path: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -207,7 +206,6 @@ class ElasticTrainer:
         die or freeze, by point, step and rank.
         """
         self._adopt_fixed_fields()
-        self._materialize(ProgressPrinter().say)
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()
             stored = self._check_and_record(data)
@@ -231,7 +229,6 @@ class ElasticTrainer:
     # ------------------------------------------------------------------------------ private
 
     def _fit_on_ray(self, progress: ProgressPrinter) -> Result:
-        self._materialize(progress.say)
         run = self.start()
         if run.controller is None:
             progress.say(console.stored(run.result()))
@@ -270,19 +267,6 @@ class ElasticTrainer:
         scaling = dataclasses.replace(scaling, virtual_workers=by_step if growth else fixed)
         self.spec = dataclasses.replace(self.spec, scaling=scaling)
 
-    def _materialize(self, say: Callable[[str], None]) -> None:
-        """Write the rows of an iterable, and train on their shards from then on."""
-        if not isinstance(self.spec.data, IterableData):
-            return
-        from elastic_dp.materialization.materialized_rows import materialized  # dataprep, pandas
-
-        def tell(text: str) -> None:
-            self._said_of_rows.append(text)
-            say(text)
-
-        data = materialized(self.spec.data, self.url, tell)
-        self.spec = dataclasses.replace(self.spec, data=data)
-
     def _open_data(self, **options: Any) -> Dataset:
         return open_data(
             self.spec.data,
@@ -308,7 +292,6 @@ class ElasticTrainer:
         def say(text: str) -> None:
             progress.show({"command": "Explain", "text": text})
 
-        self._materialize(progress.say)
         data = self._open_data(pin=is_gpu(device), on_wait=say)
         stored = self._check_and_record(data)
         if stored is not None:

@@ -8,7 +8,6 @@ run; everything else decides only where and how fast it runs.
 from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
-from elastic_dp.config.iterable_data import IterableData
 from elastic_dp.config.job_spec import JobSpec
 from elastic_dp.config.scaling_config import ScalingConfig, label_values
 
@@ -16,7 +15,6 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "FailureConfig",
-    "IterableData",
     "JobSpec",
     "MapStyleData",
     "ScalingConfig",

@@ -300,6 +300,6 @@ class MapStyleData(_Order):
             )
         if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
             raise SpecError(
-                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows that "
-                "ends use IterableData"
+                "MapStyleData.dataset needs __len__ and __getitem__; write a stream of rows "
+                "as shards once, by elastic_dp.dataprep.write_shards"
             )

@@ -11,7 +11,6 @@ from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
 from elastic_dp.config.field_checks import at_least, boolean, one_of, whole_number
-from elastic_dp.config.iterable_data import IterableData
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.config.schedules import by_step, check_schedule
 from elastic_dp.errors import SpecError
@@ -19,7 +18,7 @@ from elastic_dp.errors import SpecError
 _SEPARATOR = re.compile("/|::")  # of folders, and of chained file systems
 _NAME_BYTES = 255  # the longest name of a folder in file systems
 _PARTS: dict[str, tuple[type, ...]] = {
-    "data": (DataConfig, MapStyleData, IterableData),
+    "data": (DataConfig, MapStyleData),
     "config": (Mapping,),
     "scaling": (ScalingConfig,),
     "checkpoint": (CheckpointConfig,),
@@ -57,7 +56,7 @@ class JobSpec:
     """
 
     name: str
-    data: DataConfig | MapStyleData | IterableData
+    data: DataConfig | MapStyleData
     config: Mapping[str, Any] = field(default_factory=dict)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -173,7 +172,11 @@ def _instead_of_loader(loader: Any) -> str:
             note = f". A {sampler} is not used: each row comes once an epoch"
         call = f"MapStyleData({name}(...), {options}){note}"
     else:
-        call = f'IterableData({name}(...), fingerprint="v1", {options})'
+        return (
+            f"data is a DataLoader over a {name}, whose rows have no index. Write them as shards "
+            "once, by elastic_dp.dataprep.write_shards, and pass "
+            f'data=DataConfig("shards", {options})'
+        )
     return (
         f"data is a DataLoader, which one worker reads; pass its dataset: data={call}. The global "
         "batch is virtual_workers × micro_batch_size rows"

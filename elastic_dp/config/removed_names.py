@@ -34,6 +34,11 @@ REMOVED_NAMES = {
         "ScalingConfig.zones does not exist any more: write "
         'label_selector={"ray.io/availability-zone": "in(a,b)"}'
     ),
+    "IterableData": (
+        "IterableData does not exist any more: write the rows as shards once, by "
+        'elastic_dp.dataprep.write_shards, and pass DataConfig("shards", …); rows that have an '
+        "index need no shards: pass MapStyleData"
+    ),
     "labels": "labels= does not exist any more: put them into config=, or into the run's name",
     "release_timeout_s": (
         "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"
@@ -59,7 +64,7 @@ def refuses_removed_names(config: C) -> C:
     return config
 
 
-# Options of `DataConfig`, `IterableData` and `MapStyleData`, and kinds of `decode`
+# Options of `DataConfig` and `MapStyleData`, and kinds of `decode`
 REMOVED_DATA_NAMES = {
     "group_by_length": "group_by_length= does not exist any more: pack=N gives rows of one length "
     "without padding",
@@ -79,8 +84,6 @@ REMOVED_DATA_NAMES = {
     "worker; the global batch is virtual_workers × micro_batch_size rows",
     "num_workers": "num_workers= does not exist: write workers=",
     "drop_last": 'drop_last= does not exist: write tail="drop" or tail="short"',
-    "max_rows": "max_rows= does not exist any more: end the iterable itself, for example by "
-    "itertools.islice",
     "audio": 'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
     "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()",
 }

@@ -80,7 +80,7 @@ def open_rows(
     if files.kind not in openers:
         raise DataError(
             f"{files.url!r} holds {files.kind} shards, which convert does not read; training reads "
-            "tar as it is, and MDS with its own library: see IterableData"
+            "tar as it is; read MDS with its own library, and give the rows to write_shards"
         )
     rows = openers[files.kind]()
     lower = {name.lower(): name for name in rows.schema.names}

@@ -194,7 +194,8 @@ def _check_trainer(trainer: Any) -> None:
         (
             not hasattr(rows, "__len__"),
             f"train_dataset is a {type(rows).__name__} without a length, whose rows have no "
-            "numbers: pass a map-style dataset, or write the loop with ctx.steps and IterableData",
+            "numbers: pass a map-style dataset, or write shards, and the loop with ctx.steps and "
+            "DataConfig",
         ),
         (hasattr(rows, "__len__") and not len(rows), "train_dataset has no rows"),
     ):

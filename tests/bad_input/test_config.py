@@ -173,7 +173,7 @@ async def waits(ctx):
         ),
         (
             {"data": DataLoader(Stream(), batch_size=8)},
-            'data=IterableData(Stream(...), fingerprint="v1", micro_batch_size=8)',
+            'by elastic_dp.dataprep.write_shards, and pass data=DataConfig("shards", micro_batch_',
         ),
         ({"exact": "no"}, "exact is 'no', must be True or False"),
         ({"sharding": "parameters"}, "sharding is 'parameters', must be one of None, 'optimizer'"),
@@ -297,9 +297,13 @@ def test_unknown_argument_of_the_trainer_is_a_type_error(tmp_path):
         trainer(tmp_path, good, hook="bf16")
 
 
-def test_import_of_a_removed_name_says_what_to_write_instead():
-    with pytest.raises(ImportError, match='use wire="bf16"'):
-        from elastic_dp import PowerSGDConfig  # noqa: F401
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("PowerSGDConfig", 'use wire="bf16"'), ("IterableData", "elastic_dp.dataprep.write_shards")],
+)
+def test_import_of_a_removed_name_says_what_to_write_instead(name, words):
+    with pytest.raises(ImportError, match=words):
+        getattr(edp, name)
 
 
 def test_trainer_without_a_limit_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_dp.config import DataConfig, IterableData, MapStyleData
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.micro_batch_stream import (
@@ -35,7 +35,7 @@ from elastic_dp.storage import redact_url
 
 
 def open_data(
-    config: DataConfig | MapStyleData | IterableData,
+    config: DataConfig | MapStyleData,
     *,
     virtual_workers: int | Mapping[int, int],
     index: Index | None = None,
@@ -61,7 +61,6 @@ def open_data(
         from elastic_dp.data.datasets.map_style import ItemStream
 
         return ItemStream(config, schedule=schedule, pin=pin)
-    assert isinstance(config, DataConfig), "ElasticTrainer writes the rows of IterableData first"
     index = index or read_index(config, timeout_s=timeout_s, known=known)
     base = _order(config, index, schedule.least)
     order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base

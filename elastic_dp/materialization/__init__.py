@@ -1,1 +1,0 @@
-"""Rows of an iterable, written once as shards. Only the driver imports it."""
