@@ -61,8 +61,8 @@ class DataConfig(_Order):
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
-      it is true are part of the data set. Columns that it uses and `columns` does not name are
-      read for it alone; so are, with `pack`, those that cannot be packed.
+      it is true, and not null, are part of the data set. Columns that it uses and `columns` does
+      not name are read for it alone; so are, with `pack`, those that cannot be packed.
     - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
       end, with the columns "position_ids" and "document_ids". All columns must be lists with one
       number for each token, such as "input_ids". None: rows are as they are.
@@ -76,8 +76,6 @@ class DataConfig(_Order):
       and runs ahead of the step in a thread.
     - `collate_fn`: makes the micro-batch itself from a dict of arrays.
     - `workers`: processes that run `transform` and `collate_fn` ahead of the step; 0: none.
-    - `fill_nulls`: values that replace nulls, by column, as in {"x": 0.0}. Nulls of other columns
-      are an error, except that nulls of text are None.
     - `epochs`: passes over the data; None: no limit.
     - `seed`: decides the order of rows and the seeds of user code.
     - `shuffle`: "none"; "rows": permute the row groups, and rows within blocks of them; "full":
@@ -110,7 +108,6 @@ class DataConfig(_Order):
     cache_dir: str | None = field(default=None, kw_only=True)
     cache_bytes: int | None = field(default=None, kw_only=True)
     max_bad_fraction: float = field(default=0.0, kw_only=True)
-    fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -158,9 +155,6 @@ class DataConfig(_Order):
                 f"DataConfig.filter is {self.filter!r}, must be an expression of pyarrow, such as "
                 'pyarrow.compute.field("x") > 3'
             )
-        fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
-        if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
-            raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")
 
     def _check_decode(self) -> None:
         kinds: Any = self.decode or {}

@@ -77,6 +77,9 @@ REMOVED_DATA_NAMES = {
     "write shards of it, once, by `elastic-dp data convert`",
     "on_bad_shard": "on_bad_shard= does not exist any more: leave it out for a run that fails at "
     "rows that cannot be decoded, or write max_bad_fraction=0.01, which skips up to this fraction",
+    "fill_nulls": "fill_nulls= does not exist any more: leave rows with nulls out by "
+    "filter=pyarrow.compute.field('x').is_valid(), or write values into the shards, once: "
+    "elastic-dp data convert SRC DST --query 'SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows'",
     "sampler": "sampler= does not exist: the order of rows is arithmetic, and each row comes once "
     "an epoch. Leave it out. To weight rows, return (loss, weight) from the loss function; to "
     "choose or repeat them, pass torch.utils.data.Subset(dataset, indices)",

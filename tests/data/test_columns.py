@@ -18,7 +18,7 @@ def decoded(values, kind=None):
     ("values", "kind", "said"),
     [
         ([1, None], None, r"column 'x' of a\.parquet holds 1 null"),
-        ([[1], None], None, r"holds 1 null list; write an empty list"),
+        ([[1], None], None, r"holds 1 null; leave these rows out"),
         ([[1, None]], None, r"holds 1 null"),
         ([[1, 2]], pa.list_view(pa.int64()), r"list_view<item: int64>, which has no tensor"),
     ],

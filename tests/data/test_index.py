@@ -142,10 +142,10 @@ def of_sources(count: int) -> Index:
     """One shard in each, as a list of files is."""
     columns, build, one = Columns(None), Builder(), np.array([1], np.int64)
     scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, one, 0)
-    kind = columns.add("0.parquet", scan.schema)
+    columns.add("0.parquet", scan.schema)
     for number in range(count):
         build.begin("parquet", None, True)
-        build.add(f"{number}.parquet", 1, "", scan, kind)
+        build.add(f"{number}.parquet", 1, "", scan)
     return build.finish(columns)
 
 

@@ -157,22 +157,9 @@ def test_times_are_int64_of_the_unit_stored(kind, tmp_path):
     assert batch["clock"][0] == 3_720_000 and batch["took"][3] == 3000
 
 
-def test_a_null_time_is_filled_by_a_whole_number(tmp_path):
-    pq.write_table(pa.table({"t": pa.array([5, None], pa.timestamp("ms"))}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"'t' \(timestamp\[ms\]\) holds 1 null"):
-        read_index(config(tmp_path))
-    assert listed(read(tmp_path, fill_nulls={"t": -1})["t"]) == [5, -1]
-    with pytest.raises(DataError, match=r"1\.5 does not fit column 't'"):
-        read_index(config(tmp_path, fill_nulls={"t": 1.5}))
-
-
-def test_nulls_of_objects_are_none_and_not_filled(tmp_path):
+def test_nulls_of_objects_are_none(tmp_path):
     BINARY["parquet"](tmp_path / "a", TABLE)
     assert read(tmp_path, columns=["chat"])["chat"][5] is None
-    with pytest.raises(
-        DataError, match=r"column 'words', which is list<string>, whose nulls are None"
-    ):
-        read_index(config(tmp_path, fill_nulls={"words": ""}))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])

@@ -244,7 +244,7 @@ def not_parquet(folder: Path) -> DataConfig:
         (empty, r"no shard at .* holds a row: a\.parquet"),
         (missing_column, r"no column 'tokens' in a\.parquet, which has 'id', 'weight'"),
         (differing_types, r"'x' is int64 in a\.parquet and double in b\.parquet"),
-        (differing_names, r"'x' \(int64\) holds .* nulls, the first in b\.parquet"),
+        (differing_names, r"'x' \(int64\) is not in b\.parquet; write it in all"),
         (
             too_few,
             (

@@ -341,15 +341,6 @@ def test_columns_that_cannot_be_packed_are_refused_by_name(tmp_path):
         )
 
 
-def test_null_tokens_that_are_filled_are_tokens(tmp_path):
-    """Footers by Arrow count them as they count empty lists."""
-    config = write(tmp_path, input_ids=pa.array([[1, None, 3], [], [None]], pa.list_(pa.int32())))
-    data = open_data(dataclasses.replace(config, fill_nulls={"input_ids": -7}), virtual_workers=1)
-    (row,) = rows_of(data.batch(1, 0))
-    data.close()
-    assert sorted(row["input_ids"]) == [-7, -7, 1, 3]
-
-
 def test_rows_that_memory_does_not_hold_are_refused_when_data_is_opened(tmp_path):
     config = write(tmp_path, input_ids=[[1, 2, 3]])
     huge = dataclasses.replace(config, pack=2**31 - 1, tail="short")

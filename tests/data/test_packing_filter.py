@@ -173,21 +173,12 @@ def test_filter_uses_a_field_of_a_struct_beside_another_one_that_is_named(tmp_pa
 
 @pytest.mark.parametrize("pack", [None, LENGTH])
 @pytest.mark.parametrize("statistics", [True, False])
-def test_nulls_of_a_filter_column_are_refused_unless_they_are_named(pack, statistics, tmp_path):
+def test_rows_that_are_null_in_a_filter_column_are_left_out(pack, statistics, tmp_path):
     made = pa.table({"input_ids": [document(i) for i in range(9)], "score": [None, *range(8)]})
     pq.write_table(made, tmp_path / "a.parquet", write_statistics=statistics)
-    config = DataConfig(
-        str(tmp_path),
-        columns=["input_ids"],
-        micro_batch_size=1,
-        filter=pc.field("score") < 99,
-        pack=pack,
-    )
-    match = r"column 'score' .* 1 null.*name the column in DataConfig\.fill_nulls if"
-    with pytest.raises(DataError, match=match):
-        read_index(config)
-    named = dataclasses.replace(config, fill_nulls={"score": 1})
-    assert read_index(named).num_rows == 8
+    named = {"columns": ["input_ids"], "micro_batch_size": 1, "pack": pack}
+    config = DataConfig(str(tmp_path), filter=pc.field("score") < 99, **named)
+    assert read_index(config).num_rows == 8
 
 
 @pytest.mark.parametrize("pack", [None, LENGTH])

@@ -9,6 +9,7 @@ from pathlib import Path
 import duckdb
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -90,14 +91,14 @@ def test_training_reads_columns_in_names_of_folders_of_any_format(ending, tmp_pa
     assert in_place(DataConfig(url, micro_batch_size=1, columns=["year", "id"])) == found
 
 
-def test_null_number_in_names_of_folders_is_refused_or_filled(tmp_path):
+def test_null_number_in_names_of_folders_is_refused_or_left_out(tmp_path):
     years(tmp_path / "in", "parquet")
     (tmp_path / "in/year=2025").rename(tmp_path / "in/year=__HIVE_DEFAULT_PARTITION__")
     config = DataConfig(f"{tmp_path}/in/**", micro_batch_size=1)
     with pytest.raises(DataError, match=r"column 'year' \(int64\) holds 2 nulls"):
         read_index(config)
-    filled = in_place(dataclasses.replace(config, fill_nulls={"year": 0}))
-    assert sorted(filled["year"]) == [0, 0, 2024, 2024]
+    some = in_place(dataclasses.replace(config, filter=pc.field("year").is_valid()))
+    assert sorted(some["year"]) == [2024, 2024]
 
 
 @pytest.mark.parametrize("beside", ["a.parquet", "month=1/a.parquet", "year=1/a.parquet"])

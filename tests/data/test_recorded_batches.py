@@ -359,16 +359,9 @@ def with_noise(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any
     return {**batch, "noise": rng.random(len(batch["id"]))}
 
 
-@data_set(transform=with_noise, fill_nulls={"half": -1.5, "small": 9})
-def nulls_filled(folder: Path) -> None:
-    def write(path: Path, table: pa.Table) -> None:
-        for name, every in (("half", 5), ("small", 7), ("text", 3)):
-            chosen = pc.equal(pc.bit_wise_and(table["id"], every), 1)
-            column = pc.if_else(chosen, pa.scalar(None, table[name].type), table[name])
-            table = table.set_column(table.column_names.index(name), name, column)
-        to_parquet(path, table)
-
-    shards(folder, 4, write)
+@data_set(transform=with_noise)
+def with_generators(folder: Path) -> None:
+    shards(folder, 4, to_parquet)
 
 
 @data_set(decode={"picture": "rgb"})

@@ -82,14 +82,6 @@ def test_filter_leaves_out_rows_for_which_it_is_null(tmp_path):
     assert in_place(where(config, pc.field("s").is_valid())) == {"s": ["a", "b"]}
 
 
-def test_filter_uses_the_type_that_a_column_has_in_all_shards(tmp_path):
-    pq.write_table(pa.table({"x": pa.array([2_000_000_000], pa.int32())}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"x": pa.array([1 << 40], pa.int64())}), tmp_path / "b.parquet")
-    config = DataConfig(str(tmp_path), micro_batch_size=1)
-    twice = pc.field("x") * pc.scalar(2) > 3_000_000_000  # overflows in int32
-    assert in_place(where(config, twice)) == {"x": [2_000_000_000, 1 << 40]}
-
-
 def test_filter_uses_columns_in_names_of_folders(tmp_path):
     for year in (2024, 2025):
         (tmp_path / f"year={year}").mkdir()

@@ -178,24 +178,6 @@ def train(ctx: Any) -> None:
         ctx.evaluate(lambda m, batch: loss_fn(m, batch, evaluates=True), ctx.config["eval"])
 
 
-def of_any(batch: Row) -> Row:
-    """Rows of tar lack the columns of the others, which lack those of tar."""
-    names = ("id", "x", "s", "cls", "x.txt", "txt")
-    rows = [
-        (int(i), float(x), s) if cls < 0 else (int(cls), float(bytes(tar_x)), text)
-        for i, x, s, cls, tar_x, text in zip(*(batch[name] for name in names), strict=True)
-    ]
-    ids, numbers, texts = zip(*rows, strict=True)
-    return {"id": np.array(ids), "x": np.array(numbers), "s": list(texts)}
-
-
-OF_ANY = {
-    "columns": ["id", "x", "s", "cls", "x.txt", "txt"],
-    "fill_nulls": {"id": -1, "x": 0.0, "cls": -1},
-    "transform": of_any,
-}
-
-
 def rows_by_step(folder: Path) -> tuple[list[int], list[int]]:
     """The ids of all rows of the steps, where a micro-batch that ran again in its step counts once,
     and of the evaluation."""

@@ -51,9 +51,8 @@ def check_prepared(url, converted, rows, name):
     """What trains is inspected without a fault, and converted, or refused by name."""
     options = ZOO[name].options
     columns = {"columns": options["columns"]} if "columns" in options else {}
-    if "fill_nulls" not in options:
-        found = inspect(url, deep=True, **columns).findings
-        assert not [finding for finding in found if finding.kind == "refused"], found
+    found = inspect(url, deep=True, **columns).findings
+    assert not [finding for finding in found if finding.kind == "refused"], found
     if name in NOT_CONVERTED:
         with pytest.raises(DataError, match=NOT_CONVERTED[name]):
             convert(url, str(converted), **columns)

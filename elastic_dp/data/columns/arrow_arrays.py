@@ -10,14 +10,13 @@ Arrow stores an array.
   storage
 - strings, binary, and objects (see schema.py): Arrow arrays, in which a null is None
 
-Nulls of the other types are filled, or refused with a DataError (nulls.py).
+Nulls of the other types are refused with a DataError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import cast, storage_of, type_name
-from elastic_dp.data.columns.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
-from elastic_dp.data.columns.schema import has_lengths, is_object, is_text, is_time, plain_type
+from elastic_dp.data.columns.schema import (
+    NULLS_WAYS_OUT,
+    has_lengths,
+    is_object,
+    is_text,
+    is_time,
+    plain_type,
+)
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -49,16 +54,13 @@ Column = Any  # Array, Lists, or a pa.Array of text or objects
 
 
 def decode_table(
-    table: pa.Table,
-    leaves: Iterable[tuple[str, pa.DataType]],
-    where: str,
-    fills: Mapping[str, Any] = MappingProxyType({}),
+    table: pa.Table, leaves: Iterable[tuple[str, pa.DataType]], where: str
 ) -> dict[str, Column]:
     """The columns `leaves` as arrays [rows, …], see the top of this file.
 
     `leaves`: (name, plain type; see column_types.py). A struct is given as its leaves. A column
-    that `table` lacks is null in every row. `where`: what `table` is, for error messages. `fills`:
-    the values that replace nulls, by column. Raises DataError for a column that has no tensor.
+    that `table` lacks is null in every row. `where`: what `table` is, for error messages. Raises
+    DataError for a column that has no tensor.
     """
     rows = table.num_rows
     while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
@@ -69,42 +71,20 @@ def decode_table(
     there = {name: number for number, name in enumerate(table.column_names)}
     decoded = {}
     for name, kind in leaves:
-        what = f"column {name!r} of {where}"
-        column = (
-            _cast(table.column(there[name]), kind, what) if name in there else _nulls(rows, kind)
-        )
-        decoded[name] = decode_column(column, what, fills.get(name))
+        column = pa.chunked_array([pa.nulls(rows, kind)])
+        if name in there:
+            column = cast(table.column(there[name]), kind)
+        decoded[name] = decode_column(column, f"column {name!r} of {where}")
     return decoded
 
 
-def _cast(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
-    """The column in the type of all shards. Raises DataError, not BadShard, if a value does not
-    fit: the shard itself is sound."""
-    try:
-        return cast(column, kind)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{where} is {type_name(column.type)} and {type_name(kind)} in the data set, "
-            "which does not hold all its "
-            f"values: {error}; rewrite the shards with one type, or leave the column out by "
-            "DataConfig.columns"
-        ) from error
-
-
-def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
-    return pa.chunked_array([pa.nulls(rows, kind)])
-
-
-def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
-    """`value`: replaces nulls; None: nothing does. Arrays of numbers are views of Arrow's memory,
-    and writable if that memory is writable."""
+def decode_column(column: pa.ChunkedArray, where: str) -> Column:
+    """Arrays of numbers are views of Arrow's memory, and writable if that memory is writable."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    if value is not None:
-        array = fill(array, value)
     if is_text(array.type):
         return array
     if is_object(array.type):
@@ -123,9 +103,7 @@ def _values(array: pa.Array, where: str) -> Array | Lists:
 
 def _lists(array: pa.Array, where: str) -> Array | Lists:
     """An array [rows, length, …] if all rows have one length, otherwise `Lists`."""
-    if array.null_count:
-        lists = f"null list{'s' * (array.null_count != 1)}"
-        raise DataError(f"{where} holds {array.null_count} {lists}; {NULL_LISTS_WAYS_OUT}")
+    _refuse_nulls(array, where)
     offsets = view(array.offsets)
     first, end = int(offsets[0]), int(offsets[-1])
     # What `flatten` gives where no list is null, in half of its time
@@ -183,9 +161,8 @@ def arrow_ints(numbers: Ints) -> pa.Array:
 
 def _refuse_nulls(array: pa.Array, where: str) -> None:
     if array.null_count:
-        raise DataError(
-            f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
-        )
+        nulls = f"null{'s' * (array.null_count != 1)}"
+        raise DataError(f"{where} holds {array.null_count} {nulls}; {NULLS_WAYS_OUT}")
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -5,8 +5,7 @@ dictionaries of strings; lists with offsets of 32 or 64 bits; extension types, w
 only if they are registered in the process. A data set has one type for each column, which depends
 neither on the writer of a shard nor on what this process has imported.
 
-Numbers are widened only if no value changes: int32 and int64 become int64, float32 and float64
-become float64, int32 and float64 become float64. int64 beside float64 is refused.
+Numbers are not converted: int32 beside int64 is refused.
 """
 
 from __future__ import annotations
@@ -14,16 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
-
-_INTEGERS = (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32())
-_FLOATS = (pa.float16(), pa.float32(), pa.float64())
-_NUMBERS = (
-    *_INTEGERS,
-    pa.int64(),
-    pa.uint64(),
-    *_FLOATS,
-)  # the first that holds two types is taken
-_SIGNIFICANT_BITS = {16: 11, 32: 24, 64: 53}  # of floats, by their width
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
@@ -73,9 +62,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_type(plain(field.type)) for field in schema])
 
 
-def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`FileFormat.merge` for formats that declare types: the type that holds all values of both
-    plain types; None if there is none."""
+def one_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type in which columns of both plain types are read; None if they hold other values."""
     if type_name(one) == type_name(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -83,21 +71,17 @@ def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     if isinstance(one, pa.FixedShapeTensorType) or isinstance(other, pa.FixedShapeTensorType):
         return None
     if isinstance(one, pa.BaseExtensionType) or isinstance(other, pa.BaseExtensionType):
-        return lossless(storage_of(one), storage_of(other))
+        return one_type(storage_of(one), storage_of(other))
     if is_list(one) and is_list(other):
         return _one_list(one, other)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         return _one_struct(one, other)
     if pa.types.is_map(one) and pa.types.is_map(other):
-        key, item = lossless(one.key_type, other.key_type), lossless(one.item_type, other.item_type)
+        key, item = one_type(one.key_type, other.key_type), one_type(one.item_type, other.item_type)
         return None if key is None or item is None else pa.map_(key, item)
     if _is_string(one) and _is_string(other):
         return pa.large_string()
-    if _is_binary(one) and _is_binary(other):
-        return pa.large_binary()
-    if one in _NUMBERS and other in _NUMBERS:
-        return next((k for k in _NUMBERS if _holds(k, one) and _holds(k, other)), None)
-    return None
+    return pa.large_binary() if _is_binary(one) and _is_binary(other) else None
 
 
 def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
@@ -138,22 +122,6 @@ def is_list(kind: pa.DataType) -> bool:
 def storage_of(kind: pa.DataType) -> pa.DataType:
     """The storage type of an extension type; any other type itself."""
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-
-
-def null_bytes(kind: pa.DataType) -> int:
-    """An upper bound of the bytes that a null takes in memory."""
-    kind = storage_of(kind)
-    if pa.types.is_fixed_size_list(kind):
-        return 1 + int(kind.list_size) * null_bytes(kind.value_type)
-    if pa.types.is_fixed_size_binary(kind):
-        return 1 + int(kind.byte_width)
-    return 24
-
-
-def growth(kind: pa.DataType, wanted: pa.DataType) -> float:
-    """The factor by which `cast` increases the memory of a column."""
-    one, other = _item_bytes(kind), _item_bytes(wanted)
-    return max(1.0, other / one) if one and other else 1.0
 
 
 def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
@@ -197,7 +165,7 @@ def _with_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
 
 def _one_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     sizes = {k.list_size for k in (one, other) if pa.types.is_fixed_size_list(k)}
-    values = lossless(one.value_type, other.value_type)
+    values = one_type(one.value_type, other.value_type)
     if values is None or len(sizes) > 1:
         return None
     if pa.types.is_fixed_size_list(one) and pa.types.is_fixed_size_list(other):
@@ -212,34 +180,11 @@ def _one_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     if len(fields) < one.num_fields or len({field.name for field in other}) < other.num_fields:
         return None  # two fields of one name
     for field in other:
-        merged = lossless(fields.get(field.name, field.type), field.type)
+        merged = one_type(fields.get(field.name, field.type), field.type)
         if merged is None:
             return None
         fields[field.name] = merged
     return pa.struct(list(fields.items()))
-
-
-def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
-    """Whether `wide` holds every value of `narrow` exactly."""
-    if wide.equals(narrow):
-        return True
-    if pa.types.is_floating(narrow):
-        return bool(pa.types.is_floating(wide) and wide.bit_width > narrow.bit_width)
-    signed = bool(pa.types.is_signed_integer(narrow))
-    bits = narrow.bit_width - signed
-    if pa.types.is_floating(wide):
-        return bool(bits <= _SIGNIFICANT_BITS[wide.bit_width])
-    if pa.types.is_signed_integer(wide):
-        return bool(bits <= wide.bit_width - 1)
-    return bool(not signed and bits <= wide.bit_width)
-
-
-def _item_bytes(kind: pa.DataType) -> int:
-    """Bytes of a value, or of an item of a list; 0 if unknown or not fixed."""
-    kind = storage_of(kind)
-    if is_list(kind):
-        return _item_bytes(kind.value_type)
-    return kind.bit_width // 8 if kind in _NUMBERS else 0
 
 
 def _is_string(kind: pa.DataType) -> bool:

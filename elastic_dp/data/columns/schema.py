@@ -1,37 +1,45 @@
 """The schema of a data set: which columns the job reads, and whether the shards agree on them.
 
-The types of a column may differ between shards if one type holds the values of all of them (see
-column_types.py). A shard may lack a column; its rows are null there. A struct is read as its
-leaves, which are columns named "a.b"; `DataConfig.columns` may name a leaf or a whole struct. A
-column may have a dot in its own name: "a" never means the column "a.b", and an ambiguous name is
-refused. A column that has no tensor is refused here, before training starts.
+All shards have one type for a column, in any layout (see column_types.py). A shard may lack a
+column of text or objects, which is None there. A struct is read as its leaves, which are columns
+named "a.b"; `DataConfig.columns` may name a leaf or a whole struct. A column may have a dot in its
+own name: "a" never means the column "a.b", and an ambiguous name is refused. A column that has no
+tensor is refused here, before training starts.
+
+So are nulls of other columns than text and objects, as far as shards count them: by Parquet's
+statistics, Arrow's messages, the scan of a tar. Parquet may have no statistics, and in lists they
+count empty ones as nulls. There, nulls are refused when a row group is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import (
-    growth,
     is_list,
-    lossless,
-    null_bytes,
+    one_type,
     plain_schema,
     rebuilt,
     type_name,
 )
 from elastic_dp.errors import DataError
 
+NULLS_WAYS_OUT = (
+    "leave these rows out by DataConfig.filter, write values into the shards (`elastic-dp data "
+    "convert --query`), or leave the column out by DataConfig.columns"
+)
 _NAMES_SHOWN = 20
+_NULL_BYTES = 24  # of a null text in memory, at most
 
 _Types = tuple[tuple[str, pa.DataType], ...]
 
 
 class Columns:
-    """Merges the schemas of a data set, shard by shard.
+    """Merges the schemas of a data set, and counts its nulls, shard by shard.
 
     `wanted`: the columns that the job names; None: all. `used`: those that its filter uses, which
     are read too.
@@ -41,25 +49,23 @@ class Columns:
         self._wanted = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
         self._delivered, self._used = wanted, used
         self._left_out = frozenset[str]()  # leaves that are read for the filter alone
-        # A *kind* of shard: all shards with the same types, of which the same columns are read.
         # Type, first shard that has the column in it
         self._types: dict[str, tuple[pa.DataType, str]] = {}
-        self._shards: dict[_Types, str] = {}  # first shard of each kind
-        self._numbers: dict[_Types, int] = {}  # number of each kind
-        self._kind = 0  # of the last shard
-        self._rows = Counter[int]()  # by kind
-        self._nulls: list[frozenset[str]] = []  # by kind: leaves of Arrow's null type
+        self._shards: dict[_Types, str] = {}  # the first shard with these types
+        self._nulls: dict[str, tuple[int, str]] = {}  # by leaf: how many, and the first shard
         self._first: tuple[str, list[str]] = "", []  # first shard, and all its columns
         self._last: pa.Schema | None = None
+        self._all_null = frozenset[str]()  # leaves of the last shard of Arrow's null type
 
     def add(
         self,
         shard: str,
         schema: pa.Schema,
+        nulls: Mapping[str, int] = MappingProxyType({}),
         rows: int = 0,
-    ) -> int:
-        """Adds a shard, and returns the number of its kind. Raises DataError if a column cannot be
-        merged with that of another shard."""
+    ) -> None:
+        """Adds a shard. `nulls`: by leaf, as far as the shard counts them. Raises DataError if a
+        column cannot be merged with that of another shard."""
         if self._last is None or not schema.equals(self._last):
             refuse_names_that_are_no_text(shard, schema)
             if self._last is None:
@@ -69,31 +75,26 @@ class Columns:
             here = tuple((field.name, field.type) for field in fields)
             if here not in self._shards:
                 self._merge(shard, here)
-            self._kind = self._numbers[here]
-        self.add_rows(rows)
-        return self._kind
-
-    def add_rows(self, rows: int) -> None:
-        """Adds rows to the last shard."""
-        self._rows[self._kind] += rows
+            nothing = (f.name for f in leaves(fields) if pa.types.is_null(f.type))
+            self._all_null = frozenset(nothing)
+        for name, count in {**nulls, **dict.fromkeys(self._all_null, rows)}.items():
+            if count:
+                before, first = self._nulls.get(name, (0, shard))
+                self._nulls[name] = before + count, first
 
     def _merge(self, shard: str, here: _Types) -> None:
         for name, kind in here:
             known, owner = self._types.get(name, (kind, shard))
-            merged = lossless(known, kind) if name in self._types else kind
+            merged = one_type(known, kind)
             if merged is None:
                 raise DataError(
                     f"the shards' schemas differ: column {name!r} is {type_name(known)} in "
-                    f"{owner} and "
-                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column "
-                    "out by naming the "
+                    f"{owner} and {type_name(kind)} in {shard}; write them with one type, as "
+                    "`elastic-dp data convert` does, or leave the column out by naming the "
                     "others (columns)"
                 )
             self._types[name] = merged, owner if merged.equals(known) else shard
-        self._numbers[here] = len(self._shards)
         self._shards[here] = shard
-        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
-        self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
         """The top-level columns, in the order in which they are wanted."""
@@ -112,14 +113,42 @@ class Columns:
             refuse_without_tensor(leaf)
         return found
 
-    def wanted_leaves(self) -> list[pa.Field]:
-        """Like `leaves`, with those that have no tensor, and those that the filter uses."""
-        return leaves(self.schema(), self._wanted)
-
     def leave_out(self, is_left_out: Callable[[pa.Field], bool]) -> None:
         """Leaves columns out of `leaves` that the filter uses, where the job names no columns."""
         used = leaves(self.schema(), self._used) if self._delivered is None else []
         self._left_out = frozenset(leaf.name for leaf in used if is_left_out(leaf))
+
+    def refuse_nulls(self) -> None:
+        """Raises DataError for a column that a shard lacks or that holds nulls, if nulls have no
+        tensor. Rows that are null in a column of the filter may be left out, so that nulls there
+        are refused as they are read."""
+        used = {leaf.name for leaf in leaves(self.schema(), self._used)}
+        delivered = {leaf.name for leaf in self.leaves()}
+        for leaf in leaves(self.schema(), self._wanted):
+            column = f"column {leaf.name!r} ({type_name(leaf.type)})"
+            has_none = may_be_null(leaf.type)
+            for here, shard in self._shards.items():
+                is_here = leaf.name in dict(_leaf_types(here))
+                if not is_here and (leaf.name in used or not has_none):
+                    raise DataError(
+                        f"{column} is not in {shard}; write it in all shards, or leave it out by "
+                        "DataConfig.columns"
+                    )
+            if leaf.name in self._nulls and leaf.name in delivered - used and not has_none:
+                count, shard = self._nulls[leaf.name]
+                raise DataError(
+                    f"{column} holds {count} null{'s' * (count != 1)}, the first in {shard}; "
+                    f"{NULLS_WAYS_OUT}"
+                )
+
+    def null_bytes(self) -> int:
+        """The bytes of a row, at most, for texts that some shards lack or hold as nulls alone."""
+        here = [dict(_leaf_types(types)) for types in self._shards]
+        wanted = leaves(self.schema(), self._wanted)
+        return _NULL_BYTES * sum(
+            any(pa.types.is_null(types.get(leaf.name, pa.null())) for types in here)
+            for leaf in wanted
+        )
 
     def refuse_missing(self) -> None:
         """Raises DataError if no shard has one of the columns that the job names."""
@@ -149,35 +178,6 @@ class Columns:
                     "no shard has both; rename one "
                     "of them, or leave one out by naming the others (columns)"
                 )
-
-    def costs(self) -> list[tuple[float, int]]:
-        """For each kind of shard: the factor by which the merged types increase its memory, and the
-        bytes added per row."""
-        found = []
-        wanted = self.wanted_leaves()
-        for here in self._shards:
-            types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
-            there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
-            null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
-            null += sum(null_bytes(merged) for kind, merged in there if pa.types.is_null(kind))
-            found.append((max((growth(*pair) for pair in there), default=1.0), null))
-        return found
-
-    def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
-        """`nulls` of the last shard without columns of Arrow's null type, which count in
-        `absent`."""
-        return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
-
-    def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
-        """(column, first shard, rows) for each kind of shard that has no value of a column, with
-        the rows of all shards of that kind."""
-        if len(self._shards) == 1:
-            return
-        wanted = self.wanted_leaves()
-        for number, (here, shard) in enumerate(self._shards.items()):
-            there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
-            rows = self._rows[number]
-            yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
 
     def _refuse_ambiguous(
         self, schema: pa.Schema, where: str, wanted: Sequence[str] | None
@@ -230,6 +230,10 @@ def leaves(
     return found
 
 
+def _leaf_types(types: _Types) -> list[tuple[str, pa.DataType]]:
+    return [(leaf.name, leaf.type) for leaf in leaves(pa.schema(types))]
+
+
 def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
     """The top-level columns that contain `wanted`; None: all."""
     if wanted is None:
@@ -261,6 +265,12 @@ def is_object(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind) or pa.types.is_decimal(kind):
         return True
     return depth > 0 and (is_text(kind) or bool(pa.types.is_struct(kind)))
+
+
+def may_be_null(kind: pa.DataType) -> bool:
+    """Whether a null becomes None."""
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(plain) or is_object(plain)
 
 
 def has_lengths(kind: pa.DataType) -> bool:

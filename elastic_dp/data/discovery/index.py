@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import pickle
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +17,6 @@ import pyarrow as pa
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
-from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
 from elastic_dp.data.discovery.partitions import folder_columns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
@@ -72,7 +70,7 @@ def read_index(
     if source_column is not None:
         types[source_column] = pa.int64()
         wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
-    columns, nulls, build, begun = Columns(wanted, used), Nulls(), Builder(), 0
+    columns, build, begun = Columns(wanted, used), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     for number, shard, scan in scan_all(sources, read):
@@ -100,10 +98,8 @@ def read_index(
             partition = {**partition, source_column: number}
         if partition:
             scan = _with_partition(scan, partition, types)
-            nulls.add(shown, {n: rows for n, v in partition.items() if v is None}, {})
-        kind = columns.add(shown, scan.schema, rows)
-        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
-        build.add(name, entry.size, entry.version, scan, kind, partition)
+        columns.add(shown, scan.schema, scan.nulls, rows)
+        build.add(name, entry.size, entry.version, scan, partition)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
@@ -112,11 +108,8 @@ def read_index(
         from elastic_dp.data.discovery.row_counts import is_packable
 
         columns.leave_out(lambda leaf: not is_packable(leaf.type))
-    delivered, found = {leaf.name for leaf in columns.leaves()}, columns.wanted_leaves()
-    for_filter = {leaf.name for leaf in found} - delivered
-    nulls.add_missing(columns.absent())
-    fills = check_nulls(nulls, config.fill_nulls, found, for_filter=for_filter)
-    index = replace(build.finish(columns, fills), asked=asked)
+    columns.refuse_nulls()
+    index = replace(build.finish(columns), asked=asked)
     if config.filter is None and config.pack is None:
         return index
     from elastic_dp.data.discovery.row_counts import with_counts
@@ -134,7 +127,6 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
-        self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
     def begin(
@@ -154,7 +146,6 @@ class Builder:
         size: int,
         version: str,
         scan: Scan,
-        kind: int = 0,
         partition: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         values = json.dumps(dict(partition)) if partition else None
@@ -163,38 +154,27 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer, values))
-        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
-        self._kinds.append(kind)
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED))
         self._num_groups += len(scan.rows)
         if len(self._shards) >= CHUNK:
             self._flush()
 
-    def finish(self, columns: Columns, fills: Mapping[str, Any] = MappingProxyType({})) -> Index:
+    def finish(self, columns: Columns) -> Index:
         self._flush()
         self._end()
-        fields = columns.leaves()
-        filled = {name: f", its nulls as {value!r}" for name, value in fills.items()}
-        wanted = tuple((f.name, type_name(f.type) + filled.get(f.name, "")) for f in fields)
-        counts = np.concatenate(self._counts)
+        counts, groups = np.concatenate(self._counts), _joined(self._group_batches)
+        if null_bytes := columns.null_bytes():
+            at = groups.schema.get_field_index("nbytes")
+            nbytes = groups["nbytes"].to_numpy() + null_bytes * groups["rows"].to_numpy()
+            groups = groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes))
         return Index(
             sources=tuple(self._sources),
             shards=_joined(self._shard_batches),
-            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
+            groups=groups,
             group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             schema=columns.schema(),
-            columns=wanted,
+            columns=tuple((f.name, type_name(f.type)) for f in columns.leaves()),
         )
-
-    def _with_costs(
-        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
-    ) -> pa.RecordBatch:
-        """Increases `nbytes` of row groups that are cast to another type as they are read."""
-        if all(cost == (1.0, 0) for cost in costs):
-            return groups
-        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
-        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
-        at = groups.schema.get_field_index("nbytes")
-        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
 
     def _end(self) -> None:
         if self._sources:
@@ -241,7 +221,7 @@ def _asked(config: DataConfig) -> str:
     expression = pickle.dumps(config.filter)  # its text leaves out some of a long list of values
     options = (
         *(config.columns, expression, config.pack, config.pack_columns),
-        *(config.source_column, sorted((config.fill_nulls or {}).items()), config.weights_by_step),
+        *(config.source_column, config.weights_by_step),
         *(config.max_bad_fraction > 0, len(config.urls)),
     )
     return hashlib.sha256(repr(options).encode()).hexdigest()
@@ -271,11 +251,13 @@ def _with_partition(
     scan: Scan, partition: Mapping[str, Any], types: Mapping[str, pa.DataType]
 ) -> Scan:
     """The scan with the columns that only the name of the shard's folder holds."""
-    schema = scan.schema
+    schema, rows = scan.schema, int(scan.rows.sum())
     for name in partition:
         schema = schema.append(pa.field(name, types[name]))
     row_bytes = sum(8 + len(str(value).encode()) for value in partition.values())
-    return replace(scan, schema=schema, nbytes=scan.nbytes + scan.rows * row_bytes)
+    nulls = {**scan.nulls, **{n: rows for n, value in partition.items() if value is None}}
+    nbytes = scan.nbytes + scan.rows * row_bytes
+    return replace(scan, schema=schema, nbytes=nbytes, nulls=nulls)
 
 
 def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:

@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import is_list, plain, type_name
-from elastic_dp.data.columns.nulls import refuse_nulls_for_filter
 from elastic_dp.data.columns.row_filter import RowFilter, Selection
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
@@ -64,15 +63,9 @@ class _Counter:
     def __init__(self, index: Index, config: DataConfig, sources: list[OpenedSource]) -> None:
         self._index, self._config, self._sources = index, config, sources
         self._filter = None if config.filter is None else RowFilter(config.filter, index.schema)
-        fills = config.fill_nulls or {}
-        allowed = {name for name, _ in index.columns}.union(fills)
-        self._alone = [n for n in self._filter.leaves if n not in allowed] if self._filter else []
         self._tokens = ""
         if config.pack is not None:
             self._tokens = _column_of_tokens(index.delivered, config.pack_columns)
-        # A footer counts null tokens as it counts empty lists, and those that are filled are
-        # tokens.
-        self._asks_footers = bool(self._tokens) and self._tokens not in fills
 
     def shard(self, number: int) -> list[tuple[Ints, int]]:
         """(the rows that are kept, their tokens) by row group."""
@@ -90,7 +83,7 @@ class _Counter:
                 with reading_footer(shard):
                     may_match = chosen.may_match(shard, self._config.filter, rows_of.fields)
                 here = here if may_match is None else may_match
-        if self._asks_footers and here and isinstance(chosen, Parquet):
+        if self._tokens and here and isinstance(chosen, Parquet):
             with reading_footer(shard):
                 known = chosen.list_values(shard, self._tokens)
 
@@ -116,9 +109,7 @@ class _Counter:
                         raise
                     _log.warning("DataConfig.filter: %s", _kept_whole(error))
                     return every, 0
-                where = f"row group {group} of {shard.name}"
-                refuse_nulls_for_filter(table, self._alone, where)  # no footer may have counted
-                kept = self._applied(rows_of, table, where)
+                kept = self._applied(rows_of, table, f"row group {group} of {shard.name}")
             if not self._tokens or not len(kept):
                 return kept, 0
             if known is not None and len(kept) == len(every):

@@ -26,8 +26,7 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import node_types, plain_schema
 from elastic_dp.data.columns.null_views import clear_null_views, has_views
-from elastic_dp.data.columns.nulls import may_be_null
-from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
+from elastic_dp.data.columns.schema import is_short_time, is_text, leaves, may_be_null, top_level
 from elastic_dp.data.formats.arrow_messages import (
     BATCH,
     CONTINUES,
@@ -121,7 +120,7 @@ class Arrow:
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
+        nulls = _null_counts(plain_schema(schema), columns, batches)
         return Scan(
             schema=schema,
             rows=rows,
@@ -132,7 +131,6 @@ class Arrow:
             check=check,
             tail=tail,
             nulls=nulls,
-            null_lists=null_lists,
         )
 
     def read(
@@ -280,35 +278,30 @@ def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message
 
 def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[Message]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """(nulls, null lists) by leaf of `columns`, from the field nodes. Where nodes are nested, the
-    largest count is taken."""
+) -> dict[str, int]:
+    """The nulls by leaf of `columns`, from the field nodes. Where nodes are nested, the largest
+    count is taken."""
     wanted = {leaf.name for leaf in leaves(schema, columns) if not may_be_null(leaf.type)}
-    nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
-    nulls, null_lists = Counter[str](), Counter[str]()
+    nodes = [(name, numbers) for name, numbers in _leaf_nodes(schema) if name in wanted]
+    nulls = Counter[str]()
     for message in batches:
         found = [count for _, count in message.nodes]
-        for name, lists, values in nodes:
-            nulls[name] += max((found[number] for number in values), default=0)
-            null_lists[name] += max((found[number] for number in lists), default=0)
-    return dict(+nulls), dict(+null_lists)
+        for name, numbers in nodes:
+            nulls[name] += max((found[number] for number in numbers), default=0)
+    return dict(+nulls)
 
 
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
-) -> Iterator[tuple[str, list[int], list[int]]]:
-    """(leaf, field nodes in which a null is a null list, other field nodes), by number; with the
-    nodes of the structs around the leaf."""
+) -> Iterator[tuple[str, list[int]]]:
+    """(leaf, the numbers of its field nodes, with those of the structs around it)."""
     for field in fields:
-        kinds = list(node_types(field.type))
+        count = len(list(node_types(field.type)))
         if pa.types.is_struct(field.type):
             yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
         else:
-            numbers = [*above, *range(first, first + len(kinds))]
-            lists = len(above) + sum(map(has_lengths, kinds))
-            lists = lists if has_lengths(field.type) else 0
-            yield prefix + field.name, numbers[:lists], numbers[lists:]
-        first += len(kinds)
+            yield prefix + field.name, [*above, *range(first, first + count)]
+        first += count
 
 
 def _widened_bytes(kind: pa.DataType) -> list[int]:

@@ -107,7 +107,7 @@ class Scan:
     - `tail`: the length in bytes of the shard's end that says where everything is; 0 if the format
       has none. `footer`: these bytes, where reading them again would take a request.
     - `nulls`: the number of nulls of each leaf column ("a.b" in a struct), as far as the shard
-      says. `null_lists`: the number of null lists, for lists of variable length.
+      says.
     - `remarks`: what the user should know: by kind, how often it occurs, and the first place.
     """
 
@@ -121,7 +121,6 @@ class Scan:
     tail: int = 0
     footer: bytes = b""
     nulls: Mapping[str, int] = field(default_factory=dict)
-    null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 

@@ -26,8 +26,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import node_types, plain_schema, storage_of
-from elastic_dp.data.columns.nulls import may_be_null
-from elastic_dp.data.columns.schema import is_text, leaves
+from elastic_dp.data.columns.schema import is_text, leaves, may_be_null
 from elastic_dp.data.formats.decode_errors import long_nested_text
 from elastic_dp.data.formats.file_format import (
     Ints,

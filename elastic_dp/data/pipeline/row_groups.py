@@ -130,7 +130,6 @@ class ShardRowGroups:
         delivered = [name for name, _ in index.columns]
         self._leaves = list(dict.fromkeys([*delivered, *used]))
         self._fields = [(name, types[name]) for name in delivered]
-        self._fills = dict(config.fill_nulls or {})
 
     @property
     def counts(self) -> dict[str, float]:
@@ -153,7 +152,7 @@ class ShardRowGroups:
             table = self._read_table(number, shard, location)
             refuse_other_count(table.num_rows, int(self.rows[row_group]))
             where = f"row group {location.group} of {shard.name}"
-            columns = decode_table(table, self._fields, where, self._fills)
+            columns = decode_table(table, self._fields, where)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1

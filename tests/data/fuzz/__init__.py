@@ -1,1 +1,0 @@
-"""Structure-aware fuzzing of the data formats: see running.py."""
