@@ -1,4 +1,4 @@
-"""What fuzzing found, one small file each: content that a decoder takes, or that ended the
+"""What changed bytes did once, one small file each: content that a decoder takes, or that ended the
 process."""
 
 import io
@@ -14,7 +14,7 @@ import pytest
 
 from elastic_dp.data import read_index
 from elastic_dp.errors import BadShard, DataError
-from tests.data.fuzz import thrift
+from tests.data import thrift
 from tests.data.test_index import config, opened
 from tests.data.values import in_place
 
