@@ -71,10 +71,10 @@ def job(workers: int = 3, virtual: int = VIRTUAL, **options: Any) -> Any:
 
 def dies_last(train: Any, folder: Path) -> Any:
     """Who is to die in a step does so when the others have run their leaves: one of theirs that is
-    torn would run again, too."""
+    torn would run again, too. A delayed step begins with the sums of the one before, by `run`."""
 
     def waits(ctx: Any) -> None:
-        session, run, point = ctx._session, LeafRunner.run, ctx._session.faults.point
+        session, run, point = ctx._session, LeafRunner.run_step, ctx._session.faults.point
 
         def ran(rank: int) -> Path:
             return folder / f"ran-{session.generation}-{session.position.step + 1}-{rank}"
@@ -92,7 +92,7 @@ def dies_last(train: Any, folder: Path) -> Any:
                 eventually(lambda: all(file.exists() for file in others) or over())
             point(name, step, rank, world_size, generation)
 
-        LeafRunner.run, session.faults.point = runs, passes
+        LeafRunner.run_step, session.faults.point = runs, passes
         train(ctx)
 
     return waits
