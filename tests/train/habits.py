@@ -3,9 +3,7 @@ docs/habits.md."""
 
 from __future__ import annotations
 
-import collections
 import copy
-import functools
 import random
 import time
 from collections.abc import Callable
@@ -16,12 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from elastic_dp.config import MapStyleData
 from elastic_dp.errors import DataError, LoopError, LossError, ModelError
 from tests.runs import Points
-from tests.train.jobs import Average, Tied, adamw, classifier, cross_entropy, hold
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 Train = Callable[[Any], None]
 
@@ -97,31 +93,11 @@ def zero_grad(ctx: Any) -> None:
     run(ctx, loss_fn, model, optimizer)
 
 
-@exact("`zero_grad(set_to_none=False)` after the forward pass, in some micro-batches")
-def zero_grad_of_some(m: Any, b: Any) -> Any:
-    loss = cross_entropy(m, b)
-    if int(b["i"].sum()) % 3 == 0:
-        m.zero_grad(set_to_none=False)
-    return loss
-
-
 @exact("`optimizer.zero_grad()` in the loop's body")
 def zero_grad_in_the_body(ctx: Any) -> None:
     model = classifier()
     optimizer = adamw(model)
     run(ctx, cross_entropy, model, optimizer, body=lambda step: optimizer.zero_grad())
-
-
-@exact("`p.grad` read in the loss", "it is None there")
-def reads_gradients(m: Any, b: Any) -> Any:
-    norms = [p.grad.norm() for p in m.parameters() if p.grad is not None]
-    return cross_entropy(m, b) + sum(norms)
-
-
-@refused("`clip_grad_norm_` in the loss", LossError, "clips gradients and finds none")
-def clips_in_the_loss(m: Any, b: Any) -> Any:
-    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-    return cross_entropy(m, b)
 
 
 @refused(
@@ -132,11 +108,6 @@ def clips_in_the_loss(m: Any, b: Any) -> Any:
 def clips_in_the_body(ctx: Any) -> None:
     model = classifier()
     run(ctx, model=model, body=lambda s: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1))
-
-
-@exact("`clip_norm=`, `clip_value=` of `ctx.steps`")
-def clip_value(ctx: Any) -> None:
-    run(ctx, clip_value=0.01)
 
 
 @refused(
@@ -153,12 +124,6 @@ def steps_in_the_body(ctx: Any) -> None:
     run(ctx, model=model, optimizer=optimizer, body=lambda step: optimizer.step())
 
 
-@refused("`GradScaler.scale(loss)` in the loss", LossError, "uses scaler, a GradScaler")
-def scales_the_loss(ctx: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    run(ctx, lambda m, b: scaler.scale(cross_entropy(m, b)))
-
-
 @refused("`GradScaler` in the body", LoopError, 'Write ctx.steps(…, precision="fp16")')
 def scaler_in_the_body(ctx: Any) -> None:
     model = classifier()
@@ -166,13 +131,6 @@ def scaler_in_the_body(ctx: Any) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for _ in ctx.steps(model, optimizer, cross_entropy):
         scaler.update()
-
-
-@exact("`p.grad` left over from before the loop")
-def gradients_before_the_loop(ctx: Any) -> None:
-    model = classifier()
-    model(torch.ones(4, 16)).sum().backward()
-    run(ctx, model=model)
 
 
 @refused("`loss.backward()` in the loss", LossError, "called backward(), or assigned it")
@@ -247,18 +205,6 @@ def post_accumulate_grad_hook(ctx: Any) -> None:
     model = classifier()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
     run(ctx, model=model)
-
-
-@refused(
-    "the same, registered in the loss", ModelError, "model.0.weight has a post-accumulate-grad hook"
-)
-def post_accumulate_grad_hook_later(ctx: Any) -> None:
-    def loss_fn(m: Any, b: Any) -> Any:
-        if ctx._session.position.step == 3:
-            m[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-        return cross_entropy(m, b)
-
-    run(ctx, loss_fn)
 
 
 @exact(
@@ -357,21 +303,9 @@ def manual_seed(m: Any, b: Any) -> Any:
     return cross_entropy(m, b)
 
 
-@exact("a generator made in each call of the loss, with a seed from the rows")
-def generator_of_the_rows(m: Any, b: Any) -> Any:
-    rng = np.random.default_rng(int(b["i"].sum()))
-    return cross_entropy(m, b) * (0.5 + rng.random())
-
-
 @refused("an own NumPy generator in the loss", LossError, "What changed meanwhile: rng.")
 def numpy_generator(ctx: Any) -> None:
     rng = np.random.default_rng(0)
-    run(ctx, lambda m, b: cross_entropy(m, b) * (0.5 + rng.random()))
-
-
-@refused("an own `random.Random` in the loss", LossError, "What changed meanwhile: rng.")
-def python_generator(ctx: Any) -> None:
-    rng = random.Random(0)
     run(ctx, lambda m, b: cross_entropy(m, b) * (0.5 + rng.random()))
 
 
@@ -453,21 +387,6 @@ def idle_counter(ctx: Any) -> None:
     run(ctx, model=Counted(used=False))
 
 
-@said(
-    "a list that the loss appends to",
-    "len(losses) (1, then 2), losses[1] changes with each micro-batch",
-)
-def appends(ctx: Any) -> None:
-    losses: list[float] = []
-
-    def loss_fn(m: Any, b: Any) -> Any:
-        loss = cross_entropy(m, b)
-        losses.append(float(loss.detach()))
-        return loss
-
-    run(ctx, loss_fn)
-
-
 @refused(
     "the last call's activations kept for the next",
     LossError,
@@ -485,25 +404,6 @@ def hidden_state(ctx: Any) -> None:
             return out
 
     run(ctx, model=Recurrent())
-
-
-@refused(
-    "a tensor written in forward that is no buffer",
-    LossError,
-    "What changed meanwhile: model.center.",
-)
-def plain_tensor(ctx: Any) -> None:
-    class Centered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.center = classifier(), torch.zeros(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.inner(x) - self.center
-            self.center.lerp_(out.detach().mean(0), 0.1)
-            return out
-
-    run(ctx, model=Centered())
 
 
 class Centered(nn.Module):
@@ -548,12 +448,6 @@ class Codebook(nn.Module):
 @exact("buffers written by way of `.data`, or that hold NaN")
 def buffers_by_data(ctx: Any) -> None:
     run(ctx, model=Codebook())
-
-
-@exact("BatchNorm, with dropout")
-def batch_norm(ctx: Any) -> None:
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
-    run(ctx, model=model)
 
 
 @refused(
@@ -608,39 +502,7 @@ def cache(ctx: Any) -> None:
     run(ctx, model=Rotary())
 
 
-@functools.lru_cache
-def _mask(n: int) -> torch.Tensor:
-    return torch.ones(n, n).tril()
-
-
-@exact("`functools.lru_cache` of tensors")
-def lru_cache(ctx: Any) -> None:
-    run(ctx, lambda m, b: F.cross_entropy(m(b["x"] @ _mask(b["x"].shape[1])), b["y"]))
-
-
-TABLES = {"first": 0.25, "second": 0.75}
-
-
-@exact("global constants; a dict's order; a file that is the same everywhere")
-def constants(m: Any, b: Any) -> Any:
-    with open(__file__, encoding="utf-8") as file:
-        first = len(file.readline())
-    loss = cross_entropy(m, b)
-    for weight in TABLES.values():
-        loss = loss + weight * loss.detach().sin()
-    return loss * first
-
-
 # -------------------------------------------------------------------------- model and parameters
-
-
-@exact("`model.eval()` in the loss and `model.train()` again")
-def toggles_mode(m: Any, b: Any) -> Any:
-    m.eval()
-    with torch.no_grad():
-        teacher = m(b["x"])
-    m.train()
-    return cross_entropy(m, b) + 0.1 * F.mse_loss(m(b["x"]), teacher)
 
 
 @refused("`model.eval()` left on by the loss", LossError, "model.training (True, then False)")
@@ -681,35 +543,6 @@ def trains_a_critic_in_the_loss(ctx: Any) -> None:
     run(ctx, loss_fn, model, adamw(model["net"]))
 
 
-@refused(
-    "a network that is not part of the model, trained in the loss (DCGAN)",
-    LossError,
-    "the loss function called other.step(), of a second optimizer",
-)
-def trains_a_discriminator(ctx: Any) -> None:
-    critic = nn.Linear(4, 1)
-    other = torch.optim.SGD(critic.parameters(), lr=0.1)
-
-    def loss_fn(m: Any, b: Any) -> Any:
-        out = m(b["x"])
-        other.zero_grad()
-        critic(out.detach()).mean().backward()
-        other.step()
-        return F.cross_entropy(out, b["y"]) + critic(out).mean()
-
-    run(ctx, loss_fn)
-
-
-@exact("an optimizer of tensors that the loss itself makes (an attack on its rows)")
-def optimizes_its_rows(m: Any, b: Any) -> Any:
-    delta = torch.zeros_like(b["x"], requires_grad=True)
-    attack = torch.optim.SGD([delta], lr=0.1)
-    (grad,) = torch.autograd.grad(-cross_entropy(m, {**b, "x": b["x"] + delta}), [delta])
-    delta.grad = grad
-    attack.step()
-    return cross_entropy(m, {**b, "x": b["x"] + delta.detach()})
-
-
 @refused("a layer that the body replaces", LoopError, "model.4 was replaced by another module")
 def replaces_a_layer(ctx: Any) -> None:
     model = classifier()
@@ -737,26 +570,6 @@ def writes_in_the_body(ctx: Any) -> None:
     run(ctx, model=model, body=body)
 
 
-@exact("tied weights, frozen parameters, activation checkpointing")
-def tied_and_frozen(ctx: Any) -> None:
-    model = nn.ModuleDict({"tied": Tied(), "frozen": nn.Linear(16, 16).requires_grad_(False)})
-
-    def loss_fn(m: Any, b: Any) -> Any:
-        x = checkpoint(m["frozen"], b["x"], use_reentrant=False)
-        return F.cross_entropy(m["tied"](x), b["y"])
-
-    run(ctx, loss_fn, model)
-
-
-@exact("`torch.autocast` and `torch.no_grad` in the loss")
-def autocast(m: Any, b: Any) -> Any:
-    with torch.no_grad():
-        scale = m(b["x"]).std()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = m(b["x"])
-    return F.cross_entropy(out.float(), b["y"]) * (1 + scale)
-
-
 @said("a metric that shows a clock", "metrics['seconds'] (")
 def clock_in_a_metric(m: Any, b: Any) -> Any:
     began = time.perf_counter()
@@ -775,17 +588,6 @@ def logs_in_the_loss(ctx: Any) -> None:
         loss = cross_entropy(m, b)
         ctx.log({"train_loss": loss})
         return loss
-
-    run(ctx, loss_fn)
-
-
-@refused("`ctx.evaluate` in the loss", LossError, "the loss function called ctx.evaluate")
-def evaluates_in_the_loss(ctx: Any) -> None:
-    data = MapStyleData(Points(8), micro_batch_size=4)
-
-    def loss_fn(m: Any, b: Any) -> Any:
-        ctx.evaluate(cross_entropy, data)
-        return cross_entropy(m, b)
 
     run(ctx, loss_fn)
 
@@ -853,15 +655,6 @@ def scheduler_twice(ctx: Any) -> None:
     run(ctx, model=model, optimizer=optimizer, body=lambda step: scheduler.step(), **options)
 
 
-@exact("`scheduler.step()` in the body, and the scheduler passed as `state=`")
-def scheduler_as_state(ctx: Any) -> None:
-    model = classifier()
-    optimizer = adamw(model)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
-    state = {"plateau": plateau}
-    run(ctx, model=model, optimizer=optimizer, body=lambda s: plateau.step(s.loss), state=state)
-
-
 @said(
     "a teacher that the body averages and the loss uses, not passed as `state=`",
     "the body of the loop over ctx.steps changes teacher",
@@ -880,19 +673,6 @@ def teacher_not_passed(ctx: Any) -> None:
         model,
         body=body,
     )
-
-
-@exact("an average of the weights, passed as `state=`, that the loss uses")
-def average(ctx: Any) -> None:
-    model = classifier()
-    ema = Average(model)
-
-    def loss_fn(m: Any, b: Any) -> Any:
-        with torch.no_grad():
-            teacher = ema.model.eval()(b["x"])
-        return cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher)
-
-    run(ctx, loss_fn, model, body=lambda step: ema.update(model), state={"ema": ema})
 
 
 class Momentum(torch.optim.SGD):
@@ -918,43 +698,6 @@ def own_numbers(ctx: Any) -> None:
     run(ctx, model=model, optimizer=Momentum(model.parameters(), {"calls": 0}, _counts))
 
 
-def _median(own: Any) -> float:
-    own.append(len(own) + 1)
-    return float(np.median(own)) / 8
-
-
-@exact("an optimizer that keeps a deque (AutoClip)")
-def own_deque(ctx: Any) -> None:
-    model = classifier()
-    own: Any = collections.deque([1], maxlen=8)
-    run(ctx, model=model, optimizer=Momentum(model.parameters(), own, _median))
-
-
-@exact("an optimizer that keeps a `torch.Generator`")
-def own_generator(ctx: Any) -> None:
-    model = classifier()
-    own = torch.Generator().manual_seed(0)
-    draw = lambda generator: float(torch.rand((), generator=generator))  # noqa: E731
-    run(ctx, model=model, optimizer=Momentum(model.parameters(), own, draw))
-
-
-class Extra(nn.Module):
-    """Keeps the step it is at; the body counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.warmth = classifier(), 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.warmth
-
-    def get_extra_state(self) -> Any:
-        return {"warmth": self.warmth}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.warmth = state["warmth"]
-
-
 @said(
     "a counter, a best value, a list that the body keeps in a variable", "changes wait (0, then 1)"
 )
@@ -974,16 +717,6 @@ def carried_counter(ctx: Any) -> None:
         c.wait += 1
         optimizer.param_groups[0]["lr"] = 0.01 / c.wait
         hold(ctx, step)
-
-
-@exact("`get_extra_state` / `set_extra_state` of a module, changed in the body")
-def extra_state(ctx: Any) -> None:
-    model = Extra()
-
-    def body(step: Any) -> None:
-        model.warmth *= 0.9
-
-    run(ctx, model=model, body=body)
 
 
 @exact("buffers that share memory, or are expanded")
@@ -1033,24 +766,3 @@ def determinism_off(ctx: Any) -> None:
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = True  # of no effect on the CPU
     run(ctx)
-
-
-@exact(
-    "`torch.set_num_threads` and `set_default_dtype` before the loop",
-    "threads are part of a machine's kind",
-)
-def settings(ctx: Any) -> None:
-    torch.set_num_threads(2)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = classifier()
-        run(ctx, lambda m, b: F.cross_entropy(m(b["x"].double()), b["y"]), model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@exact("a copy of the model, trained by nobody, in the loss")
-def frozen_copy(ctx: Any) -> None:
-    model = classifier()
-    teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    run(ctx, lambda m, b: cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher(b["x"])), model)

@@ -1,8 +1,6 @@
 """One digest for any group of workers: fixed sizes, a zoo of models through changing sizes, and
 random histories."""
 
-import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,15 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_dp.config import DataConfig, MapStyleData
-from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
-from tests.patience import eventually
-from tests.runs import ENDLESS, Points, goes_on, group, local, resize, spec_of
+from tests.runs import group, local, resize, spec_of
 from tests.train.jobs import (
-    autocast_bf16,
-    average_and_plateau,
-    batch_norm,
     compiled,
     plain,
     seventeen,
@@ -37,10 +30,6 @@ def as_a_user_would(batch):
 
 def tensors_of_arrays(batch):
     return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-
-def evaluation():
-    return MapStyleData(Points(30), micro_batch_size=8)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
@@ -96,60 +85,3 @@ def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
 def test_digest_differs_between_steps():
     """The equalities above could not fail if all runs gave the same weights anyway."""
     assert local(spec_of(steps=3), plain).digest != local(spec_of(steps=2), plain).digest
-
-
-def holders(run, now):
-    """Who is known to hold the state: who came into the group with it, and everyone after the
-    group's first step."""
-    membership = run.controller.coordinator.membership
-    began = max(member.position.step for member in membership.members)
-    all_do = now["generation"] == membership.generation and now["step"] > began
-    return {member.worker for member in membership.members if member.has_state or all_do}
-
-
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=SLOW) for n in range(20) if n != 1)])
-def test_random_history_has_the_local_digest(seed):
-    """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
-
-    Someone who holds the state always stays: what is lost with all of them is a matter for
-    checkpoints.
-    """
-    rng = random.Random(seed)
-    train = (plain, average_and_plateau, batch_norm, autocast_bf16)[seed % 4]
-    config = {"eval": evaluation(), "body_s": 0.02}
-    spec = spec_of(steps=ENDLESS, workers=3, standby=rng.randrange(2), config=config)
-    done, killed, drained = [], set(), set()
-
-    def disturb(run):
-        def trains():
-            now = status()
-            members = sorted(w for w, stage in now["workers"].items() if stage == "member")
-            settled = min(2, now["size"]) <= len(members) <= now["size"]
-            settled = settled and now["phase"] == "running" and not killed.intersection(members)
-            return settled and now["step"] >= at and members
-
-        status = run.controller.status
-        at = status()["step"] + rng.randrange(8)
-        members = eventually(lambda: run.controller.ended.is_set() or trains(), status)
-        if run.controller.ended.is_set():
-            return  # which is a failure
-        what = rng.choice(["kill", "kill", "drain", "scale"])
-        staying = holders(run, status()).intersection(members) - drained
-        victims = [member for member in members if staying - {member}]
-        if what == "scale" or not victims:
-            what = "scale"
-            run.controller.post(SizeRequested(rng.randint(1, 5)))
-        elif what == "drain":
-            deadline = rng.choice([None, time.monotonic() + 1.0])
-            drained.add(victim := rng.choice(victims))
-            run.controller.post(DrainNoticed(victim, deadline))
-        else:
-            killed.add(victim := rng.choice(victims))
-            run.worker_group.kill(victim)
-        done.append(what)
-
-    script = [*[(1, disturb)] * 5, (1, goes_on), (1, StopRequested("enough"))]
-    outcome, _run = group(spec, train, script=script)
-    assert outcome.error is None, (outcome.error, outcome.traceback, seed, done)
-    calm = local(spec_of(steps=outcome.step, config=config), train)
-    assert outcome.digest == calm.digest, (seed, done)

@@ -5,7 +5,6 @@ while the next one is computed."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,13 +208,6 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
     assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
 
 
-def test_delay_of_every_step_or_of_none_is_what_a_single_number_says():
-    spec = spec_of(steps=6, tail="short", rows=180)
-    for number in (0, 1):
-        one, other = (dataclasses.replace(spec, staleness=s) for s in (number, {0: number}))
-        assert local(one, plain).digest == local(other, plain).digest
-
-
 def test_memory_for_a_delay_is_there_only_in_delayed_steps():
     """That of the weights and buffers of the step before."""
     held: list[bool] = []
@@ -301,39 +293,14 @@ class Weight(torch.nn.Module):
         self.register_buffer("value", torch.zeros(()))
 
 
-class Losses:
-    def __init__(self, weight: Weight) -> None:
-        self.weight, self.unused = weight, weight
-
-    def of(self, m: Any, b: Any) -> Any:
-        return self._scaled(cross_entropy(m, b))
-
-    def _scaled(self, loss: Any) -> Any:
-        return loss * self.weight.value
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self, weight: Weight) -> None:
-        super().__init__()
-        self.inner, self.held = classifier(), [weight]
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x) * self.held[0].value
-
-
 def scaled_by(what: str) -> Any:
     def train(ctx: Any) -> None:
         weight, model = Weight(), classifier()
-        if what == "attribute of the model":
-            model = Scaled(weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         number, c = 0.0, ctx.carry(value=0.0)
         losses = {
             "state": lambda m, b: cross_entropy(m, b) * weight.value,
-            "helper": lambda m, b: Losses(weight)._scaled(cross_entropy(m, b)),
-            "method": Losses(weight).of,
-            "partial": functools.partial(lambda w, m, b: cross_entropy(m, b) * w.value, weight),
             "carry": lambda m, b: cross_entropy(m, b) * c.value,
             "lr": lambda m, b: cross_entropy(m, b) * optimizer.param_groups[0]["lr"],
             "scheduler": lambda m, b: cross_entropy(m, b) * scheduler.get_last_lr()[0],
@@ -356,10 +323,6 @@ def scaled_by(what: str) -> Any:
     ("what", "words"),
     [
         ("state", "weight, which is state['weight']"),
-        ("helper", "weight, which is state['weight']"),
-        ("method", "self.weight, which is state['weight']"),
-        ("partial", "which is state['weight']"),
-        ("attribute of the model", "model.held[…], which is state['weight']"),
         ("carry", "c, which is state['carry']"),
         ("lr", "optimizer, which is optimizer 0"),
         ("inner optimizer", "optimizer, which is optimizer 0"),

@@ -1,6 +1,7 @@
 """Loops as people write them (user_loops.py), where workers that began are lost."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.runs import group, spec_of, texts_of
 from tests.train.jobs import hold
-from tests.train.user_loops import LOOPS, STEPS
+from tests.train.user_loops import LOOPS
 
+STEPS = 18  # at least; a run ends once all workers are lost that are to be
 # The others are tried with `make slow`.
 IN_CI = {
     *("early_stopping_that_travels", "plateau", "averaged_model_that_teaches"),
@@ -22,7 +24,8 @@ IN_CI = {
 
 
 class Context:
-    """A context whose bodies wait for the size of the group."""
+    """A context whose bodies wait for the size of the group, and end the run once the files of
+    ctx.config["killed"] are there."""
 
     def __init__(self, ctx):
         self.ctx = ctx
@@ -34,6 +37,9 @@ class Context:
         for step in self.ctx.steps(*args, **options):
             yield step
             hold(self.ctx, step)
+            killed = self.ctx.config.get("killed", ())
+            if killed and step.number >= STEPS and all(map(os.path.exists, killed)):
+                self.ctx.stop("all were lost")
 
 
 def held(train):
@@ -42,13 +48,14 @@ def held(train):
 
 def job(workers, **config):
     config |= {"hold": {0: workers}}
-    spec = spec_of(steps=STEPS, workers=workers, virtual=6, config=config)
+    steps = 100 * STEPS if "killed" in config else STEPS
+    spec = spec_of(steps=steps, workers=workers, virtual=6, config=config)
     return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=2))
 
 
-def alone(name):
+def alone(name, steps=STEPS):
     """The run of one process, and what it said."""
-    spec, heard = job(1), []
+    spec, heard = dataclasses.replace(job(1), max_steps=steps), []
     data = open_data(spec.data, virtual_workers=6)
     run = LocalRun(spec, data, torch.device("cpu"), on_say=heard.append)
     run.run(held(LOOPS[name][0]))
@@ -104,7 +111,7 @@ def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, wo
     # Of one worker nobody else has the state: it dies once that of step 2 is committed.
     url = str(tmp_path / "run") if workers == 1 else None
     commit = f"{url}/checkpoints/seals/step-{2:012}.claim-{2:08}.json"
-    spec = job(workers, gates={6: commit} if url else {})
+    spec = job(workers, killed=died, gates={6: commit} if url else {})
     outcome, run = group(spec, held(LOOPS[name][0]), faults=faults, url=url)
     if error is not None:
         refusal = error_of(outcome)
@@ -113,6 +120,6 @@ def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, wo
     check_said(words, texts_of(run))
     if words is None:
         assert outcome.error is None, outcome.traceback
-        undisturbed, _ = alone(name)
+        undisturbed, _ = alone(name, outcome.step)
         assert (outcome.step, outcome.digest) == (undisturbed.step, undisturbed.digest)
         assert outcome.workers_lost == workers

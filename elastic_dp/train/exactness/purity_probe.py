@@ -19,34 +19,19 @@ be detected this way.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
-import random
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
-import xxhash
-from torch import nn
 
 from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
-from elastic_dp.distributed.local_shards import local_of
 from elastic_dp.errors import DataError, LossError
-from elastic_dp.train.state.weight_comparison import digest_of
+from elastic_dp.train.exactness.facts import Facts, listed, with_values
 
-_MOST = 64  # items of a container; only the length of a larger one is compared
-_DEEPEST = 2  # containers within containers
 _NAMED = 5  # differences that a message names
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-
-Facts = dict[str, str]  # values that are compared, by name; a digest begins with "#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,89 +158,8 @@ def _judge(
 def _differences(one: Facts, other: Facts) -> list[str]:
     """Returns the names of what differs, with short values."""
     names = [name for name in one | other if one.get(name) != other.get(name)]
-    return [f"{name}{_values(one.get(name), other.get(name))}" for name in names]
-
-
-def _values(one: str | None, other: str | None) -> str:
-    short = [x for x in (one, other) if x is not None and not x.startswith("#") and len(x) <= 24]
-    return f" ({short[0]}, then {short[1]})" if len(short) == 2 else ""
+    return [with_values(name, one.get(name), other.get(name)) for name in names]
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-# ----------------------------------------------------------------------------------------- facts
-
-
-def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
-    """Returns facts about the modules and the variables that the loss function reaches by name."""
-    facts: Facts = {}
-    for prefix, module in model.named_modules():
-        dot = f"model.{prefix}." if prefix else "model."
-        for key, value in vars(module).items():
-            if key not in _OF_TORCH:
-                facts |= facts_of(dot + key, value)
-    for name, p in model.named_parameters():
-        facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
-    ours = {id(module) for module in model.modules()}
-    for name, value in variables_of(loss_fn).items():
-        facts |= facts_of(name, value)
-        if not isinstance(value, type | types.ModuleType | types.FunctionType):
-            held = vars(value) if id(value) not in ours and hasattr(value, "__dict__") else {}
-            for key, one in itertools.islice(held.items(), _MOST):
-                if key not in _OF_TORCH:
-                    facts |= facts_of(f"{name}.{key}", one)
-    return facts
-
-
-def variables_of(loss_fn: Any) -> Mapping[str, Any]:
-    """Returns the variables that the loss function reaches, by name."""
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    owner = getattr(loss_fn, "__self__", loss_fn)  # the object of a method
-    held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
-    own = {f"loss_fn.{name}": value for name, value in held.items()}
-    try:
-        found = inspect.getclosurevars(inspect.unwrap(loss_fn))
-    except (TypeError, ValueError):  # not a Python function; a variable without a value
-        return own
-    return {**found.globals, **found.nonlocals, **own}
-
-
-def facts_of(name: str, value: Any) -> Facts:
-    """Returns facts about numbers, texts, tensors, generators and containers of them, not other
-    objects."""
-    return dict(_facts(name, value, 0))
-
-
-def _facts(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
-    match value:
-        case torch.Tensor():
-            value = local_of(value)
-            if value.layout == torch.strided and not (value.is_meta or value.is_quantized):
-                yield name, f"#{value.dtype} {tuple(value.shape)} {digest_of([value])}"
-        case np.ndarray() | np.generic():
-            if value.dtype.kind in "biufcSU":
-                yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
-        case np.random.Generator():
-            yield name, _digest(repr(value.bit_generator.state).encode())
-        case np.random.RandomState():
-            yield name, _digest(repr(value.get_state()).encode())
-        case random.Random():
-            yield name, _digest(repr(value.getstate()).encode())
-        case torch.Generator():
-            yield name, f"#{digest_of([value.get_state()])}"
-        case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
-            yield name, repr(value) if len(repr(value)) < 100 else _digest(repr(value).encode())
-        case dict() | list() | tuple() | set() | frozenset() | deque():
-            yield f"len({name})", repr(len(value))
-            if len(value) <= _MOST and depth < _DEEPEST and not isinstance(value, set | frozenset):
-                items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, one in items:
-                    yield from _facts(f"{name}[{key!r}]", one, depth + 1)
-
-
-def _digest(*parts: bytes) -> str:
-    return f"#{xxhash.xxh3_64_hexdigest(b' '.join(parts))}"
+    return listed(names, _NAMED)

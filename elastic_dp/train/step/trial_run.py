@@ -13,13 +13,8 @@ import torch
 from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import ModelError
-from elastic_dp.train.exactness.purity_probe import (
-    Facts,
-    ProbeOutcome,
-    attributes_of,
-    facts_of,
-    probe,
-)
+from elastic_dp.train.exactness.facts import Facts, attributes_of, facts_of
+from elastic_dp.train.exactness.purity_probe import ProbeOutcome, probe
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState

@@ -1,7 +1,6 @@
 """When a checkpoint is asked for, and how far "auto" is from the best that could be done."""
 
 import math
-import random
 
 import pytest
 
@@ -65,70 +64,6 @@ def test_auto_waits_for_an_upload_and_follows_what_was_seen():
     assert calm.due_at(0.0) > 5 * bad.due_at(0.0)
     bad.lost(50.0)
     assert bad.observed(70.0) == (101, 1e6 + 70.0)
-
-
-def lost_s(losses_at, end_s, cost_s, interval):
-    """Time that went into checkpoints and into redoing, for `interval(now, lost)` seconds between
-    checkpoints."""
-    now, lost, pending = 0.0, 0.0, list(losses_at)
-    begun = False
-    while now < end_s:
-        work = interval(now, begun)
-        begun = bool(pending and pending[0] < now + work + cost_s)
-        if begun:
-            lost += pending[0] - now
-            now = pending.pop(0)
-        else:
-            lost += cost_s
-            now += work + cost_s
-    return lost
-
-
-class AtWork:
-    """A schedule as the committer drives it; every third loss of everyone ends the controller, too,
-    and a commit record knows the rest."""
-
-    def __init__(self, cost_s):
-        self.cost_s, self.schedule, self.kept, self.lost = (
-            cost_s,
-            schedule_of(AUTO, 0.0),
-            (0, 0.0),
-            0,
-        )
-
-    def interval_s(self, now, lost):
-        """Training begins at `now`, after a loss of everyone or a checkpoint."""
-        if lost:
-            self.lost += 1
-            if self.lost % 3 == 0:
-                self.schedule = schedule_of(AUTO, now)
-                self.schedule.resume(*self.kept, now)
-            self.schedule.lost(now)
-        elif now:
-            self.schedule.committed(self.cost_s, now)
-            self.kept = self.schedule.observed(now)
-            self.schedule.requested(now)  # training goes on from here: as if it was asked for now
-            self.schedule.committed(self.cost_s, now)
-        due_s = self.schedule.due_at(now) - now
-        for _ in range(3):  # it moves on while time goes by
-            due_s = self.schedule.due_at(now + due_s) - now
-        return due_s
-
-
-@pytest.mark.parametrize("mean_s", [900.0, 9000.0, 90000.0])
-@pytest.mark.parametrize("cost_s", [0.2, 5.0])
-def test_auto_loses_little_more_than_the_best_fixed_interval(mean_s, cost_s):
-    """Over a time with thirty losses on average, from the first second on, in which it knows
-    nothing; 8 histories."""
-    end_s, auto, best = 30 * mean_s, 0.0, 0.0
-    for seed in range(8):
-        chance, at, losses = random.Random(seed), 0.0, []
-        while at < end_s:
-            at += chance.expovariate(1 / mean_s)
-            losses.append(at)
-        auto += lost_s(losses, end_s, cost_s, AtWork(cost_s).interval_s)
-        best += lost_s(losses, end_s, cost_s, lambda now, lost: daly_s(cost_s, mean_s))
-    assert auto < 1.3 * best, auto / best
 
 
 def test_auto_is_at_least_an_upload_and_above_nothing():

@@ -1,11 +1,71 @@
 """What is known of the optimizers of torch.optim is true of this torch."""
 
+import itertools
+
 import torch
+from torch import optim
 
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from tests.runs import local, spec_of
-from tests.train.exactness.test_clipped_steps import CASES, shapes
 from tests.train.jobs import classifier, cross_entropy
+
+VARIANTS = {
+    optim.SGD: (
+        {},
+        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+        {"momentum": 0.9, "nesterov": True, "maximize": True},
+    ),
+    optim.Adam: ({}, {"amsgrad": True, "weight_decay": 0.01}),
+    optim.AdamW: ({}, {"amsgrad": True, "maximize": True}),
+    optim.NAdam: ({}, {"decoupled_weight_decay": True, "weight_decay": 0.01}),
+    optim.RAdam: ({}, {"decoupled_weight_decay": True, "weight_decay": 0.01}),
+    optim.Adamax: ({}, {"weight_decay": 0.01}),
+    optim.Adagrad: ({}, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    optim.Adadelta: ({}, {"weight_decay": 0.01}),
+    optim.RMSprop: ({}, {"centered": True, "momentum": 0.9}),
+    optim.Rprop: ({},),
+    optim.ASGD: ({}, {"t0": 1.0, "weight_decay": 0.01}),
+    optim.Adafactor: ({},),
+    optim.Muon: ({}, {"nesterov": False}),
+}
+LR = {optim.SGD: 0.1, optim.Adadelta: 1.0}
+FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+
+def cases():
+    """Yields (name, kind, options, dtype)."""
+    for (kind, variants), dtype in itertools.product(
+        VARIANTS.items(), (torch.float32, torch.bfloat16)
+    ):
+        ways = [{"foreach": False}, {"foreach": True}]
+        if kind is optim.Muon:
+            ways = [{}]
+        elif kind in FUSED and (kind, dtype) != (optim.SGD, torch.bfloat16):
+            # That one is refused (steps_arguments.py). With momentum it also reads beyond tensors.
+            ways.append({"fused": True})
+        for options, way in itertools.product(variants, ways):
+            options = {"lr": LR.get(kind, 0.01)} | options | way
+            yield f"{kind.__name__} {options} {dtype}", kind, options, dtype
+
+
+CASES = list(cases())
+
+
+def shapes(kind):
+    """Return shapes of parameters: of one unit and of several, odd and even. Muon takes matrices
+    alone."""
+    return [(70, 33), (1, 5)] if kind is optim.Muon else [(70, 33), (129,), (64, 2), (1,)]
+
+
+def test_cases_have_every_optimizer_of_torch_that_updates_dense_gradients():
+    every = {
+        kind
+        for kind in vars(optim).values()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
+    }
+    # LBFGS calls a closure; SparseAdam takes sparse gradients, which are refused.
+    assert every - {optim.Optimizer, optim.LBFGS, optim.SparseAdam} == set(VARIANTS)
+
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
 

@@ -20,7 +20,7 @@ from tests.device import fake_gpu
 from tests.distributed.members import of_each_on_devices as of_each
 from tests.distributed.test_device_transport import switch
 from tests.kit.again import again, slow
-from tests.runs import group, losses_of, spec_of
+from tests.runs import group, losses_of
 from tests.train import test_sharded_optimizer as of_runs
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
 from tests.train.sharding import test_sharded_state as of_members
@@ -166,12 +166,6 @@ def test_members_with_simulated_devices(rerun, request):
     rerun(request)
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("rerun", [*slow(SURVIVES, seed=[0]), *slow(BACKUP)])
-def test_members_with_fake_gpus(rerun, request):
-    rerun(request)
-
-
 def test_step_on_a_fake_gpu_mixes_no_devices_and_has_the_bits_of_the_processor(gpu):
     gpu(3, partial(check_cases, [*CASES, (ADAM, 0.5)]))
 
@@ -249,39 +243,3 @@ def test_kill_in_a_sharded_step_that_uses_the_communicator_costs_no_state(
     assert outcome.workers_lost == len(faults), losses_of(run)
     assert not any("optimizer's state" in text for text in of_runs.texts_of(run))
     of_runs.check(outcome, train, spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("points", [IN_CI, OTHERS])
-def test_kill_in_a_sharded_step_of_devices_that_never_connect_costs_no_state(points, tmp_path):
-    faults = kills_at(points, tmp_path, 4)
-    spec = of_runs.job()
-    trained = of_runs.in_small_units(average_and_plateau)
-    device = SimulatedDevice(connect_hangs=True)
-    outcome, run = with_faults(spec, trained, faults, device=device)
-    assert outcome.workers_lost == len(faults), losses_of(run)
-    of_runs.check(outcome, average_and_plateau, spec)
-
-
-def run_on_devices_has_the_local_digest(workers, monkeypatch):
-    monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
-    spec = of_runs.sharded(spec_of(steps=6, workers=workers, min_workers=workers))
-    outcome, _ = group(spec, of_runs.in_small_units(batch_norm))
-    of_runs.check(outcome, batch_norm, spec)
-
-
-READ = of_runs.test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers
-
-
-@pytest.mark.parametrize(
-    "rerun",
-    [
-        *slow(of_runs.test_run_goes_back_to_a_checkpoint_when_both_holders_of_a_piece_are_lost),
-        *slow(of_runs.test_workers_join_and_several_leave_at_once),
-        *slow(READ, first=["sharded", "replicated"]),
-        *slow(run_on_devices_has_the_local_digest, workers=range(1, 9)),
-    ],
-)
-def test_sharded_run_on_devices(rerun, request, monkeypatch):
-    monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
-    rerun(request)

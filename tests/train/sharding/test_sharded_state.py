@@ -33,7 +33,7 @@ from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
 from tests.distributed.members import _dropped_here, of_each  # noqa: F401
-from tests.train.exactness.test_clipped_steps import VARIANTS, shapes
+from tests.train.exactness.test_torch_optimizers import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
 
 STEPS = 3

@@ -159,22 +159,6 @@ def test_batch_norms_of_experts_count_the_steps_in_which_any_micro_batch_used_th
     check_carried(train, tmp_path)
 
 
-def test_integer_buffer_that_counts_rows_is_still_refused_by_name():
-    def train(ctx):
-        model = classifier()
-        model.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-        def loss_fn(m, batch):
-            m.seen += int(batch["i"].sum()) % 7
-            return cross_entropy(m, batch)
-
-        loop(ctx, model, adamw(model), loss_fn)
-
-    words = refusal(train)
-    assert "buffer 'seen' (torch.int64) differs between virtual workers" in words
-    assert "num_batches_tracked" in words
-
-
 # ---------------------------------------------------------------------------------- extra state
 
 

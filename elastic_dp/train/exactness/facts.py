@@ -1,0 +1,146 @@
+"""Values by name, as texts that can be compared: numbers, texts, tensors, arrays, generators, and
+containers of them. The purity probe and the checks of loop bodies look at the same ones."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from elastic_dp.distributed.local_shards import local_of
+from elastic_dp.train.state.weight_comparison import digest_of
+
+MOST = 64  # items of a container or an object; only the length of a larger container is compared
+PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
+_DEEPEST = 2  # containers within containers
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+Facts = dict[str, str]  # values that are compared, by name; a digest begins with "#"
+
+
+def _nothing(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely values are compared. `nbytes`: arrays and tensors with more bytes, and tensors on
+    a device, are compared by version, not by content. `without`: the identities of values that are
+    not compared. `others`: yields facts about values of other kinds."""
+
+    nbytes: float = math.inf
+    without: Collection[int] = ()
+    others: Callable[[str, Any], Iterator[tuple[str, str]]] = _nothing
+
+    def facts_of(self, name: str, value: Any) -> Facts:
+        return dict(self._facts(name, value, 0))
+
+    def _facts(self, name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+        if type(value) not in PLAIN and id(value) in self.without:
+            return
+        match value:
+            case Enum():
+                yield name, f"#{value.name}"
+            case torch.Tensor():
+                yield from self._of_tensor(name, local_of(value))
+            case np.ndarray() | np.generic():
+                if value.dtype.kind in "biufcSU" and value.nbytes <= self.nbytes:
+                    yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
+            case np.random.Generator():
+                yield name, _digest(repr(value.bit_generator.state).encode())
+            case np.random.RandomState():
+                yield name, _digest(repr(value.get_state()).encode())
+            case random.Random():
+                yield name, _digest(repr(value.getstate()).encode())
+            case torch.Generator():
+                yield name, f"#{digest_of([value.get_state()])}"
+            case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
+                text = repr(value)
+                yield name, text if len(text) < 100 else _digest(text.encode())
+            case dict() | list() | tuple() | set() | frozenset() | deque():
+                yield f"len({name})", repr(len(value))
+                is_set = isinstance(value, set | frozenset)
+                if len(value) <= MOST and depth < _DEEPEST and not is_set:
+                    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                    for key, one in items:
+                        yield from self._facts(f"{name}[{key!r}]", one, depth + 1)
+            case _:
+                yield from self.others(name, value)
+
+    def _of_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]:
+        whole = self.nbytes == math.inf
+        dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_complex()
+        near = dense and plain and tensor.device.type == "cpu" and tensor.nbytes <= self.nbytes
+        if near or (dense and whole):
+            yield name, f"#{tensor.dtype} {tuple(tensor.shape)} {digest_of([tensor])}"
+        elif not whole and not tensor.is_inference():
+            yield name, f"#{id(tensor)} {tensor._version}"
+
+
+def facts_of(name: str, value: Any) -> Facts:
+    """Returns facts about a value and what it contains, not about other objects."""
+    return Look().facts_of(name, value)
+
+
+def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
+    """Returns facts about the modules and the variables that the loss function reaches by name."""
+    facts: Facts = {}
+    for prefix, module in model.named_modules():
+        dot = f"model.{prefix}." if prefix else "model."
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH:
+                facts |= facts_of(dot + key, value)
+    for name, p in model.named_parameters():
+        facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
+    ours = {id(module) for module in model.modules()}
+    for name, value in variables_of(loss_fn).items():
+        facts |= facts_of(name, value)
+        if not isinstance(value, type | types.ModuleType | types.FunctionType):
+            held = vars(value) if id(value) not in ours and hasattr(value, "__dict__") else {}
+            for key, one in itertools.islice(held.items(), MOST):
+                if key not in _OF_TORCH:
+                    facts |= facts_of(f"{name}.{key}", one)
+    return facts
+
+
+def variables_of(function: Any) -> Mapping[str, Any]:
+    """Returns the variables that a function, such as the loss function, reaches by name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)  # the object of a method
+    held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    own = {f"loss_fn.{name}": value for name, value in held.items()}
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # not a Python function; a variable without a value
+        return own
+    return {**found.globals, **found.nonlocals, **own}
+
+
+def with_values(name: str, one: str | None, other: str | None) -> str:
+    """Returns a name with two facts about it, if they are short."""
+    short = [x for x in (one, other) if x is not None and not x.startswith("#") and len(x) <= 24]
+    return f"{name} ({short[0]}, then {short[1]})" if len(short) == 2 else name
+
+
+def listed(names: list[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _digest(*parts: bytes) -> str:
+    return f"#{xxhash.xxh3_64_hexdigest(b' '.join(parts))}"
