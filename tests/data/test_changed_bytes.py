@@ -70,9 +70,7 @@ def whole(kind: str, number: int) -> bytes:
             long = "" if form == tarfile.USTAR_FORMAT else 150 * "l"
             for i in range(8):
                 for ending, content in (("txt", b"a text"), ("cls", b"3"), ("bin", b"x" * 600)):
-                    member = tarfile.TarInfo(
-                        f"{long * (i % 2)}{i}.{ending}"
-                    )
+                    member = tarfile.TarInfo(f"{long * (i % 2)}{i}.{ending}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     return sink.getvalue()

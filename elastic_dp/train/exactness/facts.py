@@ -1,5 +1,6 @@
 """Values by name, as texts that can be compared: numbers, texts, tensors, arrays, generators, and
-containers of them. The purity probe and the checks of loop bodies look at the same ones."""
+containers of them. The purity probe and the checks of loop bodies look at the same ones. Another
+thread of the user may change a container meanwhile, so a copy of it is looked at."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ class Look:
                 yield f"len({name})", repr(len(value))
                 is_set = isinstance(value, set | frozenset)
                 if len(value) <= MOST and depth < _DEEPEST and not is_set:
-                    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-                    for key, one in items:
+                    items: Any = value.items() if isinstance(value, dict) else enumerate([*value])
+                    for key, one in [*items]:
                         yield from self._facts(f"{name}[{key!r}]", one, depth + 1)
             case _:
                 yield from self.others(name, value)
@@ -101,7 +102,7 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
     facts: Facts = {}
     for prefix, module in model.named_modules():
         dot = f"model.{prefix}." if prefix else "model."
-        for key, value in vars(module).items():
+        for key, value in dict(vars(module)).items():
             if key not in _OF_TORCH:
                 facts |= facts_of(dot + key, value)
     for name, p in model.named_parameters():
@@ -111,7 +112,7 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
         facts |= facts_of(name, value)
         if not isinstance(value, type | types.ModuleType | types.FunctionType):
             held = vars(value) if id(value) not in ours and hasattr(value, "__dict__") else {}
-            for key, one in itertools.islice(held.items(), MOST):
+            for key, one in [*held.items()][:MOST]:
                 if key not in _OF_TORCH:
                     facts |= facts_of(f"{name}.{key}", one)
     return facts

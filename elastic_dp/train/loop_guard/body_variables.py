@@ -216,7 +216,7 @@ class BodyVariables:
             return {}
         found = self._look.facts_of(name, value)
         if not found and not isinstance(value, nn.Module) and self._has_users_type(value):
-            for key, item in itertools.islice(_attributes(value).items(), MOST):
+            for key, item in [*_attributes(value).items()][:MOST]:
                 found |= self._look.facts_of(f"{name}.{key}", item)
         return found
 
@@ -241,7 +241,8 @@ class BodyVariables:
                 if not any(id(one) in self._passed for one in value.modules()):
                     tensors = itertools.chain(value.parameters(), value.buffers())
                     some = [t for t in itertools.islice(tensors, _TENSORS) if not t.is_inference()]
-                    own = {key: x for key, x in vars(value).items() if key not in _OF_TORCH}
+                    own = dict(vars(value))
+                    own = {key: x for key, x in own.items() if key not in _OF_TORCH}
                     versions = [(id(t), t._version) for t in some]
                     yield name, f"{_MODULE} {id(value)} {versions} {self._look.facts_of('', own)}"
             case types.GeneratorType():

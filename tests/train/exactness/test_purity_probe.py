@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from elastic_dp.errors import LossError
-from elastic_dp.train.exactness.facts import facts_of
+from elastic_dp.train.exactness.facts import Look, facts_of
 from elastic_dp.train.exactness.purity_probe import ProbeOutcome, probe
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -211,3 +211,17 @@ def test_loss_that_writes_parameters_back_is_not_accused():
             pass
 
     local(spec_of(steps=3), train)
+
+
+def test_containers_may_change_while_they_are_looked_at():
+    """Another thread of the user may change them."""
+    values = {"held": object(), "next": 1}, [object(), 1]
+
+    def changes(name, value):
+        values[0]["more"] = 2
+        values[1].append(2)
+        return iter(())
+
+    look = Look(others=changes)
+    assert look.facts_of("d", values[0]) == {"len(d)": "2", "d['next']": "1"}
+    assert look.facts_of("l", values[1])["l[1]"] == "1"
