@@ -1,4 +1,4 @@
-"""The server of the report of a run, until Ctrl-C.
+"""The application that serves the report of a run, and the server that runs it until Ctrl-C.
 
 The page asks for the report every second, with the version that it has. All clients see the same
 report. Requests that steer the run are methods of `Run`, which checks their values.
@@ -12,17 +12,17 @@ report. Requests that steer the run are methods of `Run`, which checks their val
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
 from elastic_dp.report.report_page import asset, fill_page, plotly_script
@@ -31,8 +31,15 @@ from elastic_dp.storage import StorageURL
 from elastic_dp.storage.redact import redact
 from elastic_dp.wording import counted
 
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
 SHORTEST_TOKEN = 16
 _NAMES = ("127.0.0.1", "localhost")
+_METHODS = ("GET", "HEAD", "POST")  # of which only POST changes anything
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -44,7 +51,7 @@ _HEADERS = {
     "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
 }
-_IDLE_S = 30.0  # of a connection
+_MOST_CONNECTIONS = 256
 _MOST_BYTES = 16 * 1024  # of a request's body
 _LOCAL_S, _REMOTE_S = 0.5, 2.0  # between two looks at a folder
 _FIELDS = {  # of each verb
@@ -121,157 +128,187 @@ def act(run: ControlledRun, verb: str, body: Any) -> str:
 def serve(run: ServedRun, token: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve on this machine until the process is told to end. `ready` gets the address.
 
-    Raises SpecError if plotly is missing, the token is short, or the port is taken.
+    Raises SpecError if packages are missing, the token is short, or the port is taken.
     """
-    with ReportServer(run, token, port) as server:
-        ready(f"http://127.0.0.1:{server.server_address[1]}/")
+    server = web_server(run, token)
+    with listening_socket(port) as listening:
+        ready(f"http://127.0.0.1:{listening.getsockname()[1]}/")
         with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+            server.run(sockets=[listening])
 
 
-class ReportServer(ThreadingTCPServer):
-    """A thread for each request. It listens when it is made."""
+def web_server(run: ServedRun, token: str) -> uvicorn.Server:
+    """Return the server, which does not listen yet. Raises SpecError if packages are missing, or
+    the token is short."""
+    if len(token) < SHORTEST_TOKEN:
+        raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
+    try:
+        import uvicorn
 
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, run: ServedRun, token: str, port: int) -> None:
-        if len(token) < SHORTEST_TOKEN:
-            raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
-        plotly_script()
-        self.run, self.token = run, token
-        try:
-            super().__init__(("127.0.0.1", port), _Handler)
-        except OSError as error:
-            raise SpecError(
-                f"--port is {port}: {error}. Choose another one, or 0 for any that is free"
-            ) from None
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error of the server."""
-        if not isinstance(sys.exception(), OSError):
-            self.run.print_error()
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+        app = served_app(run, token)
+    except ModuleNotFoundError as missing:
+        what = (missing.name or "").partition(".")[0]
+        raise SpecError(f"the page needs {what}: pip install 'elastic_dp[ui]'") from None
+    plotly_script()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=3,
+    )
+    return uvicorn.Server(config)
 
 
-_Answer = tuple[int, str, str, Mapping[str, str]]  # status, kind, content, headers
+def served_app(run: ServedRun, token: str) -> Starlette:
+    """Return the application."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import HTMLResponse, Response
+    from starlette.routing import Route
 
+    find_live = run.find_live
 
-class _Handler(BaseHTTPRequestHandler):
-    server: ReportServer
-    timeout = _IDLE_S
+    def json_response(value: Any, status: int = 200) -> Response:
+        """As ASCII: a text of a run may hold half a character."""
+        return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
 
-    def do_GET(self) -> None:
-        self._serve(self._read)
+    async def check(request: Request, call_next: Callable[[Request], Any]) -> Response:
+        """Before everything else. No error leaves it, and every answer gets the headers."""
+        if (refusal := _refusal(request, token)) is not None:
+            response = json_response({"error": refusal[1]}, refusal[0])
+        else:
+            try:
+                response = await call_next(request)
+            except Exception:  # a bug of ours: told here, and not to whoever asked
+                run.print_error()
+                failure = "this server has failed; its terminal says why"
+                response = json_response({"error": failure}, 500)
+        if response.status_code == 401:
+            response.headers["www-authenticate"] = "Bearer"
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
 
-    def do_POST(self) -> None:
-        self._serve(self._steer)
+    async def page(request: Request) -> Response:
+        scripts = ("plotly.js", "page.js", "live.js")
+        text = fill_page(
+            title=run.name,
+            words=(),
+            policy="",
+            style='<link rel="stylesheet" href="/assets/page.css">',
+            settings={"mode": "live", "control": find_live is not None},
+            report=None,
+            scripts="".join(f'<script src="/assets/{name}"></script>\n' for name in scripts),
+        )
+        return HTMLResponse(text)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not printed."""
-
-    def _serve(self, answer: Callable[[str], _Answer]) -> None:
-        """No error leaves it, and every answer gets the headers."""
-        more: Mapping[str, str] = {}
-        try:
-            path = self.path.partition("?")[0]
-            self._check(path)
-            status, kind, content, more = answer(path)
-        except Exception as error:
-            status, text = self._failure(error)
-            kind, content = "application/json", json.dumps({"error": text})
-        if status == 401:
-            more = {"www-authenticate": "Bearer"}
-        self.send_response_only(status)
-        body = content.encode()
-        facts = {"content-type": f"{kind}; charset=utf-8", "content-length": str(len(body))}
-        for name, value in {**_HEADERS, **facts, **more}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _failure(self, error: Exception) -> tuple[int, str]:
-        run = self.server.run
-        if isinstance(error, _Refused):
-            return error.status, str(error)
-        if isinstance(error, ElasticError):
-            wrong, over = isinstance(error, SpecError), isinstance(error, ClusterError)
-            return 422 if wrong else 409 if over else 503, run.clean(str(error))
-        run.print_error()  # a bug of ours: told there, and not to whoever asked
-        return 500, "this server has failed; its terminal says why"
-
-    def _check(self, path: str) -> None:
-        headers, writes = self.headers, self.command == "POST"
-        host = headers.get("host", "")
-        if host.partition(":")[0].lower() not in _NAMES:
-            raise _Refused(421, f"this server is known as {' or '.join(_NAMES)}")
-        if writes or path.startswith("/api/"):
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            token = self.server.token.encode()
-            same = hmac.compare_digest(given.strip().encode(errors="replace"), token)
-            if not same or scheme.lower() != "bearer":
-                text = "the token is missing or wrong; it is in the address that was printed"
-                raise _Refused(401, text)
-        origin = headers.get("origin")
-        foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
-        if writes and (foreign or headers.get("sec-fetch-site", "none") == "cross-site"):
-            raise _Refused(403, "a request from another site")
-
-    def _read(self, path: str) -> _Answer:
-        run, name = self.server.run, path.removeprefix("/assets/")
-        if path == "/":
-            scripts = ("plotly.js", "page.js", "live.js")
-            page = fill_page(
-                title=run.name,
-                words=(),
-                policy="",
-                style='<link rel="stylesheet" href="/assets/page.css">',
-                settings={"mode": "live", "control": run.find_live is not None},
-                report=None,
-                scripts="".join(f'<script src="/assets/{name}"></script>\n' for name in scripts),
-            )
-            return 200, "text/html", page, {}
-        if path == "/assets/plotly.js":
+    async def asset_file(request: Request) -> Response:
+        name = request.path_params["file"]
+        if name == "plotly.js":
+            text = await asyncio.to_thread(plotly_script)
             cached = {"cache-control": "private, max-age=86400"}
-            return 200, "text/javascript", plotly_script(), cached
-        if path.startswith("/assets/") and name in _ASSETS:
-            return 200, _ASSETS[name], asset(name), {}
-        if path != "/api/report":
-            raise _Refused(404, "there is nothing of this name")
-        text, version = run.newest()
-        if self.headers.get("if-none-match") == version:
-            return 304, "application/json", "", {"etag": version}
-        return 200, "application/json", text, {"etag": version}
+            return Response(text, media_type="text/javascript", headers=cached)
+        if name not in _ASSETS:
+            raise HTTPException(404, "no such file")
+        return Response(asset(name), media_type=_ASSETS[name])
 
-    def _steer(self, path: str) -> _Answer:
-        """Ask the live run for something. `_check` has seen the token."""
-        run, verb = self.server.run, path.removeprefix("/api/")
+    async def report(request: Request) -> Response:
+        text, version = await asyncio.to_thread(run.newest)
+        headers = {"etag": version}
+        if request.headers.get("if-none-match") == version:
+            return Response(status_code=304, headers=headers)
+        return Response(text, media_type="application/json", headers=headers)
+
+    async def steer(request: Request) -> Response:
+        """Ask the live run for something. `check` has seen the token."""
+        verb = request.path_params["verb"]
         if verb not in _FIELDS:
-            raise _Refused(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
-        if run.find_live is None:
-            raise _Refused(403, "this server only shows the run; --control lets it steer")
-        if self.headers.get("content-type", "").partition(";")[0] != "application/json":
-            raise _Refused(415, "the body must be application/json")
-        length = self.headers.get("content-length", "")
-        content = self.rfile.read(min(int(length), 8 * _MOST_BYTES) if length.isdecimal() else 0)
-        if len(content) > _MOST_BYTES:
-            raise _Refused(413, f"the body has more than {_MOST_BYTES} bytes")
+            raise HTTPException(404, f"no verb {verb[:40]!r}; there are: {', '.join(_FIELDS)}")
+        if find_live is None:
+            raise HTTPException(403, "this server only shows the run; --control lets it steer")
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415, "the body must be application/json")
+        content = b""
         try:
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    raise HTTPException(413, f"the body has more than {_MOST_BYTES} bytes")
             body = json.loads(content)
-        except (ValueError, RecursionError):
-            raise _Refused(400, "the body is not JSON") from None
-        try:
-            done = act(run.find_live(), verb, body)
-        except ElasticError:
-            raise
-        except Exception as error:  # whatever Ray raises
-            run.print_error()
-            what = f"the run's controller does not answer: {type(error).__name__}"
-            raise _Refused(503, what) from error
-        return 202, "application/json", json.dumps({"done": done}), {}
+        except (ClientDisconnect, ValueError, RecursionError):
+            raise HTTPException(400, "the body is not JSON") from None
+
+        def do() -> str:
+            try:
+                return act(find_live(), verb, body)
+            except ElasticError:
+                raise
+            except Exception as error:  # whatever Ray raises
+                run.print_error()
+                what = f"the run's controller does not answer: {type(error).__name__}"
+                raise HTTPException(503, what) from error
+
+        return json_response({"done": await asyncio.to_thread(do)}, 202)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        wrong, over = isinstance(error, SpecError), isinstance(error, ClusterError)
+        status = 422 if wrong else 409 if over else 503
+        return json_response({"error": run.clean(str(error))}, status)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return json_response({"error": error.detail}, error.status_code)
+
+    return Starlette(
+        routes=[
+            Route("/", page, methods=["GET"]),
+            Route("/assets/{file}", asset_file, methods=["GET"]),
+            Route("/api/report", report, methods=["GET"]),
+            Route("/api/{verb}", steer, methods=["POST"]),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=check)],
+        exception_handlers={HTTPException: refused, ElasticError: failed},
+    )
+
+
+def _refusal(request: Request, token: str) -> tuple[int, str] | None:
+    headers = request.headers
+    host = headers.get("host", "")
+    if host.partition(":")[0].lower() not in _NAMES:
+        return 421, f"this server is known as {' or '.join(_NAMES)}"
+    if request.method not in _METHODS:
+        return 405, "this server knows no such method"
+    writes = request.method == "POST"
+    if writes or request.scope["path"].startswith("/api/"):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), token.encode())
+        if not same or scheme.lower() != "bearer":
+            return 401, "the token is missing or wrong; it is in the address that was printed"
+    origin = headers.get("origin")
+    foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+    if writes and (foreign or headers.get("sec-fetch-site", "none") == "cross-site"):
+        return 403, "a request from another site"
+    return None
+
+
+def listening_socket(port: int) -> socket.socket:
+    """Return a socket that listens on this machine. Raises SpecError, which names the option."""
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen()  # who comes before the server is up waits
+    except OSError as error:
+        listening.close()
+        raise SpecError(
+            f"--port is {port}: {error}. Choose another one, or 0 for any that is free"
+        ) from None
+    return listening
