@@ -30,6 +30,10 @@ REMOVED_NAMES = {
     "max_losses_of_micro_batch": (
         "FailureConfig.max_losses_of_micro_batch does not exist any more: it is 5"
     ),
+    "min_on_demand": (
+        'ScalingConfig.min_on_demand does not exist any more: market="spot-first" takes on-demand '
+        "nodes where no spot node is available"
+    ),
     "zones": (
         "ScalingConfig.zones does not exist any more: write "
         'label_selector={"ray.io/availability-zone": "in(a,b)"}'

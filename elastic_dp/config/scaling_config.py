@@ -29,7 +29,7 @@ def label_values(wanted: str) -> list[str]:
 
 _LEAST = {
     **dict.fromkeys(("min_workers", "max_workers", "threads_per_worker"), 1),
-    **{"processes_per_worker": 1, "standby": 0, "min_on_demand": 0},
+    **{"processes_per_worker": 1, "standby": 0},
 }
 
 
@@ -57,8 +57,7 @@ class ScalingConfig:
       does not wait if it takes the last place, or if no other worker builds its
       model.
     - `balance`: "equal", or "measured": a slower worker runs fewer virtual workers if that makes a
-      step at least a tenth shorter. If a worker that runs a single virtual worker delays the others
-      by a fifth of a step for five minutes, a ready standby replaces it.
+      step at least a tenth shorter.
     - `priority`: among the runs of one cluster. If there is not room for all, a run shrinks towards
       its `min_workers` for one with a higher priority, and grows back. A run whose `min_workers` do
       not fit waits in a queue.
@@ -66,11 +65,8 @@ class ScalingConfig:
     On nodes with Ray's labels:
 
     - `market`: "spot", "on-demand", "spot-first" (on-demand if no spot node is available) or "any".
-    - `min_on_demand`: the number of workers that are requested on on-demand nodes, whatever the
-      market. They stay when others can leave.
     - `label_selector`: other labels of its node, in Ray's syntax: {"ray.io/accelerator-type":
-      "in(A100,H100)"}. Of several zones, as in {"ray.io/availability-zone": "in(a,b)"}, each worker
-      is requested in the one with the fewest workers, and in any of them if that has no room.
+      "in(A100,H100)"}.
     """
 
     min_workers: int = 1
@@ -82,7 +78,6 @@ class ScalingConfig:
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
-    min_on_demand: int = 0
     label_selector: Mapping[str, str] = field(default_factory=dict)
     balance: Literal["equal", "measured"] = "equal"
     priority: int = 0
@@ -106,12 +101,11 @@ class ScalingConfig:
                 "a higher one comes first"
             )
         self._check_label_selector()
-        for name in ("min_on_demand", "min_workers"):
-            if (number := getattr(self, name)) > self.max_workers:
-                raise SpecError(
-                    f"ScalingConfig.{name} is {number}, more than max_workers "
-                    f"({self.max_workers}); lower it, or raise max_workers"
-                )
+        if self.min_workers > self.max_workers:
+            raise SpecError(
+                f"ScalingConfig.min_workers is {self.min_workers}, more than max_workers "
+                f"({self.max_workers}); lower it, or raise max_workers"
+            )
         if self.num_virtual_workers < self.max_workers:
             name = "virtual_workers[0]" if self.grows else "virtual_workers"
             raise SpecError(
@@ -161,11 +155,10 @@ class ScalingConfig:
                     "takes a label's name, and as its value a, !a, in(a,b) or !in(a,b), of up to "
                     "63 letters, digits, '-', '_' and '.' each"
                 )
-        asks_for_market = self.market != "any" or self.min_on_demand > 0
-        if asks_for_market and "ray.io/market-type" in selector:
+        if self.market != "any" and "ray.io/market-type" in selector:
             raise SpecError(
-                "ScalingConfig.label_selector names ray.io/market-type, which market or "
-                "min_on_demand request, too; use only one of them"
+                "ScalingConfig.label_selector names ray.io/market-type, which market requests, "
+                "too; use only one of them"
             )
 
     @property

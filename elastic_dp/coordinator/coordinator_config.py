@@ -48,7 +48,6 @@ class CoordinatorConfig:
     # A ready joiner waits at most so long for workers that build their model, and so long after the
     # last join.
     stabilization_s: float = 0.0
-    min_on_demand: int = 0  # so many workers on on-demand nodes stay when some must leave
     # a draining worker leaves so long before the deadline of its notice
     drain_margin_s: float = 5.0
     # wait for an initial source; then a worker is released for a new one

@@ -42,11 +42,6 @@ class WorkerLocation(NamedTuple):
     spot: bool = False  # the node may be preempted
     zone: str = ""  # "": not known
 
-    @property
-    def stable(self) -> bool:
-        """Whether the worker is known to run on an on-demand node."""
-        return self.node != "" and not self.spot
-
 
 UNKNOWN_LOCATION = WorkerLocation()
 

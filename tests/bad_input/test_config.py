@@ -36,7 +36,7 @@ class Stream(IterableDataset):
         ({"stabilization_s": -1}, ["stabilization_s is -1"]),
         ({"market": "cheap"}, ["market is 'cheap'", "'spot-first'"]),
         ({"balance": "fair"}, ["balance is 'fair'", "'measured'"]),
-        ({"min_on_demand": 2}, ["min_on_demand is 2, more than max_workers"]),
+        ({"min_on_demand": 2}, ["min_on_demand does not exist any more", 'market="spot-first"']),
         (
             {"zones": ["a"]},
             ["zones does not exist any more", '"ray.io/availability-zone": "in(a,b)"'],

@@ -114,8 +114,8 @@ def placed(scenario: Scenario, **nodes: str) -> None:
         scenario.tell(m.WorkerPlaced(worker, WorkerLocation(node, spot=node.startswith("s"))))
 
 
-def stay_after(size: int, floor: int = 0, **nodes: str) -> list[str]:
-    scenario = Scenario(size=len(nodes), min_on_demand=floor)
+def stay_after(size: int, **nodes: str) -> list[str]:
+    scenario = Scenario(size=len(nodes))
     scenario.running(*nodes)
     placed(scenario, **nodes)
     scenario.tell(m.SizeRequested(size))
@@ -133,9 +133,9 @@ def test_scale_down_releases_spot_workers_first() -> None:
     assert stay_after(3, w1="a", w2="s1", w3="s1", w4="a") == ["w1", "w2", "w4"]
 
 
-def stay_after_a_drain(size: int, floor: int = 0, **nodes: str) -> list[str]:
+def stay_after_a_drain(size: int, **nodes: str) -> list[str]:
     """w1 is told to go, and then the run is made smaller."""
-    scenario = Scenario(size=len(nodes), min_on_demand=floor)
+    scenario = Scenario(size=len(nodes))
     scenario.running(*nodes)
     placed(scenario, **nodes)
     scenario.tell(m.DrainNoticed("w1", None))
@@ -148,7 +148,6 @@ def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
     """Before spot ones, and before those with more workers."""
     assert stay_after_a_drain(3, w1="a", w2="a", w3="b", w4="s1", w5="b") == ["w3", "w4", "w5"]
     assert stay_after_a_drain(3, w1="a", w2="a", w3="a", w4="b", w5="b") == ["w2", "w4", "w5"]
-    assert stay_after_a_drain(2, floor=1, w1="a", w2="a", w3="s1", w4="b") == ["w3", "w4"]
 
 
 def test_scale_down_releases_standbys_on_a_draining_node_first() -> None:
@@ -174,23 +173,6 @@ def test_a_node_that_others_stay_on_is_not_emptied() -> None:
     standby = worker(9, "b")
     chosen = choose_departing([worker(1, "a"), worker(2, "b")], 1, [standby])
     assert [(w.id, why) for w, why in chosen] == [("w1", "its node a becomes free")]
-
-
-def test_the_floor_of_on_demand_workers_stays_as_long_as_others_can_go() -> None:
-    """Also where giving its node back would be the tidier way. The node with most of them is the
-    one that is kept."""
-    assert stay_after(2, w1="a", w2="s1", w3="s1") == ["w2", "w3"]
-    assert stay_after(2, floor=1, w1="a", w2="s1", w3="s1") == ["w1", "w2"]
-    assert stay_after(3, floor=2, w1="a", w2="b", w3="b", w4="s1", w5="s1") == ["w1", "w2", "w3"]
-    assert stay_after(2, floor=2, w1="a", w2="b", w3="b", w4="s1", w5="s1") == ["w2", "w3"]
-    assert stay_after(1, floor=2, w1="a", w2="s1", w3="b") == ["w1"]
-
-
-def test_standbys_count_for_the_floor_and_do_not_leave_below_it() -> None:
-    workers = [worker(1, "s"), worker(2, "a")]
-    assert [w.id for w, _ in choose_departing(workers, 1, [worker(3, "s")], 1)] == ["w1"]
-    assert [w.id for w, _ in choose_departing([worker(4, "a")], 1, [worker(3, "b")], 1)] == ["w4"]
-    assert [w.id for w, _ in choose_departing(workers[1:], 1, [worker(3, "s")], 1)] == ["w2"]
 
 
 def test_scale_down_releases_workers_without_a_node_first() -> None:

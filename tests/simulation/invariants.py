@@ -379,29 +379,9 @@ class Invariants:
                 if s.worker in ranks and s.has_state
             ]
             must([w for w in ranks if w in old] == old, f"ranks changed order: {old} -> {ranks}")
-        if by.generations:
-            self.min_on_demand_holds(ranks, by)
         by.generations.append(generation)
         if by.failed_sets[-2:] == [ids, ids] and len(ids) > 1:
             must(False, f"{sorted(ids)} failed to form twice and is tried again")
-
-    def min_on_demand_holds(self, ranks: list[str], by: SimController) -> None:
-        """No on-demand worker leaves the group below `min_on_demand` while another worker stays."""
-        workers = by.coordinator._registry.workers
-        before = [workers.get(member.worker) for member in self.members(by.generations[-1])]
-        kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
-        left = [w for w in before if w is not None and w.id not in ranks]
-        beyond = len(ranks) > by.size
-        if beyond or any(w.draining for w in kept) or any(not w.at_head for w in kept):
-            return  # one that holds the newest state has a place that is not its own
-        stable = [w for w in (workers[name] for name in ranks) if w.location.stable]
-        loser = any(w.location.stable and w.stage == "retained" and not w.draining for w in left)
-        if loser and len(stable) < by.coordinator.config.min_on_demand:
-            self.marks["below min_on_demand"] += 1
-            must(
-                all(w.location.stable for w in kept),
-                f"{left} lose their places, {kept} keep theirs",
-            )
 
     def assigned_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
         """A slower worker runs at most one virtual worker more than a faster one. Without measured

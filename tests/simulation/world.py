@@ -69,7 +69,6 @@ class World:
                 max_user_errors=1000,
             ),
             stabilization_s=self.location_rng.choice((0.0, 2.0, 5.0)) if self.location_rng else 0.0,
-            min_on_demand=self.location_rng.choice((0, 0, 1, 2)) if self.location_rng else 0,
             checkpointing=self.profile.commit_steps > 0,
         )
         self.size, self.least, self.steps = size, self.config.min_workers, self.profile.steps

@@ -621,7 +621,6 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
             max_user_errors=failure.max_user_errors,
         ),
         stabilization_s=scaling.stabilization_s,
-        min_on_demand=scaling.min_on_demand,
         exact=spec.exact,
         checkpointing=checkpointing,
     )

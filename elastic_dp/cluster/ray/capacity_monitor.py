@@ -157,15 +157,8 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
-        firm = [{worker_placement.MARKET: "on-demand"}] * scaling.min_on_demand
-        # What earlier workers requested: for the first worker, and for the first one after
-        # `min_on_demand`.
-        for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
-            if why := worker_placement.why_none_matches(
-                worker_placement.placement_preferences(scaling, others), large
-            ):
-                return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
-        return ""
+        why = worker_placement.why_none_matches(worker_placement.node_selector(scaling), large)
+        return why and f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
     return (
         f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most "

@@ -25,29 +25,29 @@ WITHIN_S = 1800.0
 
 
 class NodeAvoidance:
-    """Thread-safe. `needs` are the resources of one worker.
+    """Thread-safe. `needs` are the resources of one worker, `selector` the labels of its node.
 
     After three failures within 30 minutes, a node is avoided for 30 minutes from the last one. If
     every node that could hold a worker is bad, none is avoided, because a run must not stop where
     it could continue (and a step that kills every worker makes every node look bad).
     """
 
-    def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
-        self._needs, self._say = needs, say
+    def __init__(
+        self, needs: Mapping[str, float], selector: Labels, say: Callable[[str], None]
+    ) -> None:
+        self._needs, self._selector, self._say = needs, selector, say
         self._failures: dict[str, list[float]] = {}  # by node, whose ids are never reused
         self._lock = threading.Lock()
-        # The placement_preferences of a worker, and the nodes that were excluded for it.
-        self._excluded: dict[WorkerId, tuple[list[Labels], list[str]]] = {}
+        self._excluded: dict[WorkerId, list[str]] = {}  # the nodes that were excluded for it
         self.avoided: dict[str, int] = {}  # node -> failures, as of the last look
 
-    def without_avoided(self, worker: WorkerId, asked: list[Labels]) -> list[Labels]:
-        """Return the new worker's placement_preferences, each without the avoided nodes."""
-        avoided = self._avoided_nodes(asked)
+    def selector_of(self, worker: WorkerId) -> Labels:
+        """Return the new worker's selector, without the avoided nodes."""
+        avoided = self._avoided_nodes()
         if not avoided:
-            return asked
-        self._excluded[worker] = asked, avoided
-        elsewhere = {"ray.io/node-id": f"!in({','.join(avoided)})"}
-        return [labels | elsewhere for labels in asked or [{}]]
+            return self._selector
+        self._excluded[worker] = avoided
+        return self._selector | {"ray.io/node-id": f"!in({','.join(avoided)})"}
 
     def waiting_needlessly(
         self, placed: Collection[WorkerId], there: Collection[WorkerId]
@@ -56,8 +56,8 @@ class NodeAvoidance:
         avoided.
         """
         found = []
-        for worker, (asked, avoided) in list(self._excluded.items()):
-            free = worker in there and not {*avoided} <= {*self._avoided_nodes(asked)}
+        for worker, avoided in list(self._excluded.items()):
+            free = worker in there and not {*avoided} <= {*self._avoided_nodes()}
             if free and worker not in placed:
                 found.append(worker)
             if free or worker in placed or worker not in there:
@@ -73,19 +73,19 @@ class NodeAvoidance:
         with self._lock:
             before = self._recent(node)
             self._failures[node] = [*before, time.monotonic()]
-        if len(before) == FAILURES - 1 and node in self._avoided_nodes([]):
+        if len(before) == FAILURES - 1 and node in self._avoided_nodes():
             self._say(
                 f"node {node} is avoided for now: {counted(FAILURES, 'worker')} failed on it "
                 "within 30 minutes"
             )
 
-    def _avoided_nodes(self, asked: list[Labels]) -> list[str]:
+    def _avoided_nodes(self) -> list[str]:
         candidates = {
             node["NodeID"]
             for node in ray.nodes()
             if node["Alive"]
             and can_hold(self._needs, node)
-            and not worker_placement.why_none_matches(asked, [node["Labels"]])
+            and worker_placement.matches(self._selector, node["Labels"])
         }
         with self._lock:
             failures = {node: len(self._recent(node)) for node in sorted(candidates)}

@@ -54,9 +54,11 @@ class RayWorkerGroup:
         self._actors: dict[WorkerId, Any] = {}
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
-        self.node_avoidance = NodeAvoidance(spec.scaling.resources_per_worker, controller.say)
-        # the market and zone that each worker requested
-        self._asked: dict[WorkerId, worker_placement.Labels] = {}
+        self.node_avoidance = NodeAvoidance(
+            spec.scaling.resources_per_worker,
+            worker_placement.node_selector(spec.scaling),
+            controller.say,
+        )
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._asked_for_metrics = -_ASKED_EACH_S  # when
         self._lock = threading.Lock()
@@ -68,13 +70,8 @@ class RayWorkerGroup:
         self._thread.start()
 
     def start(self, worker: WorkerId) -> None:
-        due = time.monotonic() + _STARTS_AFTER_S
-
-        def start_when_due() -> None:
-            self._closing.wait(max(0.0, due - time.monotonic()))
-            self._start(worker)
-
-        self._tasks.put(start_when_due)
+        begin = partial(self._tasks.put, partial(self._start, worker))
+        threading.Timer(_STARTS_AFTER_S, begin).start()  # ends of workers do not wait for it
 
     def kill(self, worker: WorkerId) -> None:
         self._tasks.put(lambda: self._kill(worker))
@@ -85,8 +82,10 @@ class RayWorkerGroup:
             notice.insist(task, self._closing)
 
     def _start(self, worker: WorkerId) -> None:
+        if worker in self._told_to_go:  # meanwhile
+            self._controller.post(WorkerLost(worker, "was not started"))
+            return
         resources = dict(self._spec.scaling.resources_per_worker)
-        asked = worker_placement.placement_preferences(self._spec.scaling, self._asked.values())
         environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
         name = f"{self._job.run}/{worker}"
@@ -99,13 +98,12 @@ class RayWorkerGroup:
             memory=resources.pop("memory", None),
             resources=resources or None,
             runtime_env={"env_vars": environment},
-            **worker_placement.actor_options(self.node_avoidance.without_avoided(worker, asked)),
+            **worker_placement.actor_options(self.node_avoidance.selector_of(worker)),
         )
         try:
             actor = options.remote(worker, self._stored, self._handle, self._term)
         except ValueError:  # an attempt that seemed to fail has created it, or the error is another
             actor = ray.get_actor(name, namespace=NAMESPACE)
-        self._asked[worker] = asked[0] if asked else {}
         self._watch(worker, actor)
 
     def adopt(self, logged_to: LogCall) -> list[WorkerId]:
@@ -113,16 +111,14 @@ class RayWorkerGroup:
 
         Workers that still wait for a node are killed: they are not needed.
         """
-        for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
+        for worker, actor in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
             self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
         found = self._named("ALIVE")
-        labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-        for worker, actor, node in found:
-            self._asked[worker] = worker_placement.selectable(labels.get(node, {}))
+        for worker, actor in found:
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
-        return [worker for worker, _, _ in found]
+        return [worker for worker, _ in found]
 
     def ask_for_metrics(self, logged_to: LogCall) -> None:
         """Ask the workers for the metrics that follow `logged_to`: a part was lost while this
@@ -135,16 +131,14 @@ class RayWorkerGroup:
             with contextlib.suppress(ray.exceptions.RayError):
                 actor.serve.remote(self._term, self._job.controller, logged_to)
 
-    def _named(self, *states: str) -> list[tuple[WorkerId, Any, str]]:
-        """Return the workers of this run that the GCS has in one of these states, with the node of
-        each.
-        """
+    def _named(self, *states: str) -> list[tuple[WorkerId, Any]]:
+        """Return the workers of this run that the GCS has in one of these states."""
         prefix, named = f"{self._job.run}/", []
         for entry in private.actors_in(*states):
             if entry.name.startswith(prefix):
                 with contextlib.suppress(ValueError):  # it died since
                     actor = ray.get_actor(entry.name, namespace=NAMESPACE)
-                    named.append((entry.name.removeprefix(prefix), actor, entry.node))
+                    named.append((entry.name.removeprefix(prefix), actor))
         return named
 
     def send(self, workers: Sequence[WorkerId], command: Request) -> None:
@@ -228,7 +222,6 @@ class RayWorkerGroup:
         error = future.exception()
         with self._lock:
             self._actors.pop(worker, None)
-            self._asked.pop(worker, None)
         if isinstance(error, ray.exceptions.RayTaskError):
             # The worker raised, and holds its node's GPU until it is killed. Not in this thread of
             # Ray, where that call never returns.

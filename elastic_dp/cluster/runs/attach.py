@@ -220,7 +220,8 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
                 namespace=NAMESPACE,
                 lifetime="detached",
                 runtime_env=dict(runtime_env) or None,
-                **worker_placement.actor_options([{worker_placement.MARKET: "!in(spot)"}, {}]),
+                label_selector={worker_placement.MARKET: "!in(spot)"},
+                fallback_strategy=[{"label_selector": {}}],
             ).remote(run)
         except ValueError as error:
             raise _NameIsTaken(error) from error

@@ -40,15 +40,14 @@ def select_members(
     virtual_workers: int,
     now: float,
     initial_source: WorkerState | None,
-    floor: int = 0,
     some_lost: bool = False,
 ) -> MemberSelection:
     """Choose the members from `stopped` (by old rank) and `joiners` (without state).
 
     Together they must be at least `least`. `size` is the number of members to aim for.
-    `initial_source` is the worker whose initial weights count before any worker has state. `floor`
-    is the number of workers to keep on on-demand nodes, see `choose_departing`. `now` decides which
-    draining workers still have time. `some_lost`: members of the last generation are lost.
+    `initial_source` is the worker whose initial weights count before any worker has state. `now`
+    decides which draining workers still have time. `some_lost`: members of the last generation are
+    lost.
     """
     holders = [worker for worker in stopped if worker.has_state]
     top = max([worker.position for worker in holders], default=None)
@@ -62,9 +61,7 @@ def select_members(
 
     staying = [worker for worker in eligible if not worker.draining]
     draining = [worker for worker in eligible if worker.draining]
-    gone = {
-        worker for worker, _ in choose_departing(staying, len(staying) - size, new, floor, draining)
-    }
+    gone = {worker for worker, _ in choose_departing(staying, len(staying) - size, new, draining)}
     staying = [worker for worker in staying if worker not in gone]
     taken = staying[:size]
     taken += new[: size - len(taken)]

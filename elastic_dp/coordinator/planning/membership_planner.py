@@ -335,7 +335,6 @@ class MembershipPlanner:
             virtual_workers=self.run.config.virtual_workers,
             now=now,
             initial_source=source,
-            floor=self.run.config.min_on_demand,
             some_lost=self._generation.some_lost,
         )
 

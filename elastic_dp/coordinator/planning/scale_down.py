@@ -3,11 +3,9 @@
 Workers without a node leave first. Then whole nodes are emptied where possible, so that the cluster
 can give them back: first nodes that draining workers leave anyway, then spot nodes, then the
 others; within each kind, those with most workers first. Further workers leave the nodes on which
-the fewest would remain. Among equals, the last in the list leave first. A floor of workers on
-on-demand nodes stays as long as others can leave instead.
+the fewest would remain. Among equals, the last in the list leave first.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from elastic_dp.coordinator.workers.worker_state import WorkerState
@@ -17,13 +15,12 @@ def choose_departing(
     workers: Sequence[WorkerState],
     count: int,
     others: Iterable[WorkerState] = (),
-    floor: int = 0,
     draining: Iterable[WorkerState] = (),
 ) -> list[tuple[WorkerState, str]]:
     """Return at most `count` of `workers`, each with the reason why it leaves.
 
-    `others` stay, and so do their nodes. At least `floor` of all workers stay on on-demand nodes,
-    if possible. `draining` workers leave in any case, so their nodes are emptied first.
+    `others` stay, and so do their nodes. `draining` workers leave in any case, so their nodes are
+    emptied first.
     """
     if count <= 0:
         return []
@@ -31,14 +28,12 @@ def choose_departing(
     chosen = [(worker, "the newest worker leaves first") for worker in homeless[:count]]
     if len(chosen) == count:
         return chosen
-    others, emptying = list(others), {worker.location.node for worker in draining} - {""}
-    missing = floor - sum(worker.location.stable for worker in others)
-    held = _held(workers, max(0, min(missing, len(workers) - count)), emptying)
+    emptying = {worker.location.node for worker in draining} - {""}
     nodes: dict[str, list[WorkerState]] = {}
     for worker in reversed(workers):
-        if worker.location.node and worker not in held:
+        if worker.location.node:
             nodes.setdefault(worker.location.node, []).append(worker)
-    occupied = {worker.location.node for worker in (*others, *held)}
+    occupied = {worker.location.node for worker in others}
     for node, group in sorted(nodes.items(), key=lambda item: _to_empty(item[1], emptying)):
         if node not in occupied and len(group) <= count - len(chosen):
             chosen += [(worker, _emptied(worker)) for worker in group]
@@ -47,20 +42,6 @@ def choose_departing(
         rest = group[: max(0, count - len(chosen))]
         chosen += [(worker, "other workers stay on its node") for worker in rest]
     return chosen
-
-
-def _held(
-    workers: Sequence[WorkerState], count: int, emptying: Collection[str]
-) -> set[WorkerState]:
-    """Return `count` workers to keep for the floor.
-
-    They are on nodes that no draining worker leaves, and on those with most workers, so that other
-    nodes can be emptied.
-    """
-    stable = [worker for worker in workers if worker.location.stable] if count else []
-    on = Counter(worker.location.node for worker in stable)
-    stable.sort(key=lambda w: (w.location.node in emptying, -on[w.location.node], w.location.node))
-    return set(stable[:count])
 
 
 def _to_empty(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:

@@ -233,8 +233,7 @@ class WorkerRegistry:
             return
         held = [w for w in provisioned if w.stage not in EXPENDABLE_STAGES or w.id == source]
         draining = [worker for worker in self.workers.values() if worker.draining]
-        floor = self.run.config.min_on_demand
-        for worker, why in choose_departing(loose, surplus, held, floor, draining):
+        for worker, why in choose_departing(loose, surplus, held, draining):
             self.release(worker, f"the size is {self.run.size} now; {why}", now)
 
     # -------------------------------------------------------------------------------- timers

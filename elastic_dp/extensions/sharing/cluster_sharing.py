@@ -114,15 +114,12 @@ class ClusterSharing:
 
     def _demand(self, is_queued: bool, with_nodes: bool) -> RunDemand:
         scaling, (least, size) = self._scaling, self._sizes()
-        asked = worker_placement.placement_preferences(scaling, [])
+        selector = worker_placement.node_selector(scaling)
         usable = None
-        if asked and with_nodes:
+        if selector and with_nodes:
             alive = [node for node in ray.nodes() if node["Alive"]]
-            usable = tuple(
-                node["NodeID"]
-                for node in alive
-                if not worker_placement.why_none_matches(asked, [node["Labels"]])
-            )
+            fitting = (n for n in alive if worker_placement.matches(selector, n["Labels"]))
+            usable = tuple(node["NodeID"] for node in fitting)
         return RunDemand(
             name=self._name,
             priority=scaling.priority,

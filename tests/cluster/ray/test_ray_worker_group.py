@@ -10,8 +10,8 @@ import ray
 
 from elastic_dp.cluster import outage_notice
 from elastic_dp.cluster.ray import private, ray_worker_group
-from elastic_dp.coordinator.messages import Cause, WorkerLost
-from tests.patience import PATIENCE_S
+from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerLost
+from tests.patience import PATIENCE_S, eventually
 from tests.runs import spec_of
 
 
@@ -112,6 +112,13 @@ def test_replacement_is_asked_for_when_survivors_have_been_told(worker_group, mo
     assert started.wait(PATIENCE_S) and time.monotonic() >= told + ray_worker_group._STARTS_AFTER_S
 
 
+def test_worker_that_is_told_to_go_before_it_is_asked_for_is_not_started(worker_group):
+    worker_group.start("w2")
+    worker_group.send(["w2"], ReleaseWorker("w2", "too many"))
+    eventually(lambda: worker_group._controller.posted)
+    assert worker_group._controller.posted == [WorkerLost("w2", "was not started")]
+
+
 def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
     monkeypatch.setattr(worker_group.node_avoidance, "failed", raises)
     monkeypatch.setattr(
@@ -125,20 +132,6 @@ def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
     dies()
     assert withdrawn == ["w1"]
     assert [event.cause for event in worker_group._controller.posted] == [Cause.PREEMPTED]
-
-
-def test_adopted_workers_count_for_min_on_demand_and_zones(worker_group, monkeypatch):
-    labels = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a", "ray.io/x": "y"}
-    monkeypatch.setattr(ray_worker_group.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
-    serve = types.SimpleNamespace(remote=lambda *_: None)
-    actor = types.SimpleNamespace(serve=serve)
-    alive = [("w1", actor, "n1"), ("w2", actor, "gone")]
-    monkeypatch.setattr(worker_group, "_named", lambda *states: alive if "ALIVE" in states else [])
-    monkeypatch.setattr(worker_group, "_watch", lambda *_: None)
-    worker_group._job = types.SimpleNamespace(controller=None)
-    assert worker_group.adopt((0, 0)) == ["w1", "w2"]
-    first = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a"}
-    assert worker_group._asked == {"w1": first, "w2": {}}
 
 
 def test_workers_without_a_process_leave_out_those_that_ray_has_started(worker_group, monkeypatch):
@@ -199,7 +192,7 @@ def test_gcs_that_does_not_answer_or_raises_holds_up_no_command_to_others(
     worker_group.send(["w1"], "continue")
     assert len(delivered) == 1 and actors.started == []
     actors.answers.set()
-    rest(worker_group)
+    eventually(lambda: "w2" in worker_group.actors())
     assert actors.started == ["run/w2"] and actors.asked == 3
     assert set(worker_group.actors()) == {"w1", "w2"}
     del worker_group._actors["w1"]

@@ -20,16 +20,13 @@ def check(optimizer, model, precision=None):
     check_shardable(optimizer, dict(model.named_parameters()), precision)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_optimizers_of_torch_are_accepted(kind):
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, "LARS", "Lamb"]
+)
+def test_optimizers_that_can_be_sharded_are_accepted(make):
     model = classifier()
-    check(kind(model.parameters(), lr=0.1), model)
-
-
-@pytest.mark.parametrize("name", ["LARS", "Lamb"])
-def test_optimizers_for_large_batches_are_accepted(name):
-    model = classifier()
-    check(getattr(pytorch_optimizer(), name)(model.parameters()), model)
+    make = getattr(pytorch_optimizer(), make) if isinstance(make, str) else make
+    check(make(model.parameters(), lr=0.1), model)
 
 
 def test_adafactor_that_takes_the_epsilon_of_another_parameter_is_refused():
@@ -45,87 +42,77 @@ def test_adafactor_that_takes_the_epsilon_of_another_parameter_is_refused():
     check(MasterWeights(model.parameters(), torch.optim.Adafactor), model)
 
 
-def test_optimizer_that_looks_at_the_norm_of_the_whole_gradient_is_refused():
-    model = classifier()
-    optimizer = pytorch_optimizer().Lamb(model.parameters(), pre_norm=True)
-    with pytest.raises(ModelError, match=r"pre_norm=True.*use clip_norm="):
-        check(optimizer, model)
-
-
-def test_two_optimizers_in_one_are_refused():
-    model = classifier()
-    with pytest.raises(ModelError, match=r"optimizer is a .*\.Both, of which it is not known"):
-        check(Both(model), model)
-
-
-def test_step_that_is_not_that_of_the_class_is_refused():
-    model = classifier()
-    optimizer = adamw(model)
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # it counts the steps
-    check(optimizer, model)
-    optimizer.step = lambda: None
-    with pytest.raises(ModelError, match="step is not that of its class"):
-        check(optimizer, model)
-
-
 class OfSomebody(torch.optim.Adam):
     pass
 
 
-@pytest.mark.parametrize("kind", [OfSomebody, AutoClip])
-def test_optimizers_of_others_are_refused(kind):
-    model = classifier()
-    with pytest.raises(ModelError, match=rf"optimizer is a .*{kind.__name__}, of which .* AdamW"):
-        check(kind(model.parameters()), model)
-
-
-@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
-def test_step_hooks_are_refused(register):
-    model = classifier()
+def with_another_step(model):
     optimizer = adamw(model)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # it counts the steps
+    check(optimizer, model)
+    optimizer.step = lambda: None
+    return optimizer
 
-    def looks(*_):
-        pass
 
+def looks(*_):
+    pass
+
+
+def with_a_hook(model, register):
+    optimizer = adamw(model)
     getattr(optimizer, register)(looks)
-    with pytest.raises(ModelError, match=r"step hook \(.*looks\).*remove it"):
+    return optimizer
+
+
+def parts_of_one_memory(model):
+    memory = torch.zeros(8)
+    model.one, model.other = nn.Parameter(memory[:6]), nn.Parameter(memory[4:])
+    return adamw(model)
+
+
+def with_gaps(model):
+    model.weight = nn.Parameter(torch.zeros(8, 8)[:, :4])
+    return adamw(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda model: pytorch_optimizer().Lamb(model.parameters(), pre_norm=True),
+            r"pre_norm=True.*use clip_norm=",
+        ),
+        (Both, r"optimizer is a .*\.Both, of which it is not known"),
+        (lambda model: OfSomebody(model.parameters()), r"is a .*OfSomebody, of which .* AdamW"),
+        (lambda model: AutoClip(model.parameters()), r"is a .*AutoClip, of which .* AdamW"),
+        (with_another_step, "step is not that of its class"),
+        (lambda model: with_a_hook(model, "register_step_pre_hook"), r"\(.*looks\).*remove it"),
+        (lambda model: with_a_hook(model, "register_step_post_hook"), r"\(.*looks\).*remove it"),
+        (lambda model: adamw(model, differentiable=True), "differentiable=True"),
+        (parts_of_one_memory, r"model\.one and model\.other share memory"),
+        (with_gaps, r"model\.weight has gaps.*contiguous"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(make, match):
+    model = classifier()
+    optimizer = make(model)
+    with pytest.raises(ModelError, match=match):
         check(optimizer, model)
 
 
-def test_differentiable_steps_are_refused():
-    model = classifier()
-    with pytest.raises(ModelError, match="differentiable=True"):
-        check(adamw(model, differentiable=True), model)
-
-
-def test_parameters_that_share_memory_are_refused():
-    model = nn.Module()
-    memory = torch.zeros(8)
-    model.one, model.other = nn.Parameter(memory[:6]), nn.Parameter(memory[4:])
-    with pytest.raises(ModelError, match=r"model\.one and model\.other share memory"):
-        check(adamw(model), model)
-
-
-def test_parameters_with_gaps_are_refused():
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(8, 8)[:, :4])
-    with pytest.raises(ModelError, match=r"model\.weight has gaps.*contiguous"):
-        check(adamw(model), model)
-
-
-def test_loss_scaling_is_refused_before_the_first_step():
+@pytest.mark.parametrize(
+    ("train", "match"),
+    [
+        (autocast_fp16, r'precision is "fp16".*use "bf16"'),
+        (
+            lambda ctx: loop(ctx, m := classifier(), adamw(m), cross_entropy, noise_scale_every=1),
+            "noise_scale_every needs the whole gradient",
+        ),
+    ],
+)
+def test_loop_that_cannot_be_sharded_is_refused_before_the_first_step(train, match):
     spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
-    with pytest.raises(SpecError, match=r'precision is "fp16".*use "bf16"'):
-        local(spec, autocast_fp16)
-
-
-def test_noise_scale_is_refused_before_the_first_step():
-    def train(ctx):
-        model = classifier()
-        loop(ctx, model, adamw(model), cross_entropy, noise_scale_every=1)
-
-    spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
-    with pytest.raises(SpecError, match="noise_scale_every needs the whole gradient"):
+    with pytest.raises(SpecError, match=match):
         local(spec, train)
 
 
