@@ -276,6 +276,8 @@ class Coordinator:
             case m.DrainNoticed(worker=worker_id, deadline=deadline):
                 if worker_id in registry.workers:
                     registry.drain(registry.workers[worker_id], deadline, now)
+            case m.HeadDrainNoticed(deadline=deadline):
+                self._checkpointer.head_drains(deadline, now)
             case m.SizeRequested():
                 self._size_requested(event, now)
             case m.SizeLimited():
@@ -284,8 +286,8 @@ class Coordinator:
                 self._stop_requested(event)
             case m.CheckpointRequested():
                 self._checkpointer.request()
-            case m.CheckpointCommitted(step=step):
-                self._checkpointer.committed_step = step
+            case m.CheckpointCommitted(step=step, duration_s=duration_s):
+                self._checkpointer.committed(step, duration_s)
             case m.CheckpointFound(step=found):
                 self._lineage.found(found)
             case m.GenerationClaimed():

@@ -1,4 +1,4 @@
-"""Checkpoints on request, and the last checkpoint of a run whose workers must leave.
+"""Checkpoints on request, and the last checkpoint of a run whose workers or head must leave.
 
 If the workers whose nodes go away would leave fewer than the minimum, the run cannot continue
 without them:
@@ -9,6 +9,12 @@ without them:
                              of their state
     when it is committed     they are released; the others wait for new workers, or the run
                              continues from the checkpoint if no worker stays
+
+If the cluster's head node goes away, the controller, the driver and usually the whole cluster go
+with it, and the run continues from its newest checkpoint. So a checkpoint is requested at the
+notice. Shortly before the deadline, the generation ends, the state is committed, and training is
+suspended: a later step would be lost. It resumes if the head is still there `HEAD_GRACE_S` after
+the deadline.
 
 Two things always hold. The run goes back only to what is committed, so a worker that alone has a
 later state is not released before that state is committed. No worker waits for the commit longer
@@ -28,6 +34,7 @@ from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import first_few
 
 NOTICE_WINDOW_S = 1.0  # notices within one second cause one checkpoint
+HEAD_GRACE_S = 30.0  # a head that is there so long after its deadline was not taken away
 MEMBERS_TOLD = 2  # members that are told; one would do, but it may be about to leave
 
 
@@ -65,6 +72,8 @@ class DrainCheckpointer:
     def __init__(self, run: RunState, registry: WorkerRegistry, generation: Generation) -> None:
         self.run, self._registry, self._generation = run, registry, generation
         self.committed_step = 0  # newest committed step of the present members
+        self._commit_s = 0.0  # the longest time from a snapshot to its commit
+        self._head_leaves_at = math.inf
         self._wanted = False  # requested while no generation trained
         self._requested_for: set[WorkerId] = set()
         self._request_ahead_at = -math.inf
@@ -86,6 +95,34 @@ class DrainCheckpointer:
         if self.run.in_flight:
             for worker_id in self._generation.members:
                 self.run.emit(m.TakeCheckpoint(worker_id))
+
+    def committed(self, step: int, duration_s: float = 0.0) -> None:
+        self.committed_step = step
+        self._commit_s = max(self._commit_s, duration_s)
+        self.run.timers.wake(self._suspend_at)
+
+    def head_drains(self, deadline: float | None, now: float) -> None:
+        """Prepare for the end of the head node."""
+        if not self.run.config.checkpointing:
+            return
+        when = "" if deadline is None else f" in {max(0.0, deadline - now):.0f} s"
+        self.run.explain(f"the head node goes away{when}: a checkpoint is made first")
+        self._head_leaves_at = math.inf if deadline is None else deadline
+        if now < self._suspend_at:
+            self.request()
+        self.run.timers.wake(self._suspend_at)
+
+    @property
+    def _suspend_at(self) -> float:
+        """When training must stop for the state to be committed before the head node is gone."""
+        return self._head_leaves_at - self.run.config.drain_margin_s - 2 * self._commit_s
+
+    def suspended_until(self, now: float) -> float:
+        """Return until when no generation trains because the head node goes away; -inf: none is
+        kept from it.
+        """
+        until = self._head_leaves_at + HEAD_GRACE_S
+        return until if self._suspend_at <= now < until and self.run.stop is None else -math.inf
 
     def announced(self, restores: bool) -> None:
         """Note that a generation was announced. `restores`: it starts from a checkpoint."""
@@ -170,7 +207,7 @@ class DrainCheckpointer:
         self._blocked_in = self._commit_situation(due)
         self._blocked_until = min(self._repeat_at, until)
         self.run.timers.wake(self._blocked_until)
-        who = first_few(worker.id for worker in due)
+        who = first_few(worker.id for worker in due) or "the head node"
         self.run.set_reason(
             f"{who} must leave; waiting for the commit of the state after step {write.step}"
         )

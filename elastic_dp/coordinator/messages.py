@@ -304,6 +304,15 @@ class DrainNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadDrainNoticed:
+    """The cluster's head node will go away at `deadline` (same clock as `now`), and the run's
+    controller and driver with it; None: the time is not known.
+    """
+
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SizeRequested:
     """An operator requests another number of workers, and optionally another minimum.
 
@@ -389,6 +398,7 @@ Event = (
     | StackTracesCaptured
     | WorkerReported
     | DrainNoticed
+    | HeadDrainNoticed
     | SizeRequested
     | SizeLimited
     | StopRequested

@@ -242,3 +242,72 @@ def test_the_first_stop_counts() -> None:
     assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
     scenario.tell(m.StopRequested("once more"))
     assert not scenario.of(m.StopTraining)
+
+
+def head_leaves(within_s: float | None = 40.0, **config: object) -> Scenario:
+    """Two members train, and the head node is told to go."""
+    config = {"size": 2, "drain_margin_s": 5.0, "checkpointing": True} | config
+    scenario = Scenario(**config)
+    scenario.running("w1", "w2", step=4)
+    deadline = None if within_s is None else scenario.now + within_s
+    scenario.tell(m.HeadDrainNoticed(deadline))
+    return scenario
+
+
+def test_head_that_goes_away_takes_no_step_with_it() -> None:
+    scenario = head_leaves()
+    assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"], "in case it goes earlier"
+    scenario.tell(m.CheckpointCommitted(5, 2.0))
+    scenario.wait(30.9, "w1", "w2", step=900)
+    assert not scenario.ever(m.EndGeneration), "there is time to train on"
+    scenario.wait(0.2, "w1", "w2", step=900)
+    assert set(told(scenario, m.EndGeneration)) == {"w1", "w2"}, "twice a commit, and the margin"
+    for worker in ("w1", "w2"):
+        scenario.stopped(worker, step=901)
+    assert scenario.of(m.WriteDrainCheckpoint) == [
+        m.WriteDrainCheckpoint(w, 1, ("w1", "w2")) for w in ("w1", "w2")
+    ]
+    scenario.tell(m.CheckpointCommitted(901, 0.5))
+    assert "the head node goes away, and the state after step 901 is committed" in (
+        scenario.coordinator.reason
+    )
+    scenario.ready("w3")
+    scenario.wait(38.0, "w1", "w2", phase="wait", step=901)
+    assert scenario.coordinator.generation == 1 and not scenario.ever(m.ReleaseWorker)
+
+
+def test_head_that_stays_after_its_deadline_lets_training_go_on() -> None:
+    scenario = head_leaves()
+    scenario.wait(36.0, "w1", "w2", step=9)
+    for worker in ("w1", "w2"):
+        scenario.stopped(worker, step=9)
+    scenario.wait(33.0, "w1", "w2", phase="wait", step=9)
+    assert scenario.coordinator.generation == 1
+    scenario.wait(1.1)
+    assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2
+    scenario.hear("w1", "w2", step=9)
+    scenario.tell(m.CheckpointCommitted(10, 500.0))
+    scenario.wait(9.0, "w1", "w2", step=10)
+    assert scenario.coordinator.phase == "running", scenario.coordinator.reason
+
+
+def test_head_with_no_deadline_or_one_too_near() -> None:
+    scenario = head_leaves(None)
+    assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"]
+    scenario.wait(100.0, "w1", "w2", step=5)
+    assert not scenario.ever(m.EndGeneration)
+    scenario = head_leaves(4.0)
+    assert not scenario.ever(m.TakeCheckpoint) and {
+        command.after_step for command in scenario.ever(m.EndGeneration)
+    } == {4}
+    scenario = head_leaves(4.0, checkpointing=False)
+    assert not scenario.ever(m.EndGeneration)
+
+
+def test_run_that_is_stopped_ends_although_the_head_goes_away() -> None:
+    scenario = head_leaves(4.0)
+    for worker in ("w1", "w2"):
+        scenario.stopped(worker, step=4)
+    scenario.tell(m.StopRequested("enough"))
+    scenario.wait(0.1)
+    assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2

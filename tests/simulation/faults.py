@@ -134,7 +134,8 @@ class FaultInjector:
     def fault_drain_head(self, alive: list[SimWorker]) -> None:
         """Drain the head node. Mostly it stays; the next one follows at the deadline."""
         within_s = self.world.rng.choice((2.0, 10.0, 20.0, 20.0))
-        self.world.post(m.CheckpointRequested())
+        told = None if self.world.rng.random() < 0.1 else self.world.now + within_s
+        self.world.post(m.HeadDrainNoticed(told))
         if self.world.rng.random() < 0.5:
             self.world.at(within_s, self.lose_head, self.world.controllers[-1])
 

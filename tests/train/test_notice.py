@@ -1,15 +1,21 @@
 """A node that will go in 30 seconds: it costs what a planned leave costs, and its replacement is
-asked for at once."""
+asked for at once. A head node that will go costs no step."""
 
+import dataclasses
+import functools
 import time
 
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.coordinator.messages import (
     DrainNoticed,
+    HeadDrainNoticed,
     SizeRequested,
     StopRequested,
 )
+from elastic_dp.errors import ClusterError
+from elastic_dp.storage import Store
 from tests.patience import eventually
-from tests.runs import ENDLESS, formed_of, goes_on, group, lines_of, local, spec_of
+from tests.runs import ENDLESS, formed_of, goes_on, group, lines_of, local, spec_of, texts_of
 from tests.train.jobs import plain
 
 
@@ -83,3 +89,26 @@ def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
     # Whoever comes and whoever goes do so in one change of the group.
     formed = formed_of(run)
     assert formed.index(seen["left in"]) == formed.index(seen["noticed in"]) + 1
+
+
+def test_head_that_goes_away_at_three_instants_takes_no_step_with_it(tmp_path):
+    """Each time all workers and the controller end at the deadline; the next start knows nothing
+    of them but the run's folder."""
+    url, made, told = str(tmp_path), 0, "suspended: the head node goes away, and the state after"
+
+    def head_goes(within_s, run):
+        run.controller.post(HeadDrainNoticed(time.monotonic() + within_s))
+        eventually(lambda: any(told in text for text in texts_of(run)), run.controller.status)
+        run.controller.fail(ClusterError("the head node is gone"))
+
+    spec = spec_of(workers=2, steps=ENDLESS, config={"body_s": 0.01})
+    for instant in range(3):
+        goes = functools.partial(head_goes, 5.0 + 0.15 * instant)
+        _, run = group(spec, plain, script=[(made + 1, goes)], url=url)
+        stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
+        kept = Catalog(Store(url)).names()[-1].step
+        assert kept == max(line["position"].step for line in stops) > made, texts_of(run)
+        made = kept
+    outcome, run = group(dataclasses.replace(spec, max_steps=made + 3), plain, url=url)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec_of(steps=made + 3), plain).digest

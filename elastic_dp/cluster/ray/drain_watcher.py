@@ -1,30 +1,25 @@
 """Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice
-for each worker there.
+for each worker there, and one if it is the head node.
 
 Ray knows in advance: a SIGTERM to `ray start --block` (a pod is deleted, a machine is taken back),
 the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
 
 - A notice is posted once for each worker and deadline, also for a worker that starts on a node that
   already drains.
-- If it is the head node, the controller goes with it, and usually the whole cluster: the run then
-  continues from its newest checkpoint. So one is requested at the notice, and another one
-  `LAST_CHECKPOINT_S` before the deadline.
 - A failed poll (the head node is unavailable) is repeated soon, and said if it fails for long.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from elastic_dp.cluster.outage_notice import OutageNotice
-from elastic_dp.coordinator.messages import CheckpointRequested, DrainNoticed, WorkerId
+from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed, WorkerId
 from elastic_dp.threads import background
 
 _EVERY_S = 0.5
-LAST_CHECKPOINT_S = 10.0
 
 
 class DrainWatcher:
@@ -40,14 +35,12 @@ class DrainWatcher:
         draining: Callable[[], Mapping[str, int]],
         nodes: Callable[[], Mapping[WorkerId, str]],
         head: Callable[[], str],
-        post: Callable[[DrainNoticed | CheckpointRequested], None],
+        post: Callable[[DrainNoticed | HeadDrainNoticed], None],
         say: Callable[[str], None],
     ) -> None:
         self._notice = OutageNotice("the watch for nodes that are taken away", say)
         self._draining, self._nodes, self._head, self._post = draining, nodes, head, post
-        self._say = say
-        # Of the head node: its deadline, and whether the last checkpoint is requested.
-        self._told_of_head: tuple[int, bool] | None = None
+        self._told_of_head: int | None = None
         self._told: dict[WorkerId, int] = {}
         self._closed = threading.Event()
         self._thread = background("notices", self._watch)
@@ -68,25 +61,16 @@ class DrainWatcher:
         def at(deadline_ms: int) -> float | None:
             return now + deadline_ms / 1000 - wall if deadline_ms else None
 
-        self._checkpoint_for_head(draining.get(self._head()) if draining else None, wall)
+        of_head = draining.get(self._head()) if draining else None
+        if of_head is not None and of_head != self._told_of_head:
+            self._post(HeadDrainNoticed(at(of_head)))
+        self._told_of_head = of_head
         self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
         for worker, node in nodes.items():
             deadline_ms = draining.get(node)
             if deadline_ms is not None and self._told.get(worker) != deadline_ms:
                 self._told[worker] = deadline_ms
                 self._post(DrainNoticed(worker, at(deadline_ms)))
-
-    def _checkpoint_for_head(self, deadline_ms: int | None, wall: float) -> None:
-        if deadline_ms is None:
-            self._told_of_head = None
-            return
-        left_s = deadline_ms / 1000 - wall if deadline_ms else math.inf
-        now = deadline_ms, left_s <= LAST_CHECKPOINT_S
-        if now != self._told_of_head:
-            self._told_of_head = now
-            when = f" in {max(0.0, left_s):.0f} s" if deadline_ms else ""
-            self._say(f"the head node goes away{when}: a checkpoint is made first")
-            self._post(CheckpointRequested())
 
     def _watch(self) -> None:
         while not self._closed.wait(_EVERY_S):

@@ -39,6 +39,9 @@ class GenerationEndPolicy:
         run, generation = self.run, self._generation
         if run.stop is not None or len(generation.not_finished) < len(generation.members):
             return
+        if now < self._checkpointer.suspended_until(now):
+            generation.plan_end("the head node goes away", at_once=True)
+            return
         present, waiting = len(generation.members), len(self._registry.ready)
         joins_at = self._join_at(run.size - present, now)
         if now < joins_at:

@@ -19,6 +19,7 @@ from elastic_dp.coordinator.drain_checkpointer import (
     AwaitCommit,
     Committed,
     DrainCheckpointer,
+    Unneeded,
     Write,
 )
 from elastic_dp.coordinator.generation import Generation
@@ -237,6 +238,9 @@ class MembershipPlanner:
             run_termination.finish(self._registry, [*self._generation.members.values()], now)
             return
         checkpointer = self._checkpointer
+        if now < (until := checkpointer.suspended_until(now)):
+            self._suspend(until, now)
+            return
         due = checkpointer.due(now) if self.run.config.checkpointing else []
         if due and self._available - len(due) < self.run.min_members:
             until = checkpointer.last_deadline(due)
@@ -261,6 +265,20 @@ class MembershipPlanner:
                 self._leadership.claim(self._generation.number, now)
         else:
             self._form(self._select_members(source, now), now)
+
+    def _suspend(self, until: float, now: float) -> None:
+        """Commit the state and form no generation, because the head node goes away."""
+        self.run.timers.wake(until)
+        match self._checkpointer.decide([], until, now):
+            case Write() as write:
+                self._checkpointer.request_write(write, [], until, now)
+            case Committed(step):
+                self.run.set_reason(
+                    f"suspended: the head node goes away, and the state after step {step} is "
+                    "committed"
+                )
+            case Unneeded():
+                self.run.set_reason("suspended: the head node goes away")
 
     def _state_location(self) -> StateLocation:
         """Return where the state is. Changes nothing."""

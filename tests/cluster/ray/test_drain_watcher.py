@@ -1,7 +1,7 @@
 """Which workers are told that their node goes away, and when."""
 
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
-from elastic_dp.coordinator.messages import CheckpointRequested, DrainNoticed
+from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed
 
 
 class Cluster:
@@ -40,12 +40,10 @@ def test_drain_notice_without_a_deadline_has_none():
     assert cluster.look(5.0) == [DrainNoticed("w1", None)]
 
 
-def test_head_that_drains_has_a_checkpoint_made_at_the_notice_and_before_its_end():
+def test_drain_of_the_head_is_told_once_for_each_deadline_beside_that_of_its_workers():
     cluster = Cluster()
     cluster.workers, cluster.draining = {"w1": "head"}, {"head": 1_030_000}
-    assert cluster.look(5.0) == [CheckpointRequested(), DrainNoticed("w1", 35.0)]
+    assert cluster.look(5.0) == [HeadDrainNoticed(35.0), DrainNoticed("w1", 35.0)]
     assert cluster.look(6.0, 1001.0) == []
-    assert cluster.look(25.0, 1020.0) == [CheckpointRequested()]
-    assert cluster.look(26.0, 1021.0) == []
     cluster.draining = {"head": 0}
-    assert cluster.look(7.0, 1002.0) == [CheckpointRequested(), DrainNoticed("w1", None)]
+    assert cluster.look(7.0, 1002.0) == [HeadDrainNoticed(None), DrainNoticed("w1", None)]
