@@ -1,6 +1,15 @@
 """Errors of repeated calls of Ray are said when they last, and end nothing."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_dp.cluster import outage_notice
 from elastic_dp.cluster.outage_notice import OutageNotice
+from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
+from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
+from elastic_dp.config import ScalingConfig
+from elastic_dp.extensions.sharing import cluster_sharing
 
 
 class Calls:
@@ -42,3 +51,58 @@ def test_error_that_passes_is_not_said():
     calls.fails = True
     calls.at(11.0)
     assert calls.said == []
+
+
+class Rounds:
+    """Ends a loop after three rounds, by any of the names that a loop asks by."""
+
+    def __init__(self):
+        self.left = 3
+
+    def __call__(self, *_):
+        self.left -= 1
+        return self.left < 0
+
+    wait = __call__
+
+
+def fails(*_, **__):
+    raise AttributeError("no such method in this Ray")
+
+
+def watches_drains(rounds, say):
+    watcher = DrainWatcher(fails, dict, str, print, say)
+    watcher._closed = rounds
+    watcher._watch()
+
+
+def watches_capacity(rounds, say):
+    group = SimpleNamespace(withdraw_waiting_needlessly=fails)
+    CapacityMonitor(ScalingConfig(), group, fails, say)._watch(rounds)
+
+
+def sharing(say):
+    made = cluster_sharing.ClusterSharing(
+        "run", ScalingConfig(), began_at=0.0, sizes=fails, held=list, post=print, say=say
+    )
+    made._look = fails
+    return made
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        watches_drains,
+        watches_capacity,
+        lambda rounds, say: sharing(say).admit(rounds),
+        lambda rounds, say: sharing(say)._watch(rounds),
+    ],
+    ids=["drains", "capacity", "admission", "sharing"],
+)
+def test_loop_that_fails_for_ever_says_it_again_and_goes_on(loop, monkeypatch):
+    monkeypatch.setattr(outage_notice, "_SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(outage_notice, "_SAY_AGAIN_S", 0.0)
+    monkeypatch.setattr(cluster_sharing, "_EVERY_S", 0.0)
+    rounds, said = Rounds(), []
+    loop(rounds, said.append)
+    assert rounds.left < 0 and len([text for text in said if "no such method" in text]) >= 3
