@@ -161,10 +161,6 @@ def test_any_tree_comes_back(tree):
     assert same(there_and_back(tree), tree)
 
 
-def test_equal_sets_have_one_text():
-    assert encode({"a", "b", "c", 3})[0] == encode({3, "c", "b", "a"})[0]
-
-
 def test_tied_tensors_are_stored_once():
     weight = torch.randn(3)
     encoded, tensors = encode(

@@ -43,15 +43,6 @@ def test_a_joiner_waits_for_who_builds_and_for_nobody_else() -> None:
     assert scenario.members == ["w1", "w2", "w3"]
 
 
-def test_a_dead_builder_is_not_waited_for() -> None:
-    scenario = alone()
-    scenario.tell(m.WorkerStarted("w3"))
-    scenario.ready("w2")
-    scenario.lost("w3")
-    scenario.wait(0.1, "w1")
-    assert joins(scenario)
-
-
 def test_joiner_after_a_dead_joiner_starts_a_new_join_window() -> None:
     scenario = alone()
     scenario.tell(m.WorkerStarted("w3"))
@@ -60,16 +51,6 @@ def test_joiner_after_a_dead_joiner_starts_a_new_join_window() -> None:
     scenario.wait(6.0, "w1", "w3")
     scenario.ready("w4")
     assert not joins(scenario), "w3 will be ready soon"
-
-
-def test_builder_that_takes_long_is_not_waited_for() -> None:
-    scenario = alone()
-    scenario.tell(m.WorkerStarted("w3"))
-    scenario.ready("w2")
-    scenario.wait(4.9, "w1", "w2", "w3")
-    assert not joins(scenario)
-    scenario.wait(0.2, "w1", "w2", "w3")
-    assert joins(scenario)
 
 
 def test_full_group_waits_for_no_builder() -> None:
@@ -148,19 +129,6 @@ def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
     """Before spot ones, and before those with more workers."""
     assert stay_after_a_drain(3, w1="a", w2="a", w3="b", w4="s1", w5="b") == ["w3", "w4", "w5"]
     assert stay_after_a_drain(3, w1="a", w2="a", w3="a", w4="b", w5="b") == ["w2", "w4", "w5"]
-
-
-def test_scale_down_releases_standbys_on_a_draining_node_first() -> None:
-    scenario = Scenario(size=2, standby=2)
-    scenario.running("w1", "w2")
-    scenario.ready("w3", "w4")
-    placed(scenario, w1="a", w2="b", w3="a", w4="s1")
-    scenario.tell(m.DrainNoticed("w1", None))
-    scenario.ready("w5")
-    placed(scenario, w5="c")
-    scenario.tell(m.SizeRequested(1))
-    (released,) = scenario.of(m.ReleaseWorker)
-    assert released == m.ReleaseWorker("w3", "the size is 1 now; its node a becomes free")
 
 
 def test_scale_down_releases_from_the_node_with_the_fewest_workers() -> None:

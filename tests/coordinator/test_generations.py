@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.workers.worker_state import Stage
 from tests.coordinator.scenarios import Scenario, trio
 
@@ -27,23 +26,6 @@ def ranges_of(scenario: Scenario) -> list[tuple[tuple[int, int], ...]]:
     return [member.ranges for member in scenario.coordinator.membership.members]
 
 
-def test_loss_leaves_what_survivors_have_finished_where_it_is() -> None:
-    scenario = trio(min_workers=2, virtual_workers=12)
-    assert ranges_of(scenario) == [((0, 4),), ((4, 8),), ((8, 12),)]
-    scenario.lost("w1")
-    scenario.stopped("w2", step=4, finished=((4, 8),))
-    scenario.stopped("w3", step=4, finished=((8, 12),))
-    assert ranges_of(scenario) == [((0, 2), (4, 8)), ((2, 4), (8, 12))]
-
-
-def test_loss_before_anything_is_finished_gives_contiguous_ranges() -> None:
-    scenario = trio(min_workers=2, virtual_workers=12)
-    scenario.lost("w1")
-    scenario.stopped("w2", step=4)
-    scenario.stopped("w3", step=4)
-    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
-
-
 def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> None:
     """The size is 2 now, and w2 and w3 were past the last step when they heard of it."""
     scenario = trio(min_workers=2, virtual_workers=12, steps_ahead=0)
@@ -54,24 +36,6 @@ def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> N
         scenario.stopped(worker, step=4, finished=finished)
     assert scenario.members == ["w1", "w2"]
     assert ranges_of(scenario) == [((0, 4), (8, 10)), ((4, 8), (10, 12))]
-
-
-def test_member_behind_the_source_has_finished_nothing() -> None:
-    """A member that is behind receives the step of which it has finished a part."""
-    scenario = trio(min_workers=2, virtual_workers=12)
-    scenario.lost("w1")
-    scenario.stopped("w2", step=4, finished=((4, 8),))
-    scenario.stopped("w3", step=5)
-    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
-
-
-def test_virtual_workers_that_two_have_finished_stay_with_one_of_them() -> None:
-    """The second one took them from the first, and was lost in the same step as the third."""
-    scenario = trio(min_workers=2, virtual_workers=12)
-    scenario.lost("w1")
-    scenario.stopped("w2", step=4, finished=((4, 8), (8, 10)))
-    scenario.stopped("w3", step=4, finished=((8, 10), (10, 12)))
-    assert ranges_of(scenario) == [((4, 10),), ((0, 4), (10, 12))]
 
 
 def test_next_generation_is_claimed_while_members_leave() -> None:
@@ -163,32 +127,6 @@ def test_joiner_connects_when_the_first_member_has_left() -> None:
     assert [c.workers for c in scenario.of(m.PrepareGroup)] == [("w1", "w2", "w3")]
 
 
-def test_a_stop_unasked_aborts_the_rest() -> None:
-    scenario = trio()
-    scenario.stopped("w2", step=3)
-    assert [c.worker for c in scenario.of(m.AbortGeneration)] == ["w1", "w3"]
-
-
-def test_workers_without_state_are_no_survivors() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1")
-    scenario.ready("w2")
-    scenario.stopped("w1", step=2)
-    assert scenario.members == ["w1", "w2"]
-    scenario.lost("w1")
-    scenario.stopped("w2", step=0, has_state=False)
-    assert "lost" in scenario.ever(m.FailRun)[0].error
-
-
-def test_a_bystander_breaks_no_group() -> None:
-    scenario = Scenario(size=1, standby=1)
-    scenario.running("w1")
-    scenario.ready("w2")
-    scenario.lost("w2")
-    assert not scenario.of(m.AbortGeneration)
-    assert scenario.coordinator.phase == "running"
-
-
 def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
     scenario = Scenario(size=2, steps_ahead=2)
     scenario.running("w1", step=4)
@@ -231,14 +169,6 @@ def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
     assert m.AbortGeneration("w1", 1) in scenario.hear("w1", phase="body", step=1)
 
 
-def test_a_source_inside_a_body_has_no_joiners() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1")
-    scenario.ready("w2")
-    scenario.stopped("w1", position=TrainingPosition(3, 0, 1), at_head=False)
-    assert scenario.members == ["w1"]
-
-
 def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
     scenario = Scenario(size=3, gather_timeout_s=4.0)
     scenario.running("w1", "w2")
@@ -255,15 +185,6 @@ def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
     assert [c.worker for c in early.of(m.AbortGeneration)] == ["w2"]
 
 
-def test_stragglers_that_are_heard_are_waited_for() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
-    scenario.stopped("w1", step=1)
-    scenario.wait(600.0, "w1", "w2", phase="body")
-    assert not scenario.ever(m.EvictWorker)
-    assert scenario.coordinator.phase == "ending"
-
-
 def test_joiner_that_fails_twice_is_replaced() -> None:
     scenario = Scenario(size=2, min_workers=2)
     scenario.ready("w1")
@@ -275,18 +196,6 @@ def test_joiner_that_fails_twice_is_replaced() -> None:
     evicted = scenario.ever(m.EvictWorker)
     assert {c.worker for c in evicted} == {"w2"}
     assert "join" in evicted[0].reason
-
-
-def test_member_with_state_stays_though_joiners_cannot_reach_it() -> None:
-    scenario = Scenario(size=3, min_workers=1)
-    scenario.running("w1")
-    scenario.ready("w2", "w3")
-    scenario.stopped("w1", step=3)
-    assert scenario.members == ["w1", "w2", "w3"]
-    scenario.stopped("w2", has_state=False, unreachable=("w1",))
-    scenario.stopped("w3", has_state=False, unreachable=("w1",))
-    scenario.stopped("w1", step=3)
-    assert scenario.members == ["w1"]
 
 
 def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_second_try() -> None:
@@ -334,13 +243,6 @@ def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None
             scenario.stopped(worker, step=3)
         scenario.stopped("w3", has_state=False)
         assert [c.worker for c in scenario.ever(m.EvictWorker)] == evicted
-
-
-def test_member_that_never_enters_is_aborted_again() -> None:
-    scenario = Scenario(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
-    scenario.ready("w1", "w2")
-    scenario.wait(12.0, "w1", "w2", phase="form")
-    assert {c.worker for c in scenario.of(m.AbortGeneration)} == {"w1", "w2"}
 
 
 def test_member_that_never_enters_is_left_out_of_the_next_generation() -> None:

@@ -44,15 +44,6 @@ def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> Non
     assert len(said) == 2
 
 
-def test_worker_silent_while_the_coordinator_slept_gets_another_timeout() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
-    scenario.now += 60.0
-    scenario.hear("w1")
-    assert scenario.coordinator.phase == "running"
-    assert not scenario.ever(m.EvictWorker)
-
-
 def test_a_late_answer_to_a_claim_is_no_proof() -> None:
     scenario = Scenario(size=1, claims=False)
     scenario.ready("w1")

@@ -87,14 +87,6 @@ def test_copy_from_a_device_orders_streams_and_does_not_wait(monkeypatch):
     assert log.calls[-1] == ("event", "synchronize") and copies.copied_s == 0.25
 
 
-def test_copy_of_tensors_of_the_host_touches_no_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("a device is used"))
-    copies, target = HostCopies(), torch.zeros(3)
-    copies.copy([target], [torch.ones(3)])
-    copies.wait()
-    assert target.tolist() == [1.0, 1.0, 1.0] and copies.copied_s == 0.0
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_took(
     code, monkeypatch
@@ -226,19 +218,6 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     write_commit(uploader._catalog, [shares[-1]], 1, CommitMetadata())
     _, loaded = load_newest(uploader._catalog, on_damage=pytest.fail)
     assert same(loaded, tree)
-
-
-def test_the_memory_of_snapshots_is_registered_before_the_first_one(on_device):
-    uploader = Uploader(Catalog(memory_store()), lambda *_: None)
-    uploader.snapshot = Snapshot(copies := LateCopies())
-    uploader.prepare(tree := big_tree(1 << 20))
-    eventually(lambda: copies.registered)
-    assert threading.current_thread() not in copies.threads
-    uploader.take(1, tree, writer="w1", members=["w1"])
-    uploader.wait()
-    assert copies.registered[0][0] == uploader.snapshot.memory.content.data_ptr()
-    assert len(copies.threads) == 1
-    uploader.close()
 
 
 def test_no_copy_goes_to_two_pieces_of_memory_that_are_registered_apart(on_device, monkeypatch):

@@ -185,13 +185,6 @@ def test_a_drain_is_never_put_off_by_a_clock_that_was_set(monkeypatch, set_by_s,
     assert pending_requests(earlier.state, now=7.0) == [m.DrainNoticed("w1", 7.0 + left_s)]
 
 
-def test_the_first_stop_counts_for_who_takes_over():
-    state_store = ControllerStateStore()
-    for reason in ("enough", "interrupted"):
-        state_store.record(m.StopRequested(reason))
-    assert pending_requests(state_store.state, 0.0) == [m.StopRequested("enough")]
-
-
 def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_one_is_committed():
     state_store = ControllerStateStore()
     state_store.record(m.CheckpointRequested())
