@@ -483,21 +483,6 @@ class ShardedOptimizer(OptimizerHolders):
         """Whether some piece may have one holder since `generation`, which this member has left."""
         return generation != self._generation or self._left_early
 
-    @property
-    def backup_bytes(self) -> int:
-        """What this member has received in steps of this generation."""
-        return 0 if self._copies is None else self._copies.received_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """The size of the state that this member holds."""
-        return sum(
-            value.numel() * value.element_size()
-            for state in self.held.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
-
     # -------------------------------------------------------------------------- checkpoints
 
     def to_write(self, worker: str, members: Sequence[str]) -> HeldState:

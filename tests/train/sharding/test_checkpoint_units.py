@@ -67,10 +67,10 @@ def test_member_copies_what_it_holds_and_no_more(make):
     for member, snapshot in zip(members, snapshots_of(members).values(), strict=True):
         units = snapshot.manifest().units.values()
         copied = sum(unit.nbytes for unit in units)
-        assert member.sharding.held_bytes - 4 * len(member.sharding.held) <= copied
-        assert copied <= member.sharding.held_bytes
+        assert member.held_bytes - 4 * len(member.sharding.held) <= copied
+        assert copied <= member.held_bytes
         total += copied
-    largest = max(member.sharding.held_bytes for member in members)
+    largest = max(member.held_bytes for member in members)
     assert largest < 0.8 * total / 2, "one has nearly all"
 
 
@@ -116,7 +116,7 @@ def test_restored_member_has_what_it_is_to_hold_and_no_more(writing, reading):
             mine.data.copy_(given.data)
     sizes = of_each(reading, lambda group: restore(group, catalog, restored[group.rank]))
     for nbytes, member in zip(sizes, restored, strict=True):
-        assert nbytes <= member.sharding.held_bytes
+        assert nbytes <= member.held_bytes
     assert enter(restored, Member.attempt) == [0] * reading
     check_equal(restored, plain_after(2))
 
