@@ -11,7 +11,6 @@ from elastic_dp.coordinator.planning import load_balancer
 from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
 from elastic_dp.coordinator.planning.load_balancer import (
     MIN_GAIN,
-    MIN_INTERVAL_S,
     assign_ranges,
     longest_s,
 )
@@ -97,46 +96,10 @@ def test_a_generation_ends_for_a_faster_split():
     assert assigned(scenario) == [8, 4]
 
 
-def test_rebalance_waits_until_all_members_are_measured():
-    scenario = pair()
-    measured(scenario, w1=0.0)
-    assert scenario.coordinator.phase == "running"
-
-
 def test_rebalance_for_a_small_gain_does_not_happen():
     scenario = pair()
     measured(scenario, w2=0.0115)
     assert scenario.coordinator.phase == "running"
-
-
-def test_rebalance_ignores_measurements_of_another_generation():
-    """The other split may have made the workers so slow."""
-    scenario = pair(size=3)
-    measured(scenario, w1=0.02)
-    assert scenario.coordinator.phase == "running"
-    scenario.ready("w3")
-    scenario.wait(0.1, "w1", "w2", step=20)
-    change(scenario)
-    assert scenario.members == ["w1", "w2", "w3"]
-    scenario.hear("w3", step=30, virtual_s=0.09)
-    scenario.wait(2.0, "w1", "w2", "w3", step=30)
-    assert scenario.coordinator.phase == "running"
-    scenario.hear("w1", "w2", step=40, virtual_s=0.02)
-    scenario.wait(2.0, "w1", "w2", "w3", step=40)
-    assert scenario.coordinator.phase == "ending"
-
-
-def test_rebalance_again_waits_for_the_rest_time():
-    scenario = pair()
-    measured(scenario)
-    change(scenario)
-    measured(scenario, w1=0.02, w2=0.01, step=40)
-    scenario.wait(MIN_INTERVAL_S - 5.0, "w1", "w2", step=40)
-    assert scenario.coordinator.phase == "running"
-    scenario.wait(10.0, "w1", "w2", step=40)
-    assert scenario.coordinator.phase == "ending"
-    change(scenario, step=40)
-    assert assigned(scenario) == [4, 8]
 
 
 def test_speeds_are_kept_in_the_next_generation():

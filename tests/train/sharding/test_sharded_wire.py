@@ -43,7 +43,6 @@ POINTS = of_devices.IN_CI, of_devices.OTHERS
             point=["gathered"],
         ),
         *slow(ON_DEVICES, points=POINTS, train=[average_and_plateau], workers=[4]),
-        *slow(of_devices.run_on_devices_has_the_local_digest, workers=[1, 2, 3, 5]),
     ],
 )
 def test_run_with_rounded_gradients(rerun, request):
