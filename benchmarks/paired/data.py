@@ -1,5 +1,5 @@
 """Seconds to read an epoch of local shards as training does, to open folders of shards, and to
-convert CSV by the command line.
+convert JSON by the command line.
 
 Reading and opening are by `elastic_dp.data.open_data`, in one process: the data set of
 `token_rows` in micro-batches of 64 rows for 8 virtual workers, and folders of small files.
@@ -7,8 +7,8 @@ Reading and opening are by `elastic_dp.data.open_data`, in one process: the data
 
 from __future__ import annotations
 
-import csv
 import io
+import json
 import os
 import random
 import shutil
@@ -30,7 +30,7 @@ CASES = {
     "arrow shuffled": ("read", "arrow", "rows"),
     "open 512 files of Parquet": ("open", "parquet"),
     "open 32 MB of tar": ("open", "tar"),
-    "convert 32 MB of CSV": ("convert", "csv"),
+    "convert 32 MB of JSON": ("convert", "jsonl"),
 }
 VIRTUAL_WORKERS, FILES, ROWS = 8, 8, 25_000  # ROWS of each of FILES, of about 160 bytes
 MAIN = "from elastic_dp.cli import main; main()"
@@ -44,7 +44,7 @@ def prepare(folder: Path) -> None:
     if small.exists():
         return
     shutil.rmtree(folder / "part", ignore_errors=True)
-    for kind, write in (("csv", write_csv), ("tar", write_tar)):
+    for kind, write in (("jsonl", write_json), ("tar", write_tar)):
         (folder / "part" / kind).mkdir(parents=True)
         for number in range(FILES):
             write(folder / f"part/{kind}/part-{number}.{kind}", rows(number))
@@ -67,11 +67,8 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
         yield {"id": seed * ROWS + number, "x": rng.random(), "text": quoted, "label": number % 10}
 
 
-def write_csv(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["id", "x", "text", "label"])
-        writer.writeheader()
-        writer.writerows(lines)
+def write_json(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
 
 
 def write_tar(path: Path, lines: Iterator[dict[str, Any]]) -> None:

@@ -38,7 +38,7 @@ def convert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder with all below it, a "
+            help="Parquet, Arrow, JSON Lines or .txt files (a folder with all below it, a "
             "file, a glob), a folder by datasets.save_to_disk, or images in a folder per class; a "
             "path or URL.",
         ),
@@ -70,14 +70,6 @@ def convert(
         str | None,
         typer.Option(help="The token after each document. Default: the tokenizer's usual one."),
     ] = None,
-    csv_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="How CSV files are written: delim=';', quote, escape, encoding=latin-1, "
-            'nullstr=\'["-", "n/a"]\'. May be repeated.',
-        ),
-    ] = None,
     storage_option: StorageOption = None,
     as_json: Json = False,
 ) -> None:
@@ -97,7 +89,6 @@ def convert(
             tokenizer=tokenizer,
             end_of_text=end_of_text,
             pack=pack,
-            csv_options=dict(_named(each) for each in csv_option or ()),
             storage_options=storage_options(storage_option),
             on_progress=lambda now: progress.update(task, description=_said(now)),
         )
@@ -149,19 +140,6 @@ def inspect(
         print(json.dumps(asdict(found)))
     else:
         _print_inspection(found)
-
-
-def _named(said: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. A value that is not JSON is a string."""
-    name, mark, value = said.partition("=")
-    if not mark:
-        raise typer.BadParameter(f"--csv-option {said} is not of the form NAME=VALUE")
-    if value == r"\t":
-        return name, "\t"
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _print_inspection(found: Inspection) -> None:

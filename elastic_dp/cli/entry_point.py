@@ -52,6 +52,8 @@ _TUNNEL = "the page is served on this machine alone: ssh -L 8642:127.0.0.1:8642 
 _REMOVED_OPTIONS = {  # (verb, option) of an earlier version
     **{("report", option): _TUNNEL for option in ("--host", "--allow-host")},
     ("data", "--rows-per-group"): "set --row-group-bytes",
+    ("data", "--csv-option"): "give the rows of a reader of CSV to write_shards, such as "
+    "duckdb.sql(\"FROM read_csv('rows.csv')\")",
     ("data", "--format"): "rows become Parquet, and tokens Arrow: leave it out",
     ("data", "--compression"): "Snappy is used where it makes shards smaller: leave it out",
     ("data", "--fill-null"): "set --query 'SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows'",

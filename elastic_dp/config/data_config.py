@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from elastic_dp.config.brace_lists import expand_braces
 from elastic_dp.config.field_checks import (
     boolean,
     callable_or_none,
@@ -21,6 +21,7 @@ from elastic_dp.urls import redact_url
 
 _PACK_COLUMNS = ("position_ids", "document_ids")
 _MOST_TOKENS = 2**31 - 1
+_BRACE_LIST = re.compile(r"(?<!\[)\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}")
 _BLOCK_SOURCE = ("identity", "rows", "stored_bytes", "schema", "read")
 
 
@@ -53,9 +54,9 @@ class DataConfig(_Order):
     """Shards of rows at a URL.
 
     - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
-      set, and so is a brace list ("part-{000..010}.tar"). A dict gives each source its weight in
-      every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps. Or a
-      `elastic_dp.data.BlockSource`: rows of any other format or service.
+      set. A dict gives each source its weight in every global batch; {0: {…}, 2000: {…}} changes
+      the weights after 2,000 steps. Or a `elastic_dp.data.BlockSource`: rows of any other format or
+      service.
     - `source_column`: the name of an int64 column that says from which source a row is, counted
       from 0 in the order of `url`.
     - `micro_batch_size`: rows of one virtual worker in one step.
@@ -124,6 +125,13 @@ class DataConfig(_Order):
                 "list of them, a dict of them with weights, or a block source, with identity, "
                 "rows, stored_bytes, schema and read"
             )
+        for url in () if self.block_source is not None else self.urls:
+            if _BRACE_LIST.search(url):
+                raise SpecError(
+                    f"DataConfig.url: {redact_url(url)!r} has a brace list, which is not expanded "
+                    "any more: name the URLs in a list, such as "
+                    "[f'part-{n:03}.tar' for n in range(11)], or use a glob"
+                )
         if self.weights_by_step is not None and self.epochs is not None:
             raise SpecError(
                 "DataConfig.epochs is set, but each weighted source counts its own epochs; set "
@@ -240,15 +248,12 @@ class DataConfig(_Order):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of all sources, with brace lists expanded."""
+        """The URLs of all sources."""
         if self.block_source is not None:
             return (self.block_source.identity,)
         if isinstance(self.url, Mapping):
             return tuple(sources_of(weights_by_step(self.url)))
-        given = (self.url,) if isinstance(self.url, str) else tuple(self.url)
-        # What is no text is refused by `__post_init__`, which calls this.
-        each = (expand_braces(url) if isinstance(url, str) else [url] for url in given)
-        return tuple(url for urls in each for url in urls)
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
 
     @property
     def weights_by_step(self) -> dict[int, Weights] | None:

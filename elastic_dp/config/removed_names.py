@@ -78,7 +78,7 @@ REMOVED_DATA_NAMES = {
     "format": "format= does not exist any more: shards are known by their endings, or else by "
     "their first bytes",
     "csv_options": "csv_options= does not exist any more: training does not read CSV in place; "
-    "write shards of it, once, by `elastic-dp data convert`",
+    "write shards of it, once, by elastic_dp.dataprep.write_shards",
     "on_bad_shard": "on_bad_shard= does not exist any more: leave it out for a run that fails at "
     "rows that cannot be decoded, or write max_bad_fraction=0.01, which skips up to this fraction",
     "fill_nulls": "fill_nulls= does not exist any more: leave rows with nulls out by "
@@ -102,7 +102,12 @@ _LOAD = (
 )
 _CONVERT = "shards of them, once: `elastic-dp data convert {url} DESTINATION`"
 _JSON = ("JSON", _LOAD.format(kind="json"))
-_CSV = ("CSV", _LOAD.format(kind="csv"))
+_CSV = (
+    "CSV",
+    'MapStyleData(datasets.load_dataset("csv", data_files={url!r}, split="train"), '
+    "micro_batch_size=…), or shards of them, once: "
+    "write_shards(duckdb.sql(\"FROM read_csv('{url}')\"), 'shards')",
+)
 _AUDIO = (
     "audio",
     "their bytes to shards by `elastic_dp.dataprep.write_shards`, and decode them in transform=",
@@ -111,12 +116,22 @@ REMOVED_FORMATS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".jsonl.zst", ".json.gz"), _JSON),
     **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".csv.zst"), _CSV),
     ".txt": ("text", _LOAD.format(kind="text")),
-    **dict.fromkeys((".mds", ".mds.zstd", ".mds.zst", ".mds.gz"), ("MDS shards", _CONVERT)),
+    **dict.fromkeys(
+        (".mds", ".mds.zstd", ".mds.zst", ".mds.gz"),
+        (
+            "MDS shards",
+            "MapStyleData(streaming.StreamingDataset(local={url!r}), micro_batch_size=…)",
+        ),
+    ),
     ".bin": (
         "chunks of litdata, or of another program",
         "MapStyleData(litdata.StreamingDataset({url!r}), micro_batch_size=…)",
     ),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".webp"), ("images", _CONVERT)),
     **dict.fromkeys((".wav", ".flac", ".mp3", ".ogg", ".opus"), _AUDIO),
+    **dict.fromkeys(
+        (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.lz4"),
+        ("compressed tar", "them without compression, once, such as by gunzip"),
+    ),
     ".orc": ("ORC", 'write_shards(pyarrow.orc.ORCFile(path).read(), "rows/") for each of them'),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_dp.config.brace_lists import expand_braces
 from elastic_dp.config.field_checks import at_least
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
@@ -43,11 +42,6 @@ def _check(weights: Mapping[Any, Any], stage: str) -> None:
         name = f"DataConfig.url{stage}[{redact_url(repr(url))}]"
         if not isinstance(url, str) or not url:
             raise SpecError(f"{name}: a source must be a URL")
-        if len(expand_braces(url)) > 1:
-            raise SpecError(
-                f"DataConfig.url: {redact_url(url)!r} is a list, and a weight is "
-                "of one URL; use a glob, or '[{]' for the character '{'"
-            )
         at_least(name, weight, 0)
         if not weight:
             raise SpecError(f"{name} has weight 0; leave it out")

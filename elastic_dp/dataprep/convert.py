@@ -49,15 +49,14 @@ def convert(
     tokenizer: str | Tokenizer | None = None,
     end_of_text: str | None = None,
     pack: int | None = None,
-    csv_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
     **gone: Any,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, in their order.
 
-    - `source`: a file, a glob, or a folder with all below it, of Parquet, Arrow, JSON Lines, CSV,
-      TSV or text (.txt: a row for each line), also compressed; a folder that
+    - `source`: a file, a glob, or a folder with all below it, of Parquet, Arrow, JSON Lines
+      or text (.txt: a row for each line), also compressed; a folder that
       `datasets.save_to_disk` wrote; or images in a folder per class. A path or URL.
     - `destination`, `shard_bytes`, `row_group_bytes`: see `write_shards`.
     - `query`: SQL of DuckDB over the table `rows`, such as "SELECT x FROM rows WHERE x > 0".
@@ -67,8 +66,6 @@ def convert(
       and no decoding. The tokenizer is "bytes", a tokenizer.json, a
       name on the Hugging Face hub, or any `Tokenizer`. A glob may name files of any ending.
     - `end_of_text`: the token after each document. None: the tokenizer's usual one.
-    - `csv_options`: `delim`, `quote`, `escape`, `nullstr` (a text or a list of them), and any
-      `encoding` of Python's.
     - `storage_options`: for both URLs, as in `DataConfig`.
     - `on_progress`: called after each row group.
 
@@ -93,7 +90,7 @@ def convert(
 
     packing: Packing | None = None
     if pack is None:
-        rows = open_rows(files, columns, csv_options)
+        rows = open_rows(files, columns)
         every = (batch for name in files.names for batch in rows.batches(name))
         stream = counted(every, lambda batch: batch.num_rows)
         if query is not None:
@@ -102,9 +99,7 @@ def convert(
         assert tokenizer is not None
         loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
         packing = Packing(loaded, pack)
-        stream = packing.batches(
-            counted(documents(files, columns, csv_options), lambda piece: piece[1])
-        )
+        stream = packing.batches(counted(documents(files, columns), lambda piece: piece[1]))
 
     def done(now: WrittenShards) -> Converted:
         return Converted(

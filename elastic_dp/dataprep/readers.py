@@ -1,26 +1,24 @@
 """Readers of `convert`: the rows of a source as Arrow batches of one schema, each with its value or
 a typed error.
 
-Parquet and Arrow are read by pyarrow, CSV and JSON by Python's own parsers. That of CSV is strict;
-that of JSON has integers without a limit, and Arrow refuses to round them. The types of text files
-are those of all rows: they are read twice. Dates in text stay text.
+Parquet and Arrow are read by pyarrow, and JSON by Python's own parser, which has integers without a
+limit, and Arrow refuses to round them. The types of JSON are those of all rows: it is read twice.
+Dates in text stay text.
 """
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import plain, rebuilt
@@ -37,15 +35,11 @@ from elastic_dp.errors import DataError
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1024
 _THREADS = 16
-_FIELD_BYTES = 64 << 20  # the longest field of a CSV file
-_CSV_OPTIONS = ("delim", "quote", "escape", "encoding", "nullstr")
-# Types of a CSV column, the first that each of its values has. A value must be written as the type
-# writes it: 007 and +1 stay text, and so do integers that no int64 holds. In a column of floats, an
-# integer must be one that a float64 holds.
-_CSV_TYPES = {
-    pa.int64(): r"^(0|-?[1-9]\d*)$",
-    pa.float64(): r"^(-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?|[nN]a[nN]|-?inf)$",
-    pa.bool_(): "^(true|false|True|False|TRUE|FALSE)$",
+_ELSEWHERE = {  # kinds of files that are not read here: what to write instead
+    "csv": "give the rows of a reader of CSV to elastic_dp.dataprep.write_shards, such as "
+    "duckdb.sql(\"FROM read_csv('rows.csv')\")",
+    "tar": "training reads tar in place",
+    "mds": "read them as MapStyleData(streaming.StreamingDataset(...), ...)",
 }
 
 Batches = Iterator[pa.RecordBatch]
@@ -59,19 +53,12 @@ class Rows:
     batches: Callable[[str], Batches]
 
 
-def open_rows(
-    files: SourceFiles,
-    columns: Sequence[str] | None = None,
-    csv_options: Mapping[str, Any] | None = None,
-) -> Rows:
+def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
     """All rows, with columns from the names of folders (`year=2024/`). Raises DataError if the
     source cannot be read as a table."""
-    if csv_options and files.kind != "csv":
-        raise DataError(f"csv_options are set, and {files.url!r} holds no CSV; leave them out")
     openers: dict[str, Callable[[], Rows]] = {
         "parquet": lambda: _tables(files, _parquet, check_footer, columns),
         "arrow": lambda: _tables(files, _arrow, _refuse_large_batches, columns),
-        "csv": lambda: _csv(files, csv_options or {}),
         "json": lambda: _json(files),
         "jsonl": lambda: _json(files),
         "text": lambda: Rows(pa.schema([("text", pa.string())]), lambda n: _lines(files, n)),
@@ -79,8 +66,8 @@ def open_rows(
     }
     if files.kind not in openers:
         raise DataError(
-            f"{files.url!r} holds {files.kind} shards, which convert does not read; training reads "
-            "tar as it is; read MDS with its own library, and give the rows to write_shards"
+            f"{files.url!r} holds {files.kind} files, which convert does not read; "
+            f"{_ELSEWHERE[files.kind]}"
         )
     rows = openers[files.kind]()
     lower = {name.lower(): name for name in rows.schema.names}
@@ -184,137 +171,6 @@ def _tables(
                 yield as_written(clear_null_views(batch), schema)
 
     return Rows(schema, batches)
-
-
-# ---------------------------------------------------------------------------------------- CSV
-
-
-def _csv(files: SourceFiles, options: Mapping[str, Any]) -> Rows:
-    """Quotes and numbers of fields are strict, and no dialect is guessed. A field without
-    characters is "" in text and null elsewhere."""
-    if unknown := [name for name in options if name not in _CSV_OPTIONS]:
-        raise DataError(
-            f"csv_options has no {unknown[0]!r}, only {', '.join(_CSV_OPTIONS)}; for others give "
-            "a reader of pyarrow, DuckDB or Polars to write_shards"
-        )
-    headers, types = dict[str, list[str]](), dict[str, list[pa.DataType]]()
-    valued = set[str]()
-    for name in files.names:
-        for texts in _csv_texts(files, name, options):
-            header = texts.schema.names
-            first, known = next(iter(headers.items()), (name, header))
-            if sorted(header) != sorted(known):
-                raise DataError(
-                    f"{name} has the columns {', '.join(header)}, and {first} has "
-                    f"{', '.join(known)}; give all files the same header"
-                )
-            headers[name] = header
-            for column, every in zip(header, texts.columns, strict=True):
-                values = every.filter(pc.not_equal(every, ""))
-                fitting = types.setdefault(column, [*_CSV_TYPES])
-                if len(values):
-                    types[column] = [kind for kind in fitting if _fits(values, kind)]
-                    valued.add(column)
-    if not headers:
-        raise DataError(f"{files.url!r} holds no rows")
-    schema = pa.schema(
-        [(c, next(iter(t), pa.string()) if c in valued else pa.string()) for c, t in types.items()]
-    )
-
-    def batches(name: str) -> Batches:
-        for texts in _csv_texts(files, name, options):
-            columns = list[pa.Array]()
-            for field in schema:
-                column = texts.column(field.name)
-                if not pa.types.is_string(field.type):
-                    column = pc.if_else(pc.equal(column, ""), None, column).cast(field.type)
-                columns.append(column)
-            yield pa.RecordBatch.from_arrays(columns, schema=schema)
-
-    return Rows(schema, batches)
-
-
-def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
-    """Whether each text is a value of the type, as the type writes it."""
-    if not pc.all(pc.match_substring_regex(texts, _CSV_TYPES[kind])).as_py():
-        return False
-    try:
-        values = texts.cast(kind)
-        if not pa.types.is_floating(kind):
-            return True
-        whole = texts.filter(pc.match_substring_regex(texts, r"^-?\d+$")).cast(pa.int64())
-    except pa.ArrowInvalid:  # it holds no such number
-        return False
-    of_range = pc.and_(pc.less_equal(whole, 1 << 53), pc.greater_equal(whole, -1 << 53))
-    is_said = pc.equal(pc.is_inf(values), pc.match_substring(texts, "inf"))
-    return bool(pc.all(of_range, min_count=0).as_py() and pc.all(is_said).as_py())
-
-
-def _csv_texts(files: SourceFiles, name: str, options: Mapping[str, Any]) -> Batches:
-    """The fields as text; null where one is `nullstr`. An empty file has no batch, and one without
-    rows a batch of its header."""
-    given = {"delim": "\t" if ".tsv" in name.lower() else ",", "quote": '"', **options}
-    quote, nulls = given["quote"], given.get("nullstr", ())
-    escape = given.get("escape", quote)
-    nulls = {nulls} if isinstance(nulls, str) else {*nulls}
-    encoding = given.get("encoding", "utf-8")
-
-    def batch(header: list[str], rows: list[list[str]]) -> pa.RecordBatch:
-        columns: Any = zip(*rows, strict=True) if rows else [()] * len(header)
-        if nulls:
-            columns = ([None if text in nulls else text for text in c] for c in columns)
-        return pa.RecordBatch.from_arrays([pa.array(c, pa.string()) for c in columns], header)
-
-    with files.decompressed(name) as raw:
-        text = io.TextIOWrapper(raw, "utf-8-sig" if encoding == "utf-8" else encoding, newline="")
-        csv.field_size_limit(_FIELD_BYTES)
-        lines = csv.reader(
-            text,
-            strict=True,
-            delimiter=given["delim"],
-            quotechar=quote,
-            doublequote=escape == quote,
-            escapechar=None if escape == quote else escape,
-        )
-        header, rows, chars = list[str](), list[list[str]](), 0
-        try:
-            for row in lines:
-                if not row:
-                    continue
-                if not header:
-                    header = _header(name, row)
-                    continue
-                if len(row) != len(header):
-                    raise DataError(
-                        f"line {lines.line_num} of {name} has {len(row)} fields, and its header "
-                        f"{len(header)}"
-                    )
-                rows.append(row)
-                chars += sum(map(len, row))
-                if len(rows) == BATCH_ROWS or chars >= BATCH_BYTES:
-                    yield batch(header, rows)
-                    rows, chars = [], 0
-        except csv.Error as error:
-            raise DataError(f"line {lines.line_num} of {name}: {error}") from error
-        if header:
-            yield batch(header, rows)
-
-
-def _header(name: str, header: list[str]) -> list[str]:
-    # A column without a name, such as the index of pandas, gets one.
-    header = [column or f"column{number}" for number, column in enumerate(header)]
-    if any("\0" in column for column in header):
-        raise DataError(f"{name} holds NUL bytes; set its encoding, such as utf-16")
-    if len({column.lower() for column in header}) < len(header):
-        raise DataError(
-            f"{name} has the header {', '.join(map(repr, header))}; give columns names that "
-            "differ by more than case"
-        )
-    if len(header) == 1 and (other := next((d for d in ";\t|" if d in header[0]), None)):
-        raise DataError(
-            f"{name} has one column, {header[0]!r}; set csv_options={{'delim': {other!r}}}"
-        )
-    return header
 
 
 # --------------------------------------------------------------------------------------- JSON
@@ -430,9 +286,7 @@ def _lines(files: SourceFiles, name: str) -> Batches:
             yield pa.RecordBatch.from_pydict({"text": [line.removesuffix("\n") for line in some]})
 
 
-def documents(
-    files: SourceFiles, columns: Sequence[str] | None, csv_options: Mapping[str, Any] | None
-) -> Iterator[Piece]:
+def documents(files: SourceFiles, columns: Sequence[str] | None) -> Iterator[Piece]:
     """Documents of text in pieces: one for each .txt file, or one for each row of a column of text
     (`text`, unless `columns` names it). A null is no document."""
     if files.kind == "text":
@@ -444,7 +298,7 @@ def documents(
                     yield from ((piece, False) for piece, _ in some)
                 yield rest, True
         return
-    rows = open_rows(files, columns, csv_options)
+    rows = open_rows(files, columns)
     texts = [f.name for f in rows.schema if f.type in (pa.string(), pa.large_string())]
     if columns is None and len(texts) > 1:
         texts = [name for name in texts if name == "text"]

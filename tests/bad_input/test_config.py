@@ -131,6 +131,12 @@ def test_label_selector_that_ray_takes_is_accepted(wanted):
             "DataConfig with a URL",
         ),
         (edp.DataConfig, {"url": {"x": HUGE}, "micro_batch_size": 1}, ", must be finite"),
+        (
+            edp.DataConfig,
+            {"url": ["a", "part-{000..010}.tar"], "micro_batch_size": 1},
+            "'part-{000..010}.tar' has a brace list, which is not expanded any more: name the URLs",
+        ),
+        (edp.DataConfig, {"url": {"{a,b}": 1.0}, "micro_batch_size": 1}, "has a brace list"),
     ],
     ids=str,
 )

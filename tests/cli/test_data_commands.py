@@ -40,8 +40,8 @@ def shard(folder, columns, name="part-0.parquet", rows=256, **settings):
 
 
 def test_convert_and_inspect_print_json_and_nothing_else(tmp_path):
-    (tmp_path / "a.csv").write_text("id,x,y\n" + "1,2,3\n" * 100)
-    arguments = ("data", "convert", tmp_path / "a.csv", tmp_path / "out", "--json")
+    (tmp_path / "a.jsonl").write_text('{"id":1,"x":2,"y":3}\n' * 100)
+    arguments = ("data", "convert", tmp_path / "a.jsonl", tmp_path / "out", "--json")
     made = run(*arguments, "--columns", "id, y", "--row-group-bytes", 80)
     assert json.loads(made.stdout)["row_groups"] > 5 and made.stderr == ""
     shape = ("--virtual-workers", 2, "--micro-batch-size", 5)
@@ -64,11 +64,10 @@ def test_convert_and_inspect_print_a_summary_for_people(tmp_path):
     assert "slow: 1 row groups for 8 streams" in said.stdout
 
 
-def test_convert_takes_options_of_csv_and_a_query(tmp_path):
-    (tmp_path / "a.csv").write_text("x\ty\n1\t-\n2\t3\n")
-    options = ("--csv-option", r"delim=\t", "--csv-option", 'nullstr=["-"]')
+def test_convert_takes_a_query(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x":1,"y":null}\n{"x":2,"y":3}\n')
     query = ("--query", "SELECT x FROM rows WHERE y IS NULL")
-    made = run("data", "convert", tmp_path / "a.csv", tmp_path / "out", *options, *query).stdout
+    made = run("data", "convert", tmp_path / "a.jsonl", tmp_path / "out", *query).stdout
     assert made.startswith("2 rows of 1 files → 1 rows")
     assert pq.read_table(tmp_path / "out")["x"].to_pylist() == [1]
 
@@ -78,6 +77,7 @@ def test_convert_takes_options_of_csv_and_a_query(tmp_path):
     [
         ("--rows-per-group", "set --row-group-bytes"),
         ("--fill-null", "set --query"),
+        ("--csv-option", "give the rows of a reader of CSV to write_shards"),
         ("--text-glob", "name the files by a glob"),
         ("--format", "rows become Parquet"),
     ],

@@ -28,7 +28,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(folder).mkdir(parents=True)
     table = pa.table({"id": np.arange(1000), "x": np.arange(1000) / 7})
     pq.write_table(table, "raw/table/a.parquet")
-    Path("raw/rows.csv").write_text("id,x\n" + "1,2.5\n" * 1000)
+    Path("raw/rows.jsonl").write_text('{"id":1,"x":2.5}\n' * 1000)
     Path("raw/lines.jsonl").write_text(json.dumps({"id": 1, "x": 2.5, "y": "no"}) + "\n")
     Path("raw/books/a.txt").write_text("hello world " * 5000)
     Path("raw/code/a.py").write_text("print()\n" * 1000)

@@ -241,7 +241,7 @@ def tar(folder: Path) -> None:
 def tar_in_order(folder: Path) -> str:
     for number in range(3):
         to_tar(folder / f"{number:03}", number * 200, 150)
-    return str(folder / "{000..002}.tar")
+    return [str(folder / f"{n:03}.tar") for n in range(3)]
 
 
 @data_set()

@@ -52,17 +52,9 @@ def arrow_stream(path: Path, ids: range) -> None:
         writer.write_table(made, max_chunksize=9)
 
 
-def tar_gz(path: Path, ids: range) -> None:
-    tar(path, ids, ".tar.gz", "w:gz")
-
-
-def tgz(path: Path, ids: range) -> None:
-    tar(path, ids, ".tgz", "w:gz")
-
-
-def tar(path: Path, ids: range, ending: str = ".tar", mode: Any = "w") -> None:
+def tar(path: Path, ids: range) -> None:
     """`x` is text there, and the id a class."""
-    with tarfile.open(path.with_suffix(ending), mode) as made:
+    with tarfile.open(path.with_suffix(".tar"), "w") as made:
         for i in ids:
             one = row(i)
             for ending, content in (("cls", str(i)), ("x.txt", str(one["x"])), ("txt", one["s"])):
@@ -87,11 +79,8 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         arrow_by_polars,
         arrow_stream,
         tar,
-        tar_gz,
-        tgz,
     )
 }
-TARS = ("tar", "tar_gz", "tgz")
 
 
 def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
@@ -99,7 +88,7 @@ def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
     for shard in range(SHARDS):
         first, end = len(ids) * shard // SHARDS, len(ids) * (shard + 1) // SHARDS
         KINDS[kind](folder / f"part-{shard}", ids[first:end])
-    return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind in TARS else None)
+    return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind == "tar" else None)
 
 
 def rows_of(batch: Row) -> list[Row]:

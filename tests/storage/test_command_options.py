@@ -31,8 +31,8 @@ def test_commands_with_an_account_key_and_an_endpoint_read_and_write_on_azure(co
 
 
 def write_and_inspect(url, words, folder):
-    (folder / "rows.csv").write_text("id,x\n1,0.5\n2,1.5\n3,2.5\n")
-    wrote = run("data", "convert", str(folder / "rows.csv"), url, "--json", *words)
+    (folder / "rows.jsonl").write_text("".join(f'{{"id":{n},"x":{n - 0.5}}}\n' for n in (1, 2, 3)))
+    wrote = run("data", "convert", str(folder / "rows.jsonl"), url, "--json", *words)
     assert json.loads(wrote)["rows"] == 3
     assert json.loads(run("data", "inspect", url, "--json", *words))["rows"] == 3
 

@@ -216,8 +216,6 @@ def _scan_one(chosen: FileFormat, shard: ShardAt, columns: Sequence[str] | None)
     except Exception as error:  # a decoder may raise anything for damaged content
         first = bytes(shard.read(0, min(shard.size, MAGIC_BYTES)))
         what = content_of(first)
-        if chosen.name == "tar" and not shard.name.lower().endswith(".tar"):  # it says ".tar.gz"
-            what = ""
         if what and format_of_content(first) != chosen.name:
             raise DataError(
                 f"{shard.name} is not {chosen.name}, as its name says: by its first bytes it is "

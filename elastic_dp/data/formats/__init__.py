@@ -8,7 +8,7 @@ from elastic_dp.data.formats.file_format import FileFormat
 ENDINGS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq", ".parq"),
     "arrow": (".arrow", ".feather", ".ipc"),
-    "tar": (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.lz4", ".tar"),
+    "tar": (".tar",),
 }
 MAGIC_BYTES = 512
 _MAGIC = {  # (index, bytes) of the beginning of a file

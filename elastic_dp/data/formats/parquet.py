@@ -55,7 +55,7 @@ _NESTED_BYTES = 1 << 31  # of texts in lists that Arrow reads of one row group
 _ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
 _SCHEMAS_KEPT = 16
 _MOST = (1 << 63) - 1
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 # Types that take more bytes in memory: dates and times of day are read as int32, then become int64.
 _WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
 _DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary occurs
@@ -86,6 +86,13 @@ class Parquet:
         numbers = np.frombuffer(chunks, np.int64).reshape(shape)
         of = {name: numbers[:, :, n] for n, name in enumerate(CHUNK_NUMBERS)}
         for leaf, decompressed in zip(footer.leaves, of["decompressed"].T, strict=True):
+            if leaf.physical == "INT96":
+                raise DataError(
+                    f"column {leaf.path!r} of {shard.name} holds times of the old type INT96, "
+                    "which nanoseconds hold in part; write it as INT64 timestamps in microseconds "
+                    "(Spark: spark.sql.parquet.outputTimestampType=TIMESTAMP_MICROS), or leave it "
+                    "out by DataConfig.columns"
+                )
             if leaf.physical == "BYTE_ARRAY" and leaf.is_repeated:
                 for group in np.flatnonzero(decompressed >= _NESTED_BYTES)[:1].tolist():
                     where = long_nested_text(f"column {leaf.path!r}", group, shard.name)
@@ -124,7 +131,6 @@ class Parquet:
 
         fetch(leaves)
         table = checked(_read_group(file, location.group, leaves, fetch))
-        refuse_wrapped(file, pa.PythonFile(held, mode="r"), kept.metadata, location.group, leaves)
         held.clear()
         self._put_back(shard.key, kept, (file, held))
         return table
@@ -186,9 +192,7 @@ class Parquet:
         kept = self._footer(shard, location, held, stamp)
         file, held = self._idle(kept) or (_open(path, kept), held)
         try:
-            table = checked(_read_group(file, location.group, leaves))
-            refuse_wrapped(file, path, kept.metadata, location.group, leaves)
-            return table
+            return checked(_read_group(file, location.group, leaves))
         finally:
             if stamp_of(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -421,29 +425,6 @@ def checked(table: pa.Table) -> pa.Table:
         if _has_text(column.type):
             column.validate(full=True)
     return table
-
-
-def refuse_wrapped(
-    file: pq.ParquetFile, source: Any, footer: pq.FileMetaData, group: int, leaves: list[str]
-) -> None:
-    """Raises DataError if a time of the old type INT96 does not fit into nanoseconds since 1970, in
-    which Arrow reads it: it would wrap to another century."""
-    numbers = chunk_numbers(_paths(footer), leaves)
-    columns = [footer.schema.column(number) for number in numbers]
-    for path in (column.path for column in columns if column.physical_type == "INT96"):
-        kind = file.read_row_group(group, columns=[path], use_threads=False).schema
-        coarse = pq.ParquetFile(
-            source, metadata=footer, pre_buffer=False, coerce_int96_timestamp_unit="ms"
-        )
-        try:
-            coarse.read_row_group(group, columns=[path], use_threads=False).cast(kind)
-        except pa.ArrowInvalid as error:
-            raise DataError(
-                f"column {path!r} (INT96) holds times outside of the years 1678 to 2261, which "
-                "nanoseconds do not hold; write it as INT64 timestamps in microseconds "
-                "(Spark: spark.sql.parquet.outputTimestampType=TIMESTAMP_MICROS), or leave it out "
-                "by DataConfig.columns"
-            ) from error
 
 
 def _has_text(kind: pa.DataType) -> bool:

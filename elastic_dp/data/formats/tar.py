@@ -3,7 +3,7 @@
 `images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and
 `cls`. A key goes up to the first dot of the file's name. Columns are bytes, but `txt` and `json`
 are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the tar, in its order. A
-compressed tar (`.tar.gz`, `.tgz`) cannot be cut, and is one row group.
+compressed tar cannot be cut, and is refused.
 
 As in webdataset, members without an ending (LICENSE) are not samples; nor are notes such as
 README.md. These members are skipped and counted. Only its name decides whether a member is skipped,
@@ -27,11 +27,6 @@ from elastic_dp.data.formats.file_format import RowGroupLocation, Scan, ShardAt,
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
-UNPACKED_BYTES = 2 << 30  # limit of a compressed shard, decompressed: it is one row group
-_CODECS = {".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tar.bz2": "bz2"} | {
-    ".tar.lz4": "lz4"
-}
-_UNPACKED_AT_ONCE = 4 << 20
 _BLOCK = 512
 _READ_BYTES = 1 << 20  # per read during a scan; longer members are skipped by a seek
 _KEY = "__key__"
@@ -75,20 +70,15 @@ class Tar:
         check, last_key = 0, None
         keys = set[int]()  # hashes of the keys of all samples
         remarks: dict[str, tuple[int, str]] = {}
-        packed = _codec(shard) is not None
-        content = _unpack(shard, bytes(shard.read(0, shard.size))) if packed else b""
-        size = len(content) if packed else shard.size
-        file = io.BytesIO(content) if packed else ShardFile.buffered(shard, _READ_BYTES)
-        for member, key, ending in _members(file, remarks):
+        for member, key, ending in _members(ShardFile.buffered(shard, _READ_BYTES), remarks):
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
-            if member.offset_data + member.size > size:
+            if member.offset_data + member.size > shard.size:
                 raise tarfile.ReadError(f"{member.name} goes past the end; the shard was cut off")
             if key != last_key:
                 if hash(key) in keys:
                     _remark(remarks, _APART, key)
                 keys.add(hash(key))
-                long = groups and groups[-1][2] - groups[-1][1] >= GROUP_BYTES
-                if not groups or (long and not packed):
+                if not groups or groups[-1][2] - groups[-1][1] >= GROUP_BYTES:
                     groups.append([0, member.offset, end])
                 groups[-1][0] += 1
                 here = {_KEY}
@@ -99,7 +89,7 @@ class Tar:
                     f"columns {ending!r}), and which one is "
                     "meant is not known; write the shard again with one of them"
                 )
-            groups[-1][2] = min(end, size)
+            groups[-1][2] = min(end, shard.size)
             names[ending] += 1
             here.add(ending)
             last_key = key
@@ -108,10 +98,6 @@ class Tar:
         rows, starts, ends = np.array(groups, dtype=np.int64).reshape(-1, 3).T.copy()
         schema = pa.schema([(name, _KINDS.get(name, pa.large_binary())) for name in names])
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
-        if packed:
-            starts[:], ends[:] = 0, shard.size
-            nbytes += shard.size
-        stored = ends - starts
         nulls = {name: names[_KEY] - count for name, count in names.items()}
         return Scan(
             schema=schema,
@@ -119,7 +105,7 @@ class Tar:
             starts=starts,
             ends=ends,
             nbytes=nbytes,
-            stored=stored,
+            stored=ends - starts,
             check=check,
             nulls=nulls,
             remarks=remarks,
@@ -129,8 +115,6 @@ class Tar:
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
         content = memoryview(shard.read(location.start, location.end))
-        if _codec(shard) is not None:
-            content = memoryview(_unpack(shard, bytes(content)))
         samples: list[dict[str, Any]] = []
         for member, key, ending in _members(io.BytesIO(content)):
             if not samples or samples[-1][_KEY] != key:
@@ -160,25 +144,6 @@ def _refuse_dotted_keys(shard: str, names: Counter[str]) -> None:
             f"{once[1]!r}: the key of a sample ends at the first dot of a member's name, and what "
             "follows is the column. Write the members with keys that have no dot"
         )
-
-
-def _codec(shard: ShardAt) -> str | None:
-    lower = shard.name.lower()
-    return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)
-
-
-def _unpack(shard: ShardAt, content: bytes) -> bytes:
-    pieces, nbytes = [], 0
-    with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
-        while piece := stream.read(_UNPACKED_AT_ONCE):
-            pieces.append(piece)
-            nbytes += len(piece)
-            if nbytes > UNPACKED_BYTES:
-                raise DataError(
-                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, and training "
-                    "reads it as one row group; write it in parts"
-                )
-    return b"".join(pieces)
 
 
 def _members(
