@@ -19,10 +19,9 @@ from elastic_dp.cli.run_options import (
     StoragePath,
     find_live_run,
     name_and_path,
-    out,
     storage_options,
 )
-from elastic_dp.cli.run_tables import show, text_table
+from elastic_dp.cli.run_tables import text_table
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.urls import StorageURL, redact_url
 
@@ -58,7 +57,7 @@ def list_(
         print(json.dumps(rows))
         return
     if not rows:
-        out().print(
+        print(
             f"no committed checkpoints at {catalog.store.url}; a run's folder is its "
             "storage_path/name"
         )
@@ -69,10 +68,10 @@ def list_(
         metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
         words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
         lines.append((*words, metrics))
-    show(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
+    print(text_table(("step", "claim", "saved", "MB", "metrics"), lines))
     for row in rows:
         if row["wrong"]:
-            out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")
+            print(f"step {row['step']}: {'; '.join(row['wrong'])}")
 
 
 @checkpoints.command()
@@ -99,9 +98,7 @@ def verify(
         print(json.dumps(wrong))
     else:
         for number, words in wrong.items():
-            out().print(
-                f"step {number}: {'; '.join(words) or 'intact'}", style="red" if words else "green"
-            )
+            print(f"step {number}: {'; '.join(words) or 'intact'}")
     if any(wrong.values()):
         raise typer.Exit(1)
 
@@ -136,7 +133,7 @@ def export(
     if as_json:
         print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
     else:
-        out().print(f"step {commit.step} → {redact_url(destination)}")
+        print(f"step {commit.step} → {redact_url(destination)}")
 
 
 @checkpoints.command()

@@ -6,14 +6,13 @@ Modules that take long to import (torch, pyarrow) are imported where they are us
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from elastic_dp.cli.run_options import Json, StorageOption, out, storage_options
+from elastic_dp.cli.run_options import Json, StorageOption, storage_options
 from elastic_dp.urls import redact_url
 
 if TYPE_CHECKING:
@@ -77,34 +76,32 @@ def convert(
     from elastic_dp.dataprep.convert import convert as convert_data
     from elastic_dp.dataprep.write_shards import ROW_GROUP_BYTES, SHARD_BYTES
 
-    with _progress(quiet=as_json) as progress:
-        task = progress.add_task("reading", total=None)
-        converted = convert_data(
-            source,
-            destination,
-            query=query,
-            columns=_names(columns),
-            row_group_bytes=row_group_bytes or ROW_GROUP_BYTES,
-            shard_bytes=shard_bytes or SHARD_BYTES,
-            tokenizer=tokenizer,
-            end_of_text=end_of_text,
-            pack=pack,
-            storage_options=storage_options(storage_option),
-            on_progress=lambda now: progress.update(task, description=_said(now)),
-        )
+    converted = convert_data(
+        source,
+        destination,
+        query=query,
+        columns=_names(columns),
+        row_group_bytes=row_group_bytes or ROW_GROUP_BYTES,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+        tokenizer=tokenizer,
+        end_of_text=end_of_text,
+        pack=pack,
+        storage_options=storage_options(storage_option),
+        on_progress=None if as_json or not sys.stderr.isatty() else _tell,
+    )
     if as_json:
         print(json.dumps(asdict(converted)))
         return
     what = "documents" if pack is not None else "rows"
-    out().print(
+    print(
         f"{converted.rows_in:,} {what} of {converted.files:,} files → {_said(converted)} in "
         f"{redact_url(destination)}"
     )
     if converted.dropped_tokens:
-        out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
+        print(f"{converted.dropped_tokens} last tokens were too few for a row")
     if converted.skipped:
         files = ", ".join(f"{count:,} {ending}" for ending, count in converted.skipped.items())
-        out().print(f"files that were not read: {files}", style="yellow")
+        print(f"files that were not read: {files}")
 
 
 @data.command()
@@ -145,39 +142,34 @@ def inspect(
 def _print_inspection(found: Inspection) -> None:
     from elastic_dp.dataprep.inspection import size
 
-    printer = out()
     if found.shards:
-        printer.print(
+        print(
             f"{found.url}: {found.shards:,} {found.format} shards, {size(found.nbytes)}, "
             f"{found.rows:,} rows"
         )
     if found.group_rows and found.group_bytes:
-        printer.print(
+        print(
             f"{found.row_groups:,} row groups of {_range(found.group_rows, str)} rows, "
             f"{_range(found.group_bytes, size)} in memory"
         )
-        printer.print(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.columns)}")
+        print(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.columns)}")
     if plan := found.plan:
         one, every = map(size, plan.open_bytes)
-        printer.print(
+        print(
             f"{plan.steps_per_epoch:,} steps per epoch of {plan.global_batch:,} rows, "
             f"{plan.dropped_rows:,} rows left over; {plan.streams} streams, whose open row groups "
             f"take {one} for each virtual worker, {every} if one worker runs all"
         )
     for finding in found.findings:
-        style = "red" if finding.kind == "refused" else "yellow"
-        printer.print(f"{finding.kind}: {finding.message}", style=style)
-        printer.print(f"    {finding.fix}")
+        print(f"{finding.kind}: {finding.message}")
+        print(f"    {finding.fix}")
     if not found.findings:
-        printer.print("nothing found that fails or is slow", style="green")
+        print("nothing found that fails or is slow")
 
 
-def _progress(*, quiet: bool) -> Progress:
-    shown = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    console = Console(stderr=True)
-    return Progress(
-        *shown, console=console, transient=True, disable=quiet or not console.is_terminal
-    )
+def _tell(now: Converted) -> None:
+    """Print one line of the terminal again."""
+    print(f"\x1b[K{_said(now)}", end="\r", file=sys.stderr, flush=True)
 
 
 def _names(columns: str | None) -> list[str] | None:

@@ -9,15 +9,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from elastic_dp.cli.run_options import Json, StorageOption, storage_options
-from elastic_dp.cli.run_tables import one_line, screen
+from elastic_dp.cli.run_tables import one_line
 from elastic_dp.errors import ClusterError
 from elastic_dp.urls import StorageURL
 from elastic_dp.wording import counted
 
-_STYLES = {"ok": "green", "warning": "yellow", "fails": "bold red"}
+_LEVELS = ("ok", "warning", "fails")
 
 
 def doctor(
@@ -56,22 +55,17 @@ def doctor(
         except ClusterError as error:
             text, _, remedy = str(error).partition(": ")
             found.append(checks.Check("cluster", "fails", text, remedy))
-    counts = {level: sum(check.level == level for check in found) for level in _STYLES}
+    counts = {level: sum(check.level == level for check in found) for level in _LEVELS}
     if as_json:
         checked = [asdict(check) for check in found]
         print(json.dumps({"ok": not counts["fails"], "checks": checked}))
         raise typer.Exit(int(counts["fails"] > 0))
-    out, width = screen(), max(len(check.check) for check in found)
+    width = max(len(check.check) for check in found)
     for check in found:
         where = f"{check.where}: " if check.where else ""
         line = f"{check.level:<7}  {check.check:<{width}}  {one_line(f'{where}{check.text}')}"
         line += f". To do: {one_line(check.remedy)}" if check.remedy else ""
-        if out.is_terminal:
-            drawn = Text(line)
-            drawn.stylize(_STYLES[check.level], 0, len(check.level))
-            out.print(drawn, soft_wrap=True)
-        else:
-            print(line)
+        print(line)
     print(
         f"{counts['ok']} ok, {counted(counts['warning'], 'warning')}, "
         f"{counted(counts['fails'], 'failure')}"

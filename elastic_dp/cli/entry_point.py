@@ -16,7 +16,6 @@ from typing import Annotated, Any, NoReturn
 
 try:
     import typer
-    from rich.console import Console
 except ModuleNotFoundError as missing:
     print(
         f"elastic-dp needs {(missing.name or '').split('.')[0]}: pip install 'elastic_dp[cli]'",
@@ -83,8 +82,7 @@ class _Verbs(typer.core.TyperGroup):
             text = " ".join(str(error).split())
             if as_json:
                 _fail(2, f"{type(error).__name__}: {text}")
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
-            console.print(text, style="red", markup=False)
+            print(text, file=sys.stderr)
             sys.exit(2)
         except _UsageError as error:  # only with --json
             _fail(error.exit_code, f"UsageError: {error.format_message()}")

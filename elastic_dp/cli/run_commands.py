@@ -31,7 +31,6 @@ from elastic_dp.cli.run_options import (
     find_live_run,
     find_run,
     name_and_path,
-    out,
 )
 from elastic_dp.errors import ElasticError, Interrupted, SpecError
 from elastic_dp.wording import counted
@@ -295,7 +294,7 @@ def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, default=str))
     else:
-        out().print(words)
+        print(words)
 
 
 def _journal_line(line: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from elastic_dp.errors import ClusterError, SpecError
 
@@ -45,10 +44,6 @@ StorageOption = Annotated[
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.")]
-
-
-def out() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def storage_options(said: list[str] | None) -> dict[str, Any] | None:

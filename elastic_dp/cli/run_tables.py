@@ -1,49 +1,26 @@
-"""Runs as aligned tables: in colours and as wide as the terminal, or as plain lines where standard
-output is none.
+"""Runs as aligned tables of plain lines.
 
-Plain lines are never cut or wrapped, and hold no escape sequences. Texts of a run are printed
-without control characters, which could steer the terminal.
+Lines are never cut or wrapped. Texts of a run are printed without control characters, which could
+steer the terminal.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from elastic_dp.report.run_status import Health, loss_of
 from elastic_dp.report.verdict import duration, share
 
-_STYLES = {
-    Health.HEALTHY: "green",
-    Health.STARTING: "cyan",
-    Health.CONCERN: "yellow",
-    Health.SILENT: "yellow",
-    Health.FINISHED: "blue",
-    Health.FAILED: "bold red",
-    Health.UNKNOWN: "magenta",
-}
-_ENDLESS = 1_000_000  # characters in a line
 _MOST_CHARACTERS = 160  # of a text in a table of many runs
 
 
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
-) -> Table:
-    """Return a table of cells in one line each. `styles` has the style of each row's second cell.
-    Where the terminal is too narrow, the first and the last column are wrapped.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in header:
-        table.add_column(name, no_wrap=name not in (header[0], header[-1]), overflow="fold")
-    for number, row in enumerate(rows):
-        style = styles[number] if styles else ""
-        table.add_row(*(Text(cell, style if at == 1 else "") for at, cell in enumerate(row)))
-    return table
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of cells in one line each, below their header."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join(padded)
 
 
 def one_line(value: Any, most: int | None = None) -> str:
@@ -66,7 +43,7 @@ def is_over(status: Mapping[str, Any]) -> bool:
     return status["health"] in (Health.FINISHED, Health.FAILED)
 
 
-def overview_table(statuses: Sequence[Mapping[str, Any]]) -> Table:
+def overview_table(statuses: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of `status`: what matters first."""
     header = ("run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event")
     rows = []
@@ -86,7 +63,7 @@ def overview_table(statuses: Sequence[Mapping[str, Any]]) -> Table:
                 one_line(text or one["health_reason"], _MOST_CHARACTERS),
             )
         )
-    return text_table(header, rows, [_STYLES[one["health"]] for one in statuses])
+    return text_table(header, rows)
 
 
 def overview_facts(
@@ -128,40 +105,15 @@ def metric_fact(metrics: Mapping[str, Any]) -> tuple[str, str]:
     return "metrics", ", ".join(words)
 
 
-def screen() -> Console:
-    """Return the console of standard output."""
-    return Console(highlight=False, markup=False, emoji=False)
-
-
-def show(*parts: RenderableType) -> None:
-    """Print in colours and as wide as the terminal; where standard output is none, as plain lines,
-    which are never cut or wrapped.
-    """
-    out = screen()
-    if out.is_terminal:
-        out.print(*parts, sep="\n")
-        return
-    plain = Console(file=io.StringIO(), width=_ENDLESS, no_color=True, markup=False, emoji=False)
-    plain.print(*parts, sep="\n", highlight=False)
-    print(*(line.rstrip() for line in plain.file.getvalue().splitlines()), sep="\n")  # type: ignore[attr-defined]
-
-
-def show_run(
-    one: Mapping[str, Any], facts: Sequence[tuple[str, str]], tables: Sequence[Table]
-) -> None:
-    """Print one run."""
-    title = Text.assemble(
-        (one_line(one["name"]), "bold"),
-        ": ",
-        (one["health"], _STYLES[one["health"]]),
-        f": {one_line(one['health_reason'])}" if one["health_reason"] else "",
-    )
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
-    for name, value in facts:
-        grid.add_row(f"  {name}", Text(value))
-    show(title, grid, *(part for table in tables for part in (Text(""), table)))
+def run_table(
+    one: Mapping[str, Any], facts: Sequence[tuple[str, str]], tables: Sequence[str]
+) -> str:
+    """Return one run: its health, what is known of it, and the tables."""
+    reason = f": {one_line(one['health_reason'])}" if one["health_reason"] else ""
+    width = max((len(name) for name, _ in facts), default=0)
+    lines = [f"{one_line(one['name'])}: {one['health']}{reason}"]
+    lines += [f"  {name.ljust(width)}  {value}" for name, value in facts]
+    return "\n".join([*lines, *(f"\n{table}" for table in tables)])
 
 
 # ---------------------------------------------------------------------------------- private

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
 from elastic_dp.cli.run_options import (
     Address,
@@ -31,9 +30,7 @@ from elastic_dp.cli.run_tables import (
     one_line,
     overview_facts,
     overview_table,
-    screen,
-    show,
-    show_run,
+    run_table,
     text_table,
 )
 from elastic_dp.errors import ClusterError, ElasticError
@@ -80,7 +77,7 @@ def status(
         while True:
             seen = look()
             if watch and not as_json:
-                screen().clear()  # of a terminal
+                typer.clear()  # a terminal
             _print(seen, name, as_json)
             if not watch or (name is not None and is_over(seen[0].status)):
                 return
@@ -92,9 +89,9 @@ def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
         rows = [each.status for each in seen]
         print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
     elif name is not None:
-        show_run(seen[0].status, run_facts(seen[0]), run_workers(seen[0]))
+        print(run_table(seen[0].status, run_facts(seen[0]), run_workers(seen[0])), flush=True)
     elif seen:
-        show(overview_table([each.status for each in seen]))
+        print(overview_table([each.status for each in seen]), flush=True)
     else:
         print("no runs here")
 
@@ -189,7 +186,7 @@ def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
     return overview_facts(status, more)
 
 
-def run_workers(seen: SeenRun) -> list[Table]:
+def run_workers(seen: SeenRun) -> list[str]:
     """Return the table of the workers that are there, if there are any."""
     if seen.report is None:
         header: tuple[str, ...] = ("worker", "stage", "pid", "node")

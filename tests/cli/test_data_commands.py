@@ -333,7 +333,7 @@ def test_help_has_what_is_needed(tmp_path):
     assert "Default" in run("data", "convert", "--help").stdout
 
 
-@pytest.mark.parametrize("package", ["typer", "rich.console"])
+@pytest.mark.parametrize("package", ["typer"])
 def test_a_missing_extra_is_named(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:

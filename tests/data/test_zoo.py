@@ -16,7 +16,7 @@ READ = [name for name, cell in ZOO.items() if cell.error is None]
 REFUSED = [name for name, cell in ZOO.items() if cell.error is not None]
 # What training reads and convert refuses: in which words.
 NOT_CONVERTED = {
-    **dict.fromkeys((name for name in READ if "tar" in name or "webdataset" in name), "tar shards"),
+    **dict.fromkeys((name for name in READ if "tar" in name or "webdataset" in name), "tar files"),
     "parquet_case": "differ by more than case",
     "spark_temporary": "has not finished",
 }

@@ -6,13 +6,9 @@ and what to read where that is not the folder. `refuses`: it may return what to 
 
 from __future__ import annotations
 
-import base64
 import datetime
 import decimal
 import io
-import os
-import shutil
-import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +25,6 @@ import pyarrow.feather
 import pyarrow.json
 import pyarrow.orc
 import pyarrow.parquet as pq
-import pyarrow.parquet.encryption as crypto
 import webdataset
 from deltalake import DeltaTable, write_deltalake
 
@@ -137,13 +132,6 @@ def pandas_datetimes(folder):
     return of_pandas(pd.read_parquet(folder / "a.parquet"))
 
 
-@refuses("column 'n' (int64) holds 3 nulls")
-def pandas_missing(folder):
-    frame().assign(n=pd.array([None if i % 4 == 0 else i for i in IDS], "Int64")).to_parquet(
-        folder / "a.parquet"
-    )
-
-
 @reads()
 def pandas_missing_text(folder):
     frame().assign(s=[None if i % 3 else "a" for i in IDS]).to_parquet(folder / "a.parquet")
@@ -162,33 +150,12 @@ def pandas_orc(folder):
 
 
 @reads()
-def pandas_times(folder):
-    made = frame().assign(
-        d=pd.to_timedelta(IDS, unit="s"),
-        t=pd.date_range("2024-01-01", periods=ROWS, tz="US/Pacific"),
-    )
-    made.to_parquet(folder / "a.parquet")
-    return of_pandas(pd.read_parquet(folder / "a.parquet"))
-
-
-@reads()
 def pandas_other_categories(folder):
     for name in "ab":
         made = frame().assign(c=pd.Categorical([f"{name}{i % 3}" for i in IDS]))
         made.to_parquet(folder / f"{name}.parquet")
     parts = [pd.read_parquet(folder / f"{name}.parquet").astype({"c": str}) for name in "ab"]
     return of_pandas(pd.concat(parts))
-
-
-@refuses("schemas differ")
-def pandas_floats(folder):
-    frame().to_parquet(folder / "a.parquet")
-    frame().assign(id=[None, *IDS[1:]]).to_parquet(folder / "b.parquet")
-
-
-@refuses("column 'b' (bool) holds 1 null")
-def pandas_bools(folder):
-    frame().assign(b=[None, *[True] * (ROWS - 1)]).to_parquet(folder / "a.parquet")
 
 
 # ------------------------------------------------------------------------------------ Polars
@@ -222,42 +189,9 @@ def polars_nested(folder):
 
 
 @reads()
-def polars_categories(folder):
-    words = [f"c{i % 3}" for i in IDS]
-    made = polars_frame().with_columns(
-        pl.Series("c", words, dtype=pl.Categorical),
-        pl.Series("e", words, dtype=pl.Enum(["c0", "c1", "c2"])),
-    )
-    made.write_parquet(folder / "a.parquet")
-    return pl.read_parquet(folder / "a.parquet").cast({"c": pl.String, "e": pl.String}).to_arrow()
-
-
-@reads()
 def polars_ipc(folder):
     polars_frame().write_ipc(folder / "a.arrow")
     return pl.read_ipc(folder / "a.arrow").to_arrow()
-
-
-@reads()
-def polars_ipc_categories(folder):
-    made = polars_frame().with_columns(
-        pl.Series("c", [f"c{i % 3}" for i in IDS], dtype=pl.Categorical)
-    )
-    made.write_ipc(folder / "a.arrow", compression="zstd")
-    return pl.read_ipc(folder / "a.arrow").cast({"c": pl.String}).to_arrow()
-
-
-@reads()
-def polars_ipc_lists_of_categories(folder):
-    words = pl.Series("c", [[f"c{i % 3}"] * (i % 3) for i in IDS], dtype=pl.List(pl.Categorical))
-    polars_frame().with_columns(words).write_ipc(folder / "a.arrow")
-    return pl.read_ipc(folder / "a.arrow").cast({"c": pl.List(pl.String)}).to_arrow()
-
-
-@reads()
-def polars_stream(folder):
-    polars_frame().write_ipc_stream(folder / "a.arrow")
-    return pl.read_ipc_stream(folder / "a.arrow").to_arrow()
 
 
 @reads()
@@ -279,19 +213,6 @@ def polars_kinds(folder):
 def polars_int128(folder):
     made = pl.DataFrame({"h": [2**70]}, schema={"h": pl.Int128})
     made.write_parquet(folder / "a.parquet")
-
-
-@refuses("holds 1 null", at_read=True)
-def polars_null_lists(folder):
-    pl.DataFrame({"v": [[1, 2], None]}).write_parquet(folder / "a.parquet")
-
-
-@reads()
-def polars_other_categories(folder):
-    for name in "ab":
-        words = pl.Series("c", [f"{name}{i % 3}" for i in IDS], dtype=pl.Categorical)
-        pl.DataFrame([words]).write_ipc(folder / f"{name}.arrow")
-    return {"c": [f"{name}{i % 3}" for name in "ab" for i in IDS]}
 
 
 @reads()
@@ -344,23 +265,10 @@ def duckdb_nested(folder):
     return of_duckdb(f"FROM '{folder}/a.parquet'")
 
 
-@reads()
-def duckdb_maps(folder):
-    duckdb_copy(folder, "i AS id, MAP {'a': i, 'b': i + 1} AS m", "a.parquet", "FORMAT parquet")
-    return of_duckdb(f"FROM '{folder}/a.parquet'")
-
-
 @refuses("**")
 def duckdb_partitions(folder):
     duckdb_copy(folder, "i AS id, i % 2 AS k", "t", "FORMAT parquet, PARTITION_BY (k)")
     return At(folder / "t")
-
-
-@reads()
-def duckdb_partitions_glob(folder):
-    duckdb_partitions(folder)
-    ids = IDS[::2] + IDS[1::2]
-    return At(str(folder / "t" / "**" / "*.parquet"), {"id": ids, "k": [i % 2 for i in ids]})
 
 
 @reads()
@@ -375,14 +283,6 @@ def duckdb_kinds(folder):
     kinds = {"u": pa.binary(16)}
     fields = [field.with_type(kinds.get(field.name, field.type)) for field in found.schema]
     return found.cast(pa.schema(fields))
-
-
-@reads()
-def duckdb_blooms(folder):
-    options = "FORMAT parquet, PARQUET_VERSION v2, ROW_GROUP_SIZE 2048, COMPRESSION zstd"
-    query = "SELECT i AS id, 'w' || (i % 3) AS s FROM range(5000) t(i)"
-    of_duckdb(f"COPY ({query}) TO '{folder}/a.parquet' ({options})")
-    return of_duckdb(f"FROM '{folder}/a.parquet'")
 
 
 # ------------------------------------------------------------------------------------ datasets
@@ -427,12 +327,6 @@ def datasets_messages(folder):
     messages = [[{"role": "user", "content": f"{n}"} for n in range(i % 3)] for i in IDS]
     dataset(messages=messages).to_parquet(folder / "a.parquet")
     return {"id": IDS, "text": [f"text {i}" for i in IDS], "messages": messages}
-
-
-@refuses("**/*.arrow")
-def datasets_splits(folder):
-    datasets.DatasetDict({"train": dataset(), "test": dataset()}).save_to_disk(folder / "d")
-    return At(folder / "d")
 
 
 # ------------------------------------------------------------------------------------ tables of a
@@ -537,49 +431,6 @@ def webdataset_license(folder):
     return rows
 
 
-@refuses("'012.cls' of a.tar holds 'cat'", at_read=True)
-def webdataset_words(folder):
-    samples(folder / "a.tar")
-    add_member(folder / "a.tar", ("012.cls", b"cat"))
-
-
-@refuses("cut off")
-def webdataset_cut(folder):
-    samples(folder / "a.tar")
-    content = (folder / "a.tar").read_bytes()
-    (folder / "a.tar").write_bytes(content[: ROWS * 3 * 1024 - 1024 + 513])
-
-
-def gnu_tar(folder: Path, *options: str) -> None:
-    """Write a tar of files that hold text, of which one is a link to another."""
-    source = folder / "files"
-    source.mkdir()
-    for i in IDS:
-        (source / f"{i:03}.txt").write_text(f"é{i}")
-    os.link(source / "000.txt", source / "999.txt")
-    command = ["tar", "-C", source, "--sort=name", "-cf", folder / "a.tar", *options, "."]
-    subprocess.run(command, check=True)
-    shutil.rmtree(source)
-
-
-@refuses("./999.txt is a link to ./000.txt")
-def tar_link(folder):
-    gnu_tar(folder)
-
-
-@reads()
-def tar_without_links(folder):
-    gnu_tar(folder, "--hard-dereference", "--format=pax")
-    texts = [f"é{i}" for i in IDS]
-    return {"__key__": [f"./{i:03}" for i in (*IDS, 999)], "txt": [*texts, texts[0]]}
-
-
-@refuses("more follows its end")
-def tar_joined(folder):
-    gnu_tar(folder, "--hard-dereference")
-    (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes() * 2)
-
-
 # ------------------------------------------------------------------------------------ Spark's
 # layout
 
@@ -612,11 +463,6 @@ def spark_folder(folder):
 def spark_empty_parts(folder):
     spark(folder, [[], IDS[:5], [], IDS[5:]])
     return {"id": IDS, "s": [str(i) for i in IDS]}
-
-
-@refuses("holds a row")
-def spark_all_empty(folder):
-    spark(folder, [[], []])
 
 
 @reads()
@@ -770,30 +616,6 @@ def parquet_dots(folder):
 
 
 @reads()
-def parquet_all_null(folder):
-    write(folder, {"id": IDS, "s": pa.nulls(ROWS)}, "1.parquet")
-    write(folder, {"id": IDS, "s": [str(i) for i in IDS]}, "2.parquet")
-    return {"id": IDS + IDS, "s": [None] * ROWS + [str(i) for i in IDS]}
-
-
-@refuses("'x'")
-def parquet_missing_column(folder):
-    write(folder, {"id": IDS, "x": IDS}, "1.parquet")
-    write(folder, {"id": IDS}, "2.parquet")
-
-
-@refuses("schemas differ")
-def parquet_other_types(folder):
-    write(folder, {"id": IDS}, "1.parquet")
-    write(folder, {"id": pa.array(IDS, pa.int32())}, "2.parquet")
-
-
-@refuses("several columns named 'x'")
-def parquet_twice(folder):
-    write(folder, pa.table([IDS, IDS], names=["x", "x"]))
-
-
-@reads()
 def parquet_empty_row_groups(folder):
     with pq.ParquetWriter(
         folder / "a.parquet", pa.schema({"id": pa.int64()}), write_page_index=True
@@ -801,11 +623,6 @@ def parquet_empty_row_groups(folder):
         for ids in ([], IDS, [], IDS, []):
             file.write_table(pa.table({"id": pa.array(ids, pa.int64())}))
     return {"id": IDS + IDS}
-
-
-@refuses("holds a row")
-def parquet_no_columns(folder):
-    pq.write_table(pa.table({"id": IDS}).select([]), folder / "a.parquet")
 
 
 @reads()
@@ -830,68 +647,10 @@ def parquet_scales(folder):
     write(folder, {"p": [decimal.Decimal("1.255")]}, "2.parquet")
 
 
-@refuses("schemas differ")
-def parquet_units(folder):
-    write(folder, {"t": pa.array(IDS, pa.timestamp("us", "UTC"))}, "1.parquet")
-    write(folder, {"t": pa.array(IDS, pa.timestamp("us", "Europe/Berlin"))}, "2.parquet")
-
-
-@refuses("holds 1 null", at_read=True)
-def parquet_null_items(folder):
-    write(folder, {"v": [[1, None], [2, 3]]})
-
-
 @reads()
 def parquet_null_structs(folder):
     write(folder, {"p": [{"s": "x"}, None, {"s": None}]})
     return At(folder, {"p.s": ["x", None, None]})
-
-
-class Kms(crypto.KmsClient):
-    def __init__(self, connection: Any) -> None:
-        super().__init__()
-
-    def wrap_key(self, key: bytes, master_key: str) -> str:
-        return base64.b64encode(key).decode()
-
-    def unwrap_key(self, wrapped: str, master_key: str) -> bytes:
-        return base64.b64decode(wrapped)
-
-
-def encrypted(folder: Path, *, plaintext_footer: bool) -> None:
-    wanted = crypto.EncryptionConfiguration(
-        footer_key="f", column_keys={"c": ["x"]}, plaintext_footer=plaintext_footer
-    )
-    properties = crypto.CryptoFactory(Kms).file_encryption_properties(
-        crypto.KmsConnectionConfig(), wanted
-    )
-    table = pa.table({"id": IDS, "x": IDS})
-    with pq.ParquetWriter(
-        folder / "a.parquet", table.schema, encryption_properties=properties
-    ) as writer:
-        writer.write_table(table)
-
-
-@refuses("encrypted")
-def parquet_encrypted(folder):
-    encrypted(folder, plaintext_footer=False)
-
-
-@refuses("column 'x'")
-def parquet_encrypted_column(folder):
-    encrypted(folder, plaintext_footer=True)
-
-
-@reads(columns=["id"])
-def parquet_encrypted_other(folder):
-    encrypted(folder, plaintext_footer=True)
-    return {"id": IDS}
-
-
-@refuses("empty (0 bytes)")
-def parquet_no_bytes(folder):
-    write(folder, {"id": IDS})
-    (folder / "b.parquet").write_bytes(b"")
 
 
 # ------------------------------------------------------------------------------------ pyarrow,
@@ -914,12 +673,6 @@ def arrow_kinds(folder):
     return pa.concat_tables([table] * 6)
 
 
-@refuses("column 'v' is list_view")
-def arrow_list_views(folder):
-    table = pa.table({"id": [1, 2], "v": pa.array([[1], [2, 3]], pa.list_view(pa.int64()))})
-    ipc(folder / "a.arrow", table, pa.ipc.new_file)
-
-
 @reads()
 def arrow_feather(folder):
     pa.feather.write_feather(pa.table({"id": IDS}), str(folder / "a.feather"))
@@ -929,9 +682,3 @@ def arrow_feather(folder):
 @refuses("Feather")
 def arrow_old_feather(folder):
     (folder / "a.feather").write_bytes(b"FEA1" + bytes(64) + b"FEA1")
-
-
-@refuses("cut off")
-def arrow_cut(folder):
-    ipc(folder / "a.arrow", pa.table({"id": IDS}), pa.ipc.new_file)
-    (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:-30])
