@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -76,8 +77,8 @@ def status(
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             seen = look()
-            if watch and not as_json:
-                typer.clear()  # a terminal
+            if watch and not as_json and sys.stdout.isatty():
+                print("\x1b[2J\x1b[H", end="")  # clears it
             _print(seen, name, as_json)
             if not watch or (name is not None and is_over(seen[0].status)):
                 return

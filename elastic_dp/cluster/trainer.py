@@ -43,7 +43,7 @@ from elastic_dp.coordinator.messages import (
     TrainingPosition,
     WorkerStopped,
 )
-from elastic_dp.data import Dataset, open_data
+from elastic_dp.data import MicroBatchStream, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_default_environment
@@ -267,7 +267,7 @@ class ElasticTrainer:
         scaling = dataclasses.replace(scaling, virtual_workers=by_step if growth else fixed)
         self.spec = dataclasses.replace(self.spec, scaling=scaling)
 
-    def _open_data(self, **options: Any) -> Dataset:
+    def _open_data(self, **options: Any) -> MicroBatchStream:
         return open_data(
             self.spec.data,
             virtual_workers=self.spec.micro_batches_by_step,
@@ -367,7 +367,7 @@ class ElasticTrainer:
                 "locks and connections inside the train function, not outside of it"
             ) from error
 
-    def _check_and_record(self, data: Dataset) -> Result | None:
+    def _check_and_record(self, data: MicroBatchStream) -> Result | None:
         """Return the stored result of a finished run, or None.
 
         Raises RunMismatch if the run belongs to another job, StorageError if the run's folder
@@ -391,14 +391,14 @@ class ElasticTrainer:
                 console.warn_at_call(f"{text}; the stored result is returned all the same")
         return stored
 
-    def _steps_by_limits(self, data: Dataset) -> int | None:
+    def _steps_by_limits(self, data: MicroBatchStream) -> int | None:
         """Return the number of steps of the run by `max_steps` and epochs; None: only time limits
         it.
         """
         steps = RunLimits.of(self.spec).steps(data.steps_of)
         return int(steps) if steps < math.inf else None
 
-    def _record(self, data: Dataset) -> RunRecord:
+    def _record(self, data: MicroBatchStream) -> RunRecord:
         return RunRecord(data=data.fingerprint, rows=self._probed_rows, **job_identity(self.spec))
 
     @cached_property

@@ -57,8 +57,6 @@ class DataConfig(_Order):
       set. A dict gives each source its weight in every global batch; {0: {…}, 2000: {…}} changes
       the weights after 2,000 steps. Or a `elastic_dp.data.BlockSource`: rows of any other format or
       service.
-    - `source_column`: the name of an int64 column that says from which source a row is, counted
-      from 0 in the order of `url`.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
@@ -94,7 +92,6 @@ class DataConfig(_Order):
     """
 
     url: str | Sequence[str] | Weights | Mapping[int, Weights] | Any
-    source_column: str | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
@@ -154,10 +151,6 @@ class DataConfig(_Order):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         self._check_pack()
         self._check_decode()
-        if self.source_column is not None and not (
-            isinstance(self.source_column, str) and self.source_column
-        ):
-            raise SpecError(f"DataConfig.source_column is {self.source_column!r}, must be a name")
         if self.filter is not None and type(self.filter).__name__ != "Expression":
             raise SpecError(
                 f"DataConfig.filter is {self.filter!r}, must be an expression of pyarrow, such as "
@@ -220,8 +213,6 @@ class DataConfig(_Order):
                 f"{alone} max_bad_fraction is {self.max_bad_fraction}; a packed row has documents "
                 "of several row groups, so it must be 0"
             )
-        if self.source_column is not None:
-            raise SpecError(f"{alone} source_column has one value for each row, not for each token")
 
     def _check_pack_columns(self) -> None:
         made = self.pack_columns

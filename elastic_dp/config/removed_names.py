@@ -74,7 +74,9 @@ REMOVED_DATA_NAMES = {
     "without padding",
     "source_options": "source_options= does not exist any more: write each source with the columns "
     "and values that it shall have (`elastic_dp.dataprep.write_shards`), or change its rows in "
-    "transform= by the column that source_column= adds",
+    "transform= by a column that says from which source they are",
+    "source_column": "source_column= does not exist any more: write the number of the source into "
+    "its shards, once: elastic-dp data convert SRC DST --query 'SELECT *, 3 AS source FROM rows'",
     "format": "format= does not exist any more: shards are known by their endings, or else by "
     "their first bytes",
     "csv_options": "csv_options= does not exist any more: training does not read CSV in place; "

@@ -10,18 +10,18 @@ first use.
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.data.block_source import BlockSource
-from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
 
 if TYPE_CHECKING:
+    from elastic_dp.data.datasets.micro_batch_stream import Evaluation, MicroBatchStream
     from elastic_dp.data.datasets.opening import open_data, open_evaluation
 
 __all__ = [
     "BlockSource",
-    "Dataset",
-    "EvaluationData",
+    "Evaluation",
     "Index",
+    "MicroBatchStream",
     "difference",
     "open_data",
     "open_evaluation",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("open_data", "open_evaluation"):
+    if name not in ("open_data", "open_evaluation", "Evaluation", "MicroBatchStream"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from elastic_dp.data.datasets import opening
 

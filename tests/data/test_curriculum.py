@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data import read_index
-from elastic_dp.errors import DataError, SpecError
+from elastic_dp.errors import SpecError
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.data.test_rows_in_rows_out import dealt
-from tests.data.values import in_place
 from tests.runs import group, local, spec_of
 
 V, B = 4, 3
@@ -40,22 +37,19 @@ def sources(folder: Path) -> list[str]:
 def curriculum(folder: Path, **changes: Any) -> DataConfig:
     a, b, c = sources(folder)
     url = {0: {a: 1.0}, 2: {a: 0.5, b: 0.5}, 4: {b: 1, c: 3}}
-    return DataConfig(
-        url, **({"micro_batch_size": B, "source_column": "source", "seed": 7} | changes)
-    )
+    return DataConfig(url, **({"micro_batch_size": B, "seed": 7} | changes))
 
 
 def test_curriculum_is_the_same_for_one_worker_and_three(tmp_path):
     config = curriculum(tmp_path)
     alone = dealt(config, 1)
     assert alone == dealt(config, 3)
-    assert all(row["source"] == row["id"] // 100 for step in alone for row in step)
-    counts = [Counter(row["source"] for row in step) for step in alone]
+    counts = [Counter(row["id"] // 100 for row in step) for step in alone]
     assert counts[:2] == [{0: 24}, {0: 24}]
     assert all(step.keys() == {0, 1} and abs(step[0] - 12) <= 2 for step in counts[2:4])
     assert all(step.keys() == {1, 2} and abs(step[2] - 18) <= 2 for step in counts[4:])
     for number in range(3):  # source 0 begins its second epoch in step 3
-        ids = [row["id"] for step in alone for row in step if row["source"] == number]
+        ids = [row["id"] for step in alone for row in step if row["id"] // 100 == number]
         seen = Counter(ids).values()
         assert max(seen) == (2 if number == 0 else 1) and (number or min(seen) == 1)
 
@@ -94,20 +88,6 @@ def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(t
     assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
 
 
-def test_source_column_may_be_filtered_and_is_read_beside_named_columns(tmp_path):
-    a, b, _ = sources(tmp_path)
-    config = DataConfig([b, a], source_column="from", columns=["id"], micro_batch_size=1)
-    found = in_place(config)
-    assert found == {
-        "id": [*range(100, 100 + ROWS), *range(ROWS)],
-        "from": [0] * ROWS + [1] * ROWS,
-    }
-    only = in_place(dataclasses.replace(config, filter=pc.field("from") == 1))
-    assert only == {"id": [*range(ROWS)], "from": [1] * ROWS}
-    with pytest.raises(DataError, match=r"source_column is 'id', and .* has a column of that name"):
-        read_index(dataclasses.replace(config, source_column="id"))
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -117,7 +97,7 @@ def test_source_column_may_be_filtered_and_is_read_beside_named_columns(tmp_path
         ({0: {"a": 1.0}, "b": {"a": 1.0}}, "'b' must be a number of steps"),
         ({0: {"a": 1.0}, 5: {"a": 0}}, r"DataConfig\.url\[5\]\['a'\] has weight 0; leave it out"),
         ({0: {"a": 1.0}, 5: {3: 1}}, "a source must be a URL"),
-        ({0: {"a{1,2}": 1.0}}, "is a list, and a weight is of one URL"),
+        ({0: {"a{1,2}": 1.0}}, "has a brace list, which is not expanded"),
     ],
 )
 def test_weights_by_step_that_are_wrong_are_refused_by_name(url, message):

@@ -361,7 +361,6 @@ def test_rows_that_memory_does_not_hold_are_refused_when_data_is_opened(tmp_path
         ({"pack": None, "pack_columns": ()}, "pack_columns is set, and pack is not; set pack"),
         ({"url": {"a": 1.0}}, "url has weights, which count rows; pack each source beforehand"),
         ({"max_bad_fraction": 0.1}, "max_bad_fraction is 0.1"),
-        ({"source_column": "s"}, "source_column has one value for each row"),
     ],
 )
 def test_options_that_do_not_go_with_packing_are_refused(changes, message):

@@ -272,7 +272,7 @@ def map_style_in_order(folder: Path) -> MapStyleData:
     return MapStyleData(Squares(), micro_batch_size=5, shuffle=False, seed=3)
 
 
-@data_set(quick=True, source_column="source")
+@data_set(quick=True)
 def mixture(folder: Path) -> dict[str, float]:
     for number, name in enumerate("abc"):
         to_parquet(folder / name / "rows", rows_from(number * 10_000, 300 + 200 * number))
@@ -329,15 +329,6 @@ def filtered(folder: Path) -> None:
 @data_set(columns=["id", "text"], filter=(pc.field("text") > "row 2") & pc.field("even"))
 def filtered_arrow(folder: Path) -> None:
     arrow_file(folder)
-
-
-@data_set(shuffle="rows")
-def partitions(folder: Path) -> str:
-    for year in (2023, 2024, 2025):
-        for kind in ("a", "b c"):
-            table = rows_from(year * 100, 150 + year % 5 * 20)
-            to_parquet(folder / f"year={year}" / f"kind={kind}" / "rows", table)
-    return f"{folder}/**/*.parquet"
 
 
 @data_set(grows=True)

@@ -2,8 +2,18 @@
 
 The order (`sampling/`) says which rows a micro-batch has. `pipeline` reads row groups in the order
 in which they are needed, and assembles micro-batches a few steps ahead. `batch` returns one, and
-runs the part of the user's code that must run in the caller's thread. With `workers`, that part
-runs ahead too, in other processes.
+runs the part of the user's code that must run in the caller's thread: what may draw from global
+generators (`transform(batch)`, `collate_fn`, `__getitem__`), which that thread has seeded for
+(step, virtual worker). With `workers`, that part runs ahead too, in other processes, which seed
+them in the same way. `transform(batch, rng)` runs ahead, in threads, and must not keep state
+between calls.
+
+Row groups that cannot be decoded, and rows whose image cannot be: without max_bad_fraction, `batch`
+raises BadShard or UserCodeError. With it, `batch` leaves out these rows, so it has `masked` rows
+fewer than `rows` says. A worker reports what it found by `bad_row_groups`; `mark_bad` gives each
+worker those on which all have agreed. So all workers leave out the same rows. `check_bad` and
+`check_left_out` raise if these are too many: at the same step whatever the number of workers. Bad
+rows are numbered by their place in the data set + the number of row groups.
 """
 
 from __future__ import annotations
@@ -45,12 +55,19 @@ ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batch
 
 
 class MicroBatchStream(ABC):
-    """A `Dataset` (see dataset_interface.py), and the `MicroBatchSource` of its pipeline (see
-    pipeline.py), which a subclass sets."""
+    """Training data: shards at a URL, or a map-style dataset. Steps are counted from 1, epochs and
+    virtual workers from 0. It is also the `MicroBatchSource` of its pipeline (see pipeline.py),
+    which a subclass sets.
 
-    index: Index | None = None
+    `rows`, `epoch_of`, `ends_epoch`, `describe` and `masked` do no I/O.
+    """
+
+    index: Index | None = None  # for `open_data` in another process; None: map-style, pickled whole
     last_step: int | None = None  # nothing is read ahead for later steps
+    # equal for data sets that have the same rows in each step, if their batches grow alike
     fingerprint: str
+    num_rows: int
+    steps_per_epoch: int  # at least 1; of the first epoch, where the batch grows
     _pipeline: Pipeline
 
     def __init__(
@@ -63,9 +80,13 @@ class MicroBatchStream(ABC):
 
     @property
     def counts(self) -> dict[str, float]:
+        """Counters since the start: `waited_s`, the seconds in `batch` without user code in the
+        caller's thread; for shards also `row_groups_read`, `row_groups_read_again`, `requests`,
+        `retries`, `bytes_read` of the store, `bytes_from_cache`."""
         return {"waited_s": self._pipeline.outbox.waited_s}
 
     def steps_of(self, epochs: int) -> int:
+        """The number of steps of the first `epochs` epochs together."""
         return self._order.steps_of(epochs)
 
     def epoch_of(self, step: int) -> int:
@@ -75,24 +96,36 @@ class MicroBatchStream(ABC):
         return self._order.ends_epoch(step)
 
     def rows(self, step: int, virtual_worker: int) -> int:
+        """The number of rows of the micro-batch, with rows that cannot be decoded. With
+        tail="short" the last step of an epoch may have fewer rows than others, or 0."""
         return self._order.rows(step, virtual_worker)
 
     def masked(self, step: int, virtual_worker: int) -> int:
+        """The number of its rows that are known to be bad, or lie in bad row groups. Exact once
+        `batch` has returned the micro-batch."""
         return 0
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        """The bad row groups of the micro-batch, once `batch` has returned it. Row groups that were
+        found to be bad while reading ahead are not among them, so that the result does not depend
+        on how far ahead a worker reads."""
         return frozenset()
 
     def check_bad(self, row_groups: Iterable[int]) -> None:
+        """Raises DataError if these row groups have more rows than may be left out."""
         assert not list(row_groups), "none can be bad"
 
     def check_left_out(self, rows: int) -> None:
+        """Raises DataError if an evaluation of all rows must not leave out so many `rows`."""
         assert not rows, "none can be bad"
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
+        """From the next `batch` on, leaves out their rows, also in micro-batches made ahead."""
         assert not list(row_groups), "none can be bad"
 
     def describe_row_group(self, row_group: int) -> str:
+        """A name for messages. Example: "row group 3 of part-00003.parquet"; of a row, "row 17 of
+        part-00003.parquet"."""
         raise AssertionError("there are no row groups")
 
     @abstractmethod
@@ -100,11 +133,17 @@ class MicroBatchStream(ABC):
         """What the micro-batch consists of, for error messages."""
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        """A hint: from `step` on, this worker runs these. Calling it again moves it, and keeps what
+        is here of those that stay; `batch` works without."""
         self._start_processes()
         self._pipeline.read_ahead(step, virtual_workers)
 
     def batch(self, step: int, virtual_worker: int) -> Any:
-        """None if none of its rows can be decoded."""
+        """A dict of CPU tensors [rows, …] that own their memory, or what `collate_fn` returns; None
+        if all rows are masked. For any step, in any order, and any number of times: the result does
+        not depend on what was read ahead. Must not be called for a micro-batch of 0 rows. Raises
+        UserCodeError, with step and rows, for an exception in user code; StorageError; BadShard;
+        DataError."""
         self._start_processes()
         try:
             made = self._pipeline.take(step, virtual_worker)
@@ -166,8 +205,10 @@ def _new_processes(count: int) -> list[UserCodeProcess]:
 
 
 class Evaluation:
-    """An `EvaluationData` (see dataset_interface.py): the only epoch of a stream in file order, of
-    one virtual worker."""
+    """All rows once, in file order, the last batch shorter: the only epoch of a stream of one
+    virtual worker. `seed`, `epochs`, `shuffle` and `tail` do not matter. User code never runs in
+    other processes: its random numbers are those of the thread that calls `batch`.
+    """
 
     def __init__(self, stream: MicroBatchStream) -> None:
         self._stream, self.index = stream, stream.index
@@ -191,6 +232,7 @@ class Evaluation:
         return self._stream.describe(index + 1, 0)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
+        """A hint: `batch` will be called for these, in this order."""
         if indices:
             self._stream.last_step = max(indices) + 1
             self._stream.read_ahead(min(indices) + 1, [0])

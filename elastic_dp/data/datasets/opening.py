@@ -9,9 +9,9 @@ import numpy as np
 
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.columns.schema import leaves
-from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.micro_batch_stream import (
     Evaluation,
+    MicroBatchStream,
     RowStream,
     ShardStream,
     largest_bytes,
@@ -43,7 +43,7 @@ def open_data(
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
     known: Index | None = None,
-) -> Dataset:
+) -> MicroBatchStream:
     """Opens training data.
 
     - `virtual_workers`: their number, or numbers by the step after which they hold.
@@ -77,7 +77,7 @@ def open_evaluation(
     pin: bool = False,
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
-) -> EvaluationData:
+) -> Evaluation:
     """Opens data for an evaluation: all rows once, in file order. Arguments as in `open_data`."""
     if isinstance(config, MapStyleData):
         from elastic_dp.data.datasets.map_style import ItemStream
