@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,10 +151,15 @@ def kubernetes() -> str:
     """k8s/docs/reference.md with the table of faults."""
     lines = ["| fault | longest pause | all workers again | steps done again | told |"]
     lines.append("|---|---|---|---|---|")
-    for name, one in read("kubernetes")["faults"].items():
-        times = f"{one['pause_s']:.1f} s | {one['full_size_s']:.0f} s"
-        told = f'"{one["told"]}"' if one["told"] else "–"
+    found = read("kubernetes")
+    for name, one in found["faults"].items():
+        full = f"{one['full_size_s']:.0f} s" if one["full_size_s"] else "–"
+        times = f"{one['pause_s']:.1f} s | {full}"
+        told = f'"{textwrap.shorten(one["told"], 90, placeholder=" …")}"' if one["told"] else "–"
         lines.append(f"| {name} | {times} | {one['steps_done_again']} | {told} |")
+    lines += [
+        f"| {name} | – | – | – | not done: {why} |" for name, why in found["not_done"].items()
+    ]
     begin, end = "<!-- faults: begin -->", "<!-- faults: end -->"
     marked = "\n".join([begin, *lines, end])
     return re.sub(f"{begin}.*{end}", lambda _: marked, KUBERNETES.read_text(), flags=re.DOTALL)

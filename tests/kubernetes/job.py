@@ -15,7 +15,7 @@ from torch import nn
 
 import elastic_dp as edp
 
-ROWS, EPOCHS = 2048, 120
+ROWS, EPOCHS = 2048, 200
 
 
 def loss_fn(model, batch):
