@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from elastic_dp.extensions.noise_scale import NoiseScale
     from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
-    from elastic_dp.train.learning_rate import batch_lr
     from elastic_dp.train.master_weights import MasterWeights
     from elastic_dp.train.step.participants import StepParticipant, StopAgreed
 
@@ -51,7 +50,6 @@ __all__ = [
     "TrainContext",
     "WeightPrediction",
     "attach",
-    "batch_lr",
     "load_state",
     "register_state_type",
 ]
@@ -71,7 +69,6 @@ _HOMES = {
     "TrainContext": "elastic_dp.train.context",
     "WeightPrediction": "elastic_dp.extensions.delayed.weight_prediction",
     "attach": "elastic_dp.cluster.runs.attach",
-    "batch_lr": "elastic_dp.train.learning_rate",
     "load_state": "elastic_dp.checkpoint.exporting",
     "register_state_type": "elastic_dp.checkpoint.codec",
 }

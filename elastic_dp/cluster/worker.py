@@ -52,7 +52,7 @@ from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
-from elastic_dp.train.step.process_batches import ProcessBatches
+from elastic_dp.train.step.process_batches import process_batches
 from elastic_dp.train.train_function import fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
@@ -230,7 +230,7 @@ class Worker:
         self._session = WorkerSession(
             spec=self._spec,
             worker=self.identity,
-            data=data if gang is None else ProcessBatches(data, gang),
+            data=data if gang is None else process_batches(data, gang),
             device=device,
             connects_devices=connects_devices(self._spec, self._job.shares_gpu),
             link=self._link,

@@ -43,6 +43,10 @@ REMOVED_NAMES = {
         'elastic_dp.dataprep.write_shards, and pass DataConfig("shards", …); rows that have an '
         "index need no shards: pass MapStyleData"
     ),
+    "batch_lr": (
+        "batch_lr does not exist any more: write the factor for LambdaLR as a function of the "
+        "number of steps, by the sizes in ctx.virtual_workers"
+    ),
     "labels": "labels= does not exist any more: put them into config=, or into the run's name",
     "release_timeout_s": (
         "FailureConfig.release_timeout_s does not exist any more: it is 2 × heartbeat_timeout_s"

@@ -319,7 +319,7 @@ class GradientReducer:
     def finished(self) -> dict[Node, Gradients]:
         """Returns the sums of this worker's subtrees that are finished, after the step was aborted.
 
-        They are right as long as the step's inputs are; see `finished_work`.
+        They are right as long as the step's inputs are; see `FinishedWork`.
         """
         plan = self._plan
         if plan is None or not plan.exact or not plan.subtrees or self.late:

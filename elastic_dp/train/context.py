@@ -15,7 +15,7 @@ from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.sampling import StepSchedule
-from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.training_parts import StepsArguments
@@ -172,7 +172,7 @@ class TrainContext:
     @property
     def total_steps(self) -> int:
         """The number of steps of the run by `max_steps` and `epochs`; 0 if only time limits it."""
-        self._session.loop.total_steps_was_read()
+        self._session.loop.read_total_steps = True
         return self._session.total_steps
 
     @property
@@ -195,7 +195,7 @@ class TrainContext:
     @property
     def is_source(self) -> bool:
         """Whether the run starts from this worker's initial weights; other workers receive them."""
-        self._session.loop.is_source_was_read()
+        self._session.loop.read_is_source = True
         return self._session.is_source
 
     # --------------------------------------------------------------------------------- loop

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class ControllerLink(Protocol):
-    """Messages to the controller.
+    """Messages to the controller. Classes that are derived from it leave out those that nobody
+    reads.
 
     Posting never waits and never fails: the controller asks again for what was lost.
     """
@@ -33,34 +34,35 @@ class ControllerLink(Protocol):
         `previous` is the call before this one, if it is known. The receiver asks again for what it
         lacks.
         """
-        ...
+        return
 
     def say(self, text: str) -> None:
         """Sends a message for the user. Any thread may call it."""
-        ...
+        return
 
     def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
         """Reports written parts of a checkpoint. Any thread may call it."""
-        ...
+        return
 
     def skipped(self, row_groups: Sequence[str]) -> None:
         """Reports all row groups skipped so far, before this worker reports that it has
         finished."""
-        ...
+        return
 
 
 class HeartbeatStatus(Protocol):
     """The status in heartbeats: the training thread writes it, a process beside it reads it."""
 
-    def write(self, generation: int, step: int, phase: str) -> None: ...
+    def write(self, generation: int, step: int, phase: str) -> None:
+        return
 
     def write_speed(self, virtual_s: float) -> None:
         """Writes the seconds for one virtual worker; 0 if unknown in this generation."""
-        ...
+        return
 
     def write_fault(self, kind: str, text: str) -> None:
         """The device has failed (`kind`: a FaultKind), and this process ends now."""
-        ...
+        return
 
 
 @dataclass(frozen=True, slots=True)

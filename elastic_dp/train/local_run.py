@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from elastic_dp.train.checkpointing.checkpoint_committer import (
     CommitterActions,
 )
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.generations.worker_progress import LogCall
@@ -42,7 +43,7 @@ from elastic_dp.train.worker_session import WorkerSession
 
 
 @dataclass
-class LocalRun:
+class LocalRun(ControllerLink, HeartbeatStatus):
     """A group of one worker in this process, without Ray: the same session with a minimal
     controller."""
 
@@ -145,7 +146,7 @@ class LocalRun:
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.control.interrupted or not session.loop.opened or session.loop.exhausted:
                 raise Interrupted(128 + number)
-            self.control.interrupt(number)
+            self.control.interrupted = number
             self._store.raise_when_late()  # a full disk must not hold up the end
             self.say(INTERRUPTED)
 
@@ -195,23 +196,11 @@ class LocalRun:
         assert self._committer is not None
         self._committer.wrote(worker, written)
 
-    def skipped(self, row_groups: Sequence[str]) -> None:
-        """Does nothing: `WorkerSession.skipped` has the names."""
-
-    def write(self, generation: int, step: int, phase: str) -> None:
-        pass
-
     def _fail(self, error: Exception) -> None:
         """Ends the run: another process holds its folder, or the folder cannot be written any
         more."""
         self._failure = error
         self.control.release(str(error))
-
-    def write_speed(self, virtual_s: float) -> None:
-        pass
-
-    def write_fault(self, kind: str, text: str) -> None:
-        """Errors are raised as they are."""
 
     def _form(self, position: TrainingPosition, has_state: bool, restore: bool = False) -> None:
         self._generation += 1

@@ -34,7 +34,6 @@ from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource, RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Leaf, LeafRunner, OnePass
@@ -49,7 +48,7 @@ from elastic_dp.train.step.participants import (
     Results,
     StepParticipant,
     StopWish,
-    WeightDigests,
+    WeightComparison,
 )
 from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
@@ -133,6 +132,10 @@ class StepBuild:
     checkpoint: CheckpointWish = field(init=False)
     weights: WeightComparison = field(init=False)
     gradient: StepGradient = field(init=False)
+    joining: GradualJoin = field(init=False)
+    transaction: Transaction = field(init=False)
+    trial: TrialRun = field(init=False)
+    loop_guard: LoopGuard = field(init=False)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -171,7 +174,7 @@ class StepBuild:
         plain = spec.inner_steps is None and given.noise_scale_every is None
         return spec.exact and plain and self.gang is None and not given.participants
 
-    def parts(self) -> TrainingParts:
+    def make_parts(self) -> None:
         """Checks the arguments with the job, and makes the parts, with those of extensions."""
         given, spec, control, reporter = self.given, self.spec, self.control, self.reporter
         if spec.exact:
@@ -205,7 +208,7 @@ class StepBuild:
             previous=self.previous,
         )
         compared = spec.failure.compare_weights_every if spec.exact else None
-        weights = self.weights = WeightComparison(state.parameters, compared)
+        self.weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
         self.speed = ComputeSpeed(self.device, self.write_speed if by_speed else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
@@ -247,7 +250,7 @@ class StepBuild:
             keeps_finished=self.gang is None,  # its processes have not finished the same
             micro_batches=self.micro_batches_of,
         )
-        joining = GradualJoin(state, shares, allowed=self._joins_gradually)
+        self.joining = GradualJoin(state, shares, allowed=self._joins_gradually)
         results = self.results = Results(self.micro_batches, self.rows, self.gang)
         self.checkpoint = CheckpointWish(control)
         self.gradient = self.new_gradient(
@@ -265,8 +268,8 @@ class StepBuild:
             self.checkpoint,
             ParameterGroups(state.optimizers.all),
             [
-                joining,
-                WeightDigests(weights),
+                self.joining,
+                self.weights,
                 DeviceConnections(),
                 BadRowGroups(state, self.rows, results),
                 Buffers(buffers, shares.virtual_workers, reporter.pass_point, self.gang),
@@ -277,7 +280,7 @@ class StepBuild:
             ],
             self.gang,
         )
-        transaction = Transaction(
+        self.transaction = Transaction(
             state,
             self.leaves,
             self.gradient,
@@ -287,35 +290,8 @@ class StepBuild:
             reporter,
             spec.data.seed,
         )
-        trial = TrialRun(
-            state,
-            given.loss_fn,
-            self.rows,
-            self.micro_batches,
-            leaf,
-            self.gradients,
-            buffers,
-            spec.scaling.num_virtual_workers,
-            self.device,
-            reporter.report,
-            exact=spec.exact,
-            gang=self.gang,
-        )
-        guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
-        return TrainingParts(state, weights, self.micro_batches, transaction, joining, guard, trial)
-
-
-@dataclass(frozen=True)
-class TrainingParts:
-    """The parts that work on one model, from the start of the loop to its end."""
-
-    state: TrainState
-    weights: WeightComparison
-    micro_batches: MicroBatchRunner
-    transaction: Transaction
-    joining: GradualJoin
-    loop_guard: LoopGuard
-    trial: TrialRun
+        self.trial = TrialRun(self.leaves, given.loss_fn, self.device, self.gang)
+        self.loop_guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
 
 
 def _refuse_inner_arguments(given: StepsArguments) -> None:

@@ -13,31 +13,11 @@ class UserLoop:
     in_body: bool = False  # between two steps
     exhausted: bool = False  # the loop received the end of the steps
     failure: Exception | None = None  # the first error of ctx.steps; user code may swallow it
-    read_is_source: bool = False
-    read_total_steps: bool = False
+    read_is_source: bool = False  # the code may depend on whether its weights count
+    read_total_steps: bool = False  # the code may depend on the length of the run
     handlers: Mapping[Any, Any] = field(default_factory=dict)  # of signals, when it was called
 
     def failed(self, error: Exception) -> Exception:
         """Records an error. Returns the first one."""
         self.failure = self.failure or error
         return self.failure
-
-    def open(self) -> None:
-        self.opened = True
-
-    def body_begins(self) -> None:
-        self.in_body = True
-
-    def body_ended(self) -> None:
-        self.in_body = False
-
-    def steps_ended(self) -> None:
-        self.exhausted = True
-
-    def is_source_was_read(self) -> None:
-        """The code may depend on whether its weights count."""
-        self.read_is_source = True
-
-    def total_steps_was_read(self) -> None:
-        """The code may depend on the length of the run."""
-        self.read_total_steps = True

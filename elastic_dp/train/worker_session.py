@@ -60,12 +60,10 @@ from elastic_dp.train.interruption import INTERRUPTED_REASON, NO_HANDLERS, handl
 from elastic_dp.train.loop_guard.steps_arguments import check_schedule_lasts, decay_by_epochs
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
-from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.state.train_state import StepRecord, TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.micro_batch import MicroBatchRunner
-from elastic_dp.train.step.participants import RetryStep, StopAgreed
+from elastic_dp.train.step.participants import RetryStep, StopAgreed, WeightComparison
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.training_parts import StepBuild, StepsArguments
@@ -238,29 +236,29 @@ class WorkerSession:
             planned_checkpoint=None if self.checkpoints is None else self._plans_checkpoint,
             gang=self.gang,
         )
-        self._parts = build.parts()
+        self._parts = build
+        build.make_parts()
         self._groups.expect_buffers(large=self.transaction.gradient.exchange.is_large)
         self.faults.watch(list(self.state.parameters.values()))
-        ours = self.state, self.transaction.leaves.buffers, self.weights, self.data, self.progress
-        told = self.control, self.reporter, self.device, self.total_steps, self.gang
-        self._transfer = StateTransfer(*ours, *told)
+        self._transfer = StateTransfer(self)
         kind = build.kind_of(machine_kind(self.device, self.spec.exact))
         software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
-        self.state.computed_by(kind)
+        self.state.kinds = [kind]
         if self.checkpoints is not None:
-            self._open_checkpoints(self.checkpoints, given)
+            self.checkpoints.open(self, self._signature, given)
+            self._opened_checkpoints = self.checkpoints
         elif self.gang is not None and self.gang.helps_to_gather:
             from elastic_dp.train.checkpointing.worker_checkpointer import FollowerCheckpoints
 
             self._opened_checkpoints = FollowerCheckpoints(self.state, self.control, self.reporter)
-        self.loop.open()
+        self.loop.opened = True
         if self.spec.exact and self.is_source and attends_by_math(self.device):
             self.link.say(BY_MATH)
         can_source = self._can_source  # as of now: the probe may take long
-        self._try_out(self._parts.trial)
-        self._parts.loop_guard.loss_tried()
+        self._try_out(build.trial)
+        build.loop_guard.loss_tried()
         self.inexact_because[:] = self.control.ready(self.inexact_because)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
@@ -268,18 +266,21 @@ class WorkerSession:
         """Runs a micro-batch before the first step, and undoes it."""
         leaves = self.transaction.leaves
         leaves.gradients.preallocate(leaves.shares.least)
-        if self.is_source:
-            trial.probe(self.inexact_because, self.link.say)
-        else:
-            self._groups.load_kernels()
-            trial.warm_up()
-            self.state.preallocate()  # behind the trial, whose gradients are free now
+        try:
+            if self.is_source:
+                trial.probe(self.inexact_because, self.link.say)
+            else:
+                self._groups.load_kernels()
+                trial.warm_up()
+                self.state.preallocate()  # behind the trial, whose gradients are free now
+        finally:
+            self.report("start")
 
     def next_step(self) -> StepRecord | None:
         """Returns the next committed step, or None after the last. Raises Released when
         released."""
         self._parts.loop_guard.body_ended(self._warn)
-        self.loop.body_ended()
+        self.loop.in_body = False
         self._checkpoint_if_requested()
         if self.control.interrupted:
             raise Interrupted(128 + self.control.interrupted)
@@ -297,7 +298,7 @@ class WorkerSession:
                 if self.ended == INTERRUPTED_REASON and self.checkpoints is not None:
                     self.checkpoints.raise_when_late()
                 self._checkpoint_if_requested()
-                self.loop.steps_ended()
+                self.loop.exhausted = True
                 self.progress.loop_left()
                 self.report("body")
                 return None
@@ -472,9 +473,7 @@ class WorkerSession:
         """Lets these ranks take the state over while the others train; none: all have it."""
         self.transaction.leaves.shares.joining = ranks
         members = enumerate(membership.members)
-        self.weights.compare_among(
-            tuple(member.worker for rank, member in members if rank not in ranks)
-        )
+        self.weights.members = tuple(m.worker for rank, m in members if rank not in ranks)
 
     def _complete_join(self) -> None:
         """Gives those who join what does not travel in parts. Raises GroupError."""
@@ -561,7 +560,7 @@ class WorkerSession:
         self.progress.step_committed(record.number, is_last=is_last)
 
     def _body_begins(self, record: StepRecord) -> StepRecord:
-        self.loop.body_begins()
+        self.loop.in_body = True
         # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
         self._parts.loop_guard.body_begins(record.number)
@@ -582,20 +581,6 @@ class WorkerSession:
         It may not if the worker's code made them knowing that they do not count.
         """
         return self.is_source or not self.loop.read_is_source
-
-    def _open_checkpoints(self, checkpoints: WorkerCheckpointer, given: StepsArguments) -> None:
-        from elastic_dp.train.checkpointing.job_match import GROWTH, job_identity
-        from elastic_dp.train.checkpointing.worker_checkpointer import CheckpointedParts
-
-        told = self.total_steps if self.loop.read_total_steps else None
-        job = {**job_identity(self.spec), GROWTH: self.spec.scaling.growth}
-        names = ("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every")
-        options = {name: getattr(given, name) for name in (*names, "rounding_name")}
-        parts = CheckpointedParts(
-            self.state, self.weights, self.progress, self.loop, self.control, self.reporter
-        )
-        checkpoints.open(parts, self._signature, job, told, options)
-        self._opened_checkpoints = checkpoints
 
     def _plans_checkpoint(self, step: int) -> bool:
         assert self.checkpoints is not None

@@ -13,8 +13,7 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.storage import Store
-from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import StepRecord, TrainState
 
 _numbers = itertools.count()
 

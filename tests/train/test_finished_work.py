@@ -16,14 +16,14 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.state_transfer import StateTransfer
-from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.step.finished_work import (
+from elastic_dp.train.step.leaf_runner import (
     FinishedNode,
     FinishedWork,
+    LeafRunner,
     StepInputs,
 )
-from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.micro_batch import MicroBatchResult
+from elastic_dp.train.step.precision import LossScale
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain

@@ -39,11 +39,10 @@ def training(make):
     def train(ctx):
         model = classifier()
         optimizer = make(model)
-        factor = edp.batch_lr(ctx.virtual_workers, base=8, rule="sqrt", warmup_steps=4)
         schedulers = (
             {}
             if make is MuonAndAdamW
-            else {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor)}
+            else {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)}
         )
         for step in ctx.steps(model, optimizer, cross_entropy, clip_norm=1.0, **schedulers):
             ctx.log({"loss": step.loss})

@@ -12,7 +12,7 @@ import elastic_dp as edp
 from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.errors import LoopError, SpecError
 from elastic_dp.extensions.noise_scale import SQUARE, TRACE, estimated
-from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import StepRecord
 from tests.runs import PATIENT, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 

@@ -1,7 +1,7 @@
 """Distributes virtual workers so that those which members have finished of a step stay with them.
 
 A step that was cut starts again in the next generation. Each member has told which subtrees of
-virtual workers it has finished in it (see train/step/finished_work.py). Contiguous ranges for a
+virtual workers it has finished in it (see train/step/leaf_runner.py). Contiguous ranges for a
 group of another size move many of them to other members, where they run again. Here every member
 keeps what it has finished, as far as its new share allows, and the others are distributed.
 

@@ -35,7 +35,7 @@ from elastic_dp.errors import GroupError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import rounding_seed
 from elastic_dp.train.state.previous_step import PreviousStep
-from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork
+from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork
 from elastic_dp.train.step.micro_batch import take_read
 from elastic_dp.train.step.step_gradient import StepGradient
 

@@ -30,7 +30,6 @@ from typing import Any
 import cloudpickle
 import torch
 
-from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.worker import FollowerProcess, connects_devices
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
@@ -43,11 +42,11 @@ from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.local_mesh import open_local_mesh
 from elastic_dp.threads import background
+from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
 from elastic_dp.train.gang import Gang
-from elastic_dp.train.generations.worker_progress import LogCall
-from elastic_dp.train.step.process_batches import ProcessBatches
+from elastic_dp.train.step.process_batches import process_batches
 from elastic_dp.train.train_function import fail_worker, train_until_released
 from elastic_dp.train.worker_session import WorkerSession
 
@@ -144,7 +143,7 @@ def follow(
     session = WorkerSession(
         spec=spec,
         worker=identity,
-        data=ProcessBatches(data, gang),
+        data=process_batches(data, gang),
         device=device,
         connects_devices=connects_devices(spec, shares_gpu),
         link=link,
@@ -159,8 +158,8 @@ def follow(
     return train_until_released(train, session)
 
 
-class _FollowerLink:
-    """Implements `ControllerLink` and `HeartbeatStatus`: the first process says the same."""
+class _FollowerLink(ControllerLink, HeartbeatStatus):
+    """The first process says the same."""
 
     def __init__(self, control: FollowerControl) -> None:
         self._control = control
@@ -171,24 +170,6 @@ class _FollowerLink:
 
     def register(self, record: MemberRecord) -> None:
         self._control.tell(record)
-
-    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def wrote(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        pass
-
-    def skipped(self, row_groups: Sequence[str]) -> None:
-        pass
-
-    def write(self, generation: int, step: int, phase: str) -> None:
-        pass
-
-    def write_speed(self, virtual_s: float) -> None:
-        pass
 
     def write_fault(self, kind: str, text: str) -> None:
         self._control.tell(Faulted(kind, text))  # this process ends now, and the worker with it

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm, PieceReduction
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.step.participants import StepParticipant, Verdict
+from elastic_dp.train.step.participants import StepParticipant, Verdict, WeightComparison
 
 
 class ShardedUpdate(StepParticipant):

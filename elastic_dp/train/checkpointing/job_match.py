@@ -39,19 +39,19 @@ def hyperparameters_of(
     `total_steps` is the total that the code read: the code may have derived any argument from it,
     and an argument such as a lambda has no text.
     """
-    groups = [
-        {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
-        for group in optimizer.param_groups
-    ]
-    state = {} if scheduler is None else scheduler.state_dict()
+    groups = optimizer.param_groups
+    values = {
+        f"the optimizer's {key}" + (f" (group {number})" if len(groups) > 1 else ""): value
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in _FOLLOWS
+    }
+    for key, value in () if scheduler is None else scheduler.state_dict().items():
+        if key not in _FOLLOWS and not key.startswith("_"):
+            values[f"the scheduler's {key}"] = value
     return {
         "optimizer": type(optimizer).__name__,
-        "groups": groups,
-        "scheduler": {
-            key: _text(value)
-            for key, value in state.items()
-            if key not in _FOLLOWS and not key.startswith("_")
-        },
+        "values": {name: _text(value) for name, value in values.items()},
         "options": {key: _text(value) for key, value in options.items()},
         "total_steps": total_steps,
     }
@@ -60,19 +60,11 @@ def hyperparameters_of(
 def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
     """Returns a text for what has changed since the checkpoint of `step` was made. Both are as
     `hyperparameters_of` returns them."""
-    pairs = [
-        *(
-            (f"the optimizer's {key}{_of_group(i, now)}", old.get(key), new.get(key))
-            for i, (old, new) in enumerate(zip(then["groups"], now["groups"], strict=False))
-            for key in sorted(old | new)
-        ),
-        *(
-            (f"the scheduler's {key}", then["scheduler"].get(key), now["scheduler"].get(key))
-            for key in sorted(then["scheduler"] | now["scheduler"])
-        ),
-    ]
+    before, after = then["values"], now["values"]
     texts = [
-        f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new
+        f"{name} is {after.get(name)} in the code now, was {before.get(name)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
     changes = []
     if texts:
@@ -215,10 +207,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return "a number" if isinstance(value, Real | torch.Tensor) else type(value).__name__
-
-
-def _of_group(number: int, made: Mapping[str, Any]) -> str:
-    return f" (group {number})" if len(made["groups"]) > 1 else ""
 
 
 def _text(value: Any) -> str:

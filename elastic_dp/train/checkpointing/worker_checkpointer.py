@@ -17,8 +17,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,32 +38,29 @@ from elastic_dp.errors import (
     StorageError,
 )
 from elastic_dp.train.checkpointing.job_match import (
+    GROWTH,
     changes_since,
     check_fits,
     check_job,
     hyperparameters_of,
+    job_identity,
 )
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import rehome_state
-from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.user_loop import UserLoop
+from elastic_dp.train.state.train_state import StepRecord, TrainState
 
+if TYPE_CHECKING:
+    from elastic_dp.train.training_parts import StepsArguments
+    from elastic_dp.train.worker_session import WorkerSession
 
-@dataclass(frozen=True)
-class CheckpointedParts:
-    """What a checkpoint is taken of, and what says when."""
-
-    state: TrainState
-    weights: WeightComparison
-    progress: WorkerProgress
-    loop: UserLoop
-    control: WorkerControl
-    reporter: PhaseReporter
+# Of `ctx.steps`, which may change when a run continues.
+_OPTIONS = (
+    *("precision", "clip_norm", "clip_value", "inner_clip_norm", "noise_scale_every"),
+    "rounding_name",
+)
 
 
 class WorkerCheckpointer:
@@ -104,29 +100,20 @@ class WorkerCheckpointer:
         """The loop body requests a checkpoint of this step."""
         self._requested = True
 
-    def open(
-        self,
-        given: CheckpointedParts,
-        signature: Signature,
-        job: Mapping[str, Any],
-        total_steps: int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        """Prepares for checkpoints before training. Raises StateError if some state cannot be
-        stored.
-
-        `job` holds what determines the result besides the data, by name. `total_steps` is the total
-        that the train function has read, if it did. `options` are those of `ctx.steps` that change
-        what is computed.
-        """
-        self._parts, state = given, given.state
+    def open(self, session: WorkerSession, signature: Signature, given: StepsArguments) -> None:
+        """Begins to take checkpoints of the session's state. Raises StateError if it cannot be
+        stored, before the first step."""
+        self._session, state, spec = session, session.state, session.spec
+        total_steps = session.total_steps if session.loop.read_total_steps else None
+        options = {name: getattr(given, name) for name in _OPTIONS}
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps, options)
+        job = {**job_identity(spec), GROWTH: spec.scaling.growth}
         software = {name.lower(): version for name, version in signature.software}
         self._metadata = CommitMetadata(
             job=software.pop("code", ""),
             data=signature.data,
             versions=software | {"python": platform.python_version(), "kind": signature.kind},
-            naming=naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)},
+            naming=naming_of(state.model, state.optimizer) | {"made": made, "job": job},
         )
         if self._config.enabled:
             encode(_tree(state, WorkerProgress(), whole=not state.in_parts))
@@ -161,36 +148,36 @@ class WorkerCheckpointer:
     def take_if_due(self, writers: Sequence[WorkerId] = ()) -> None:
         """Takes a checkpoint of the step that has ended, if one is due, or if the controller names
         the `writers` that share it. Returns when the state is copied."""
-        if self._has_right_state() and self._parts.state.record is not None:
-            self._take_if_due(self._parts.state.record, writers)
+        if self._has_right_state() and self._session.state.record is not None:
+            self._take_if_due(self._session.state.record, writers)
         self._needs_no_help()
 
     def _take_if_due(self, record: StepRecord, writers: Sequence[WorkerId]) -> None:
-        parts, control = self._parts, self._parts.control
-        step = parts.progress.position.step
+        session, control = self._session, self._session.control
+        step = session.progress.position.step
         if not self._prepared:
             self._prepared = True
-            self._prepare(parts.state)
-        is_last = bool(control.interrupted or parts.progress.position.ended)  # none follows it
+            self._prepare(session.state)
+        is_last = bool(control.interrupted or session.progress.position.ended)  # none follows it
         wanted = record.kept or self._requested or self._is_multiple(step) or is_last
         is_due = step >= self._due_from and wanted
         if is_due or (writers and not (self.busy and self._due_from == step + 1)):
-            parts.reporter.report("keep")
-            parts.reporter.pass_point("keeping")
+            session.reporter.report("keep")
+            session.reporter.pass_point("keeping")
             # The members skip it while an upload of one of them is late, as its header said.
             ready = is_last or ((writers or not record.late) and self._is_ready(step, writers))
             if ready:
-                self._take(step, tuple(writers) or parts.weights.members)
+                self._take(step, tuple(writers) or session.weights.members)
             elif is_due:  # a later step may satisfy it; the controller itself requests it again
                 self._requested = False
                 control.request_checkpoint()
-            parts.weights.compare_after(step)  # other members may have taken it
-        control.upload_is_late(self._uploader.late)
+            session.weights.wanted = step  # other members may have taken it
+        control.checkpoint_late = self._uploader.late
 
     def _has_right_state(self) -> bool:
-        parts = self._parts
-        has_state = parts.progress.has_state and parts.weights.mismatch is None
-        return has_state and not parts.loop.in_body
+        session = self._session
+        has_state = session.progress.has_state and session.weights.mismatch is None
+        return has_state and not session.loop.in_body
 
     def _prepare(self, state: TrainState) -> None:
         """Makes ready for the first snapshot, once the optimizer has its state. One of what is
@@ -226,7 +213,7 @@ class WorkerCheckpointer:
         message.
         """
         by_job = self._requested or self._config.enabled
-        state, progress = self._parts.state, self._parts.progress
+        state, progress = self._session.state, self._session.progress
         self._due_from, self._requested = step + 1, False
         try:
             self._uploader.wait()
@@ -260,12 +247,12 @@ class WorkerCheckpointer:
     def take_without_controller(self) -> None:
         """Writes and commits a last checkpoint, and reports the outcome, when no controller has
         answered for long; unless the body is running. See checkpoint_without_controller.py."""
-        if self._has_right_state() and self._parts.state.holders.has_all:
+        if self._has_right_state() and self._session.state.holders.has_all:
             self._commit_without_controller()
         self._needs_no_help()
 
     def _commit_without_controller(self) -> None:
-        state, step = self._parts.state, self._parts.progress.position.step
+        state, step = self._session.state, self._session.progress.position.step
         with contextlib.suppress(StorageError):
             self._uploader.wait()
         tree = self._gathered_tree()
@@ -292,14 +279,14 @@ class WorkerCheckpointer:
     def _gathered_tree(self) -> dict[str, Any]:
         """Returns the state. If it is sharded over the processes of this worker, the others help to
         gather it (`FollowerCheckpoints`)."""
-        state = self._parts.state
+        state = self._session.state
         if state.in_parts:
-            self._parts.control.agreed(True)
-        return _tree(state, self._parts.progress)
+            self._session.control.agreed(True)
+        return _tree(state, self._session.progress)
 
     def _needs_no_help(self) -> None:
-        if self._parts.state.in_parts:
-            self._parts.control.agreed(False)
+        if self._session.state.in_parts:
+            self._session.control.agreed(False)
 
     def restore(
         self,
@@ -316,7 +303,7 @@ class WorkerCheckpointer:
         the tree, the step and `_places_here`, and returns what of the tree is for this process.
         Raises RunMismatch if the checkpoint is not of this job.
         """
-        state = self._parts.state
+        state = self._session.state
         holders, among = state.holders, (len(membership.members), membership.topology)
 
         def damaged(error: CheckpointDamaged) -> None:

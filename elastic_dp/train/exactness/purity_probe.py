@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +30,9 @@ from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
 from elastic_dp.errors import DataError, LossError
 from elastic_dp.train.exactness.facts import Facts, listed, with_values
+
+if TYPE_CHECKING:
+    from elastic_dp.train.step.trial_run import TrialRun
 
 _NAMED = 5  # differences that a message names
 
@@ -45,23 +48,8 @@ class ProbeOutcome:
     metrics: Facts = field(default_factory=dict)
 
 
-class ProbeTarget(Protocol):
-    """The part of `TrialRun` that a probe needs."""
-
-    exact: bool
-    device: torch.device
-
-    def run_trial(self) -> ProbeOutcome | None:
-        """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
-        ...
-
-    def holds(self) -> tuple[Facts, Facts]:
-        """Returns the present `ProbeOutcome.left` and `ProbeOutcome.kept`."""
-        ...
-
-
 def probe(
-    runs: ProbeTarget,
+    runs: TrialRun,
     because: list[str],
     say: Callable[[str], None],
     tolerates: Callable[[], AbstractContextManager[None]] = suppress_errors_of_code,

@@ -17,11 +17,6 @@ import torch
 from elastic_dp.checkpoint.layout import TensorSpec, flat_bytes
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.train.gang import Gang
-from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.state_moves import StateUnit, hand_out, move, units_of
 from elastic_dp.train.state.state_payload import (
     DIGEST_BYTES,
@@ -30,12 +25,10 @@ from elastic_dp.train.state.state_payload import (
     from_vector,
     to_vectors,
 )
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
-from elastic_dp.train.step.batch_source import BatchSource
 
 if TYPE_CHECKING:
     from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+    from elastic_dp.train.worker_session import WorkerSession
 
 # What a step changes has the same bits on all members at one step, so any of them can send it. What
 # the loop body changes may differ, so all of it comes from the source.
@@ -69,23 +62,9 @@ def _moved(payload: StatePayload) -> list[TensorSpec]:
 class StateTransfer:
     """Executes the plan of one worker, once a group is formed: `move` or `restore`."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        buffers: ModuleBuffers,
-        weights: WeightComparison,
-        data: BatchSource,
-        progress: WorkerProgress,
-        control: WorkerControl,
-        reporter: PhaseReporter,
-        device: torch.device,
-        total_steps: int,
-        gang: Gang | None = None,
-    ) -> None:
-        self._state, self._buffers, self._weights, self._data = state, buffers, weights, data
-        self._progress, self._control, self._reporter = progress, control, reporter
-        self._device, self._total_steps = device, total_steps
-        self._gang = gang
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+        self._state, self._progress, self._gang = session.state, session.progress, session.gang
         self._moved: Sequence[TensorSpec] = ()  # what travels in parts
 
     def payload(self) -> StatePayload:
@@ -97,7 +76,7 @@ class StateTransfer:
             "position": list(progress.position),
             "of_finished_bodies": progress.of_finished_bodies(),
         }
-        return StatePayload.of(tree | ours | {"agreed": self._weights.agreed})
+        return StatePayload.of(tree | ours | {"agreed": self._session.weights.agreed})
 
     def move(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None, lineage_id: int
@@ -134,7 +113,7 @@ class StateTransfer:
         tree = told.tree()
         position = TrainingPosition(*tree["position"])
         keeps = kept == position.step and before == self._moved
-        self._progress.follows(position)
+        self._progress.position = position  # it makes the steps of the others from here on
         return self._state.prepare_to_join(tree, anew=not keeps), keeps
 
     def complete_join(
@@ -148,8 +127,8 @@ class StateTransfer:
             self._adopt(told, lineage_id)
 
     def _enters(self, *, sends: bool) -> None:
-        self._reporter.report("give" if sends else "receive")
-        self._reporter.pass_point("sending_state" if sends else "receiving_state")
+        self._session.report("give" if sends else "receive")
+        self._session.pass_point("sending_state" if sends else "receiving_state")
 
     def _tell(
         self, group: ProcessGroup, plan: TransferPlan, payload: StatePayload | None
@@ -168,7 +147,7 @@ class StateTransfer:
         text = hand_out(group, text, plan.source, others, nbytes_of_text)
         if payload is None:
             targets = None if self._progress.has_state else self._state.own_tensors
-            payload = StatePayload.receive(text, self._device, targets)
+            payload = StatePayload.receive(text, self._session.device, targets)
         elif group.rank not in alike:  # its loop body keeps state of another kind, so it sends none
             payload = StatePayload.receive(text, torch.device("meta"), None)
         return payload, alike
@@ -196,7 +175,7 @@ class StateTransfer:
 
     def _adopt(self, payload: StatePayload, lineage_id: int) -> None:
         tree, joins = payload.tree(), not self._progress.has_state
-        self._control.may_continue()
+        self._session.control.may_continue()
         position = TrainingPosition(*tree["position"])
         if joins or position.step > self._progress.position.step:
             self._state.adopt(tree, body=joins)
@@ -204,10 +183,11 @@ class StateTransfer:
             if joins:
                 self._progress.joined(*tree["of_finished_bodies"])
             else:
-                self._progress.another_body_begins()
+                self._progress.evaluations_begun = 0  # this worker runs the body of that step
             record = self._state.record
             if record is not None and record.kept and not joins:
-                self._control.checkpoint_agreed()  # all members agreed on a checkpoint of this step
+                # All members agreed on a checkpoint of this step.
+                self._session.control.checkpoint_wanted = False
         # Otherwise the source was ahead only by an evaluation or the end of the run, and this
         # worker keeps the hyper-parameters that its own body set.
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
@@ -225,19 +205,20 @@ class StateTransfer:
             return
 
         def enters(phase: str) -> None:
-            self._reporter.report(phase)
-            self._reporter.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
+            self._session.report(phase)
+            self._session.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
         share = None if self._gang is None else self._share
-        self._restored(*checkpoints.restore(group, membership, self._device, enters, share))
+        device = self._session.device
+        self._restored(*checkpoints.restore(group, membership, device, enters, share))
 
     def _restore_part(self) -> None:
         """Takes over what the first process of this worker has restored for this one."""
         assert self._gang is not None
-        self._reporter.report("restore")
-        self._reporter.pass_point("restoring")
+        self._session.report("restore")
+        self._session.pass_point("restoring")
         content = torch.frombuffer(bytearray(self._gang.control.scatter(())), dtype=torch.uint8)
-        tree = from_vector(content, self._device)
+        tree = from_vector(content, self._session.device)
         self._state.adopt(tree, body=True)
         self._restored(tree["restored"], tree)
 
@@ -253,10 +234,11 @@ class StateTransfer:
 
     def _restored(self, step: int, tree: Mapping[str, Any]) -> None:
         self._state_changed(agreed=step)
-        is_last = bool(self._total_steps and step >= self._total_steps)
+        total_steps = self._session.total_steps
+        is_last = bool(total_steps and step >= total_steps)
         self._progress.restored(step, tree["evaluations"], tree["log_calls"], is_last=is_last)
 
     def _state_changed(self, agreed: int) -> None:
-        self._data.mark_bad(self._state.bad_row_groups)
-        self._buffers.reload()
-        self._weights.agreed_at(agreed)
+        self._session.data.mark_bad(self._state.bad_row_groups)
+        self._session.transaction.leaves.buffers.reload()
+        self._session.weights.agreed = agreed

@@ -86,13 +86,11 @@ class WorkerControl:
     _checkpoint: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
-    checkpoint_wanted: bool = False
-    checkpoint_late: bool = (
-        False  # this worker's last upload is late, so no member takes the next one
-    )
-    interrupted: int = (
-        0  # the signal that the user's own process received: the loop ends at its head
-    )
+    checkpoint_wanted: bool = False  # until the members agree on one
+    # This worker's last upload is late: while it is, no member takes the next checkpoint.
+    checkpoint_late: bool = False
+    # The signal that the user's own process received: the loop ends at its head.
+    interrupted: int = 0
     _abortables: list[Abortable] = field(default_factory=list)
 
     def form(self, membership: Membership) -> None:
@@ -140,10 +138,6 @@ class WorkerControl:
     def request_checkpoint(self) -> None:
         """Requests a checkpoint of one of the next steps: the next header tells all members."""
         self.checkpoint_wanted = True
-
-    def interrupt(self, number: int) -> None:
-        """Records that the user's own process received this signal."""
-        self.interrupted = number
 
     def checkpoint_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
         with self._changed:
@@ -293,17 +287,6 @@ class WorkerControl:
                 self._asked = 0
             self._abortables = []
             return self._generation
-
-    def checkpoint_agreed(self) -> None:
-        """Clears the request for a checkpoint: the members agreed on one."""
-        self.checkpoint_wanted = False
-
-    def upload_is_late(self, late: bool) -> None:
-        """Records whether this worker's last upload is late.
-
-        While it is, no member takes the next checkpoint.
-        """
-        self.checkpoint_late = late
 
     def _over(self) -> str | None:
         if self._ended >= self._generation:

@@ -28,11 +28,6 @@ class WorkerProgress:
     logged: LogCall | None = None  # the last call of ctx.log, if it is known
     loop_left_with: tuple[int, LogCall | None] | None = None  # evaluations_begun and logged
 
-    def follows(self, position: TrainingPosition) -> None:
-        """Records that this worker, which has no complete state yet, makes the steps of the others
-        from this position on."""
-        self.position = position
-
     def step_committed(self, step: int, *, is_last: bool) -> None:
         self.position = TrainingPosition(step, int(is_last))
         self.ended = LAST_STEP if is_last else None
@@ -91,10 +86,6 @@ class WorkerProgress:
     def joined(self, evaluations_begun: int, logged: LogCall | None) -> None:
         """Records `of_finished_bodies` of the source of the state."""
         self.evaluations_begun, self.logged = evaluations_begun, logged
-
-    def another_body_begins(self) -> None:
-        """Records that a step came which this worker had not committed. It runs its body."""
-        self.evaluations_begun = 0
 
     def took_over(
         self,

@@ -40,8 +40,8 @@ _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
 
 
-class _Container(NamedTuple):
-    """What an attribute holds that is not one value."""
+class _Held(NamedTuple):
+    """A tensor, with its version, or a container, with a copy, in an attribute."""
 
     place: int
     key: str
@@ -49,12 +49,15 @@ class _Container(NamedTuple):
     before: Any
 
     @classmethod
-    def of(cls, place: int, key: str, held: Any) -> _Container:
-        return cls(place, key, held, held.copy())
+    def of(cls, place: int, key: str, held: Any) -> _Held:
+        is_tensor = isinstance(held, torch.Tensor)
+        return cls(place, key, held, held._version if is_tensor else held.copy())
 
     @property
     def has_changed(self) -> bool:
         held, before = self.held, self.before
+        if isinstance(held, torch.Tensor):
+            return bool(held._version != before)
         if isinstance(held, np.ndarray):
             return held.shape != before.shape or held.tobytes() != before.tobytes()
         if len(held) != len(before) or isinstance(held, set):
@@ -89,8 +92,7 @@ class ModuleAttributes:
         self._numbers: list[tuple[int, list[str]]] = []
         self._readers: list[Callable[[dict[str, Any]], Any]] = []
         self._watched: list[dict[str, Any]] = []
-        self._tensors: list[tuple[int, str, torch.Tensor]] = []
-        self._containers: list[_Container] = []
+        self._held: list[_Held] = []  # tensors and containers
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
         self._made: int | None = None  # hooks of this process, when those of the modules were found
         self._hooks: dict[str, Any] = {}  # where a module has some, by name
@@ -104,10 +106,7 @@ class ModuleAttributes:
             self._sizes = sizes
             self._find_attributes()
         self._values = self._read()
-        self._versions = [tensor._version for *_, tensor in self._tensors]
-        self._containers = [
-            _Container.of(place, key, held) for place, key, held, _ in self._containers
-        ]
+        self._held = [_Held.of(place, key, held) for place, key, held, _ in self._held]
 
     def tried(self) -> None:
         """Takes what the micro-batch before the first step has changed. It may fill caches."""
@@ -136,9 +135,9 @@ class ModuleAttributes:
             name, module = self._modules[place]
             keys = sorted(key for at, key in changed if at == place)
             before, now = began.get(place, {}), self._dicts[place]
-            for (at, key, tensor), version in zip(self._tensors, self._versions, strict=True):
-                if at == place and tensor._version != version:
-                    raise ModelError(_in_place_refusal(name, key))
+            for one in self._held:
+                if one.place == place and isinstance(one.held, torch.Tensor) and one.has_changed:
+                    raise ModelError(_in_place_refusal(name, one.key))
             if id(module) in written:
                 raise ModelError(_refusal(name, keys, before, now))
             self._restore(place, before)
@@ -189,7 +188,7 @@ class ModuleAttributes:
     def _find_attributes(self) -> None:
         self._names = [set(held) for held in self._dicts]
         self._numbers, self._readers, self._watched = [], [], []
-        self._tensors, self._containers = [], []
+        self._held = []
         for place, ((_, module), held) in enumerate(zip(self._modules, self._dicts, strict=True)):
             is_layer = _is_layer(module)
             keys = []
@@ -198,10 +197,10 @@ class ModuleAttributes:
                     continue
                 if type(value) in _WATCHED:
                     keys.append(key)
-                elif isinstance(value, torch.Tensor) and not is_layer:
-                    self._tensors.append((place, key, value))
-                elif not is_layer and _is_small_container(value):
-                    self._containers.append(_Container(place, key, value, None))
+                elif not is_layer and (
+                    isinstance(value, torch.Tensor) or _is_small_container(value)
+                ):
+                    self._held.append(_Held(place, key, value, None))
             if keys:
                 self._numbers.append((place, keys))
                 self._watched.append(held)
@@ -210,10 +209,7 @@ class ModuleAttributes:
     def _has_other_kinds(self) -> bool:
         """Whether other objects are there than when the attributes were found, as the loop's body
         or a cache of the first micro-batch may leave them."""
-        held = [(place, key, one) for place, key, one, _ in self._containers]
-        return any(
-            self._dicts[place].get(key) is not one for place, key, one in (*self._tensors, *held)
-        )
+        return any(self._dicts[one.place].get(one.key) is not one.held for one in self._held)
 
     def _read(self) -> list[Any]:
         try:
@@ -229,11 +225,9 @@ class ModuleAttributes:
                 return True
         except (KeyError, RuntimeError, ValueError):  # one is gone, or a tensor now
             return True
-        if not (self._tensors or self._containers):
+        if not self._held:
             return False
-        if self._has_other_kinds() or [t._version for *_, t in self._tensors] != self._versions:
-            return True
-        return any(one.has_changed for one in self._containers)
+        return self._has_other_kinds() or any(one.has_changed for one in self._held)
 
     def _before(self) -> dict[int, dict[str, Any]]:
         """Returns the numbers that are watched by the places of their modules, as the step
@@ -252,23 +246,19 @@ class ModuleAttributes:
         }
         for place, (held, names) in enumerate(zip(self._dicts, self._names, strict=True)):
             changed |= {(place, key) for key in held.keys() - names}
-        for (place, key, tensor), version in zip(self._tensors, self._versions, strict=True):
-            if self._dicts[place].get(key) is not tensor or tensor._version != version:
-                changed.add((place, key))
-        for one in self._containers:
+        for one in self._held:
             if self._dicts[one.place].get(one.key) is not one.held or one.has_changed:
                 changed.add((one.place, one.key))
         return changed
 
     def _restore(self, place: int, before: dict[str, Any]) -> None:
         held = self._dicts[place]
-        before |= {key: tensor for at, key, tensor in self._tensors if at == place}
         for key in held.keys() - self._names[place]:
             del held[key]
         for key, value in before.items():
             if held.get(key, self) is not value:
                 held[key] = value
-        for one in self._containers:
+        for one in self._held:
             if one.place == place:
                 held[one.key] = one.held
                 if one.has_changed:

@@ -135,11 +135,6 @@ class OptimizerState:
             for value in self.outer.state.get(p, {}).values():
                 whole_of(value)
 
-    def adopt(self, state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-        """Takes over `state`, as `state()` returns it, and `held`, as `now()` returns it."""
-        self.adopt_state(state)
-        self.adopt_held(held)
-
     def adopt_state(self, state: Mapping[str, Any]) -> None:
         """Takes over `state`, as `state()` returns it."""
         outer = {"parameters": state["optimizer"], "rest": state["optimizer_rest"]}

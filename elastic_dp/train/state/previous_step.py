@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import LossError
-from elastic_dp.train.state.buffer_memory import copy_values
-from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.module_buffers import ModuleBuffers, copy_values
+from elastic_dp.train.step.precision import LossScale
 
 
 class PreviousStep:

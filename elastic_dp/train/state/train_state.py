@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,32 @@ from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.state.buffer_memory import copy_values
-from elastic_dp.train.state.extra_state import extra_states
-from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.module_buffers import copy_values, extra_states
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.state_payload import tensor_slot
-from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.step.precision import LossScale
 
 if TYPE_CHECKING:
     from elastic_dp.train.state.previous_step import PreviousStep
 
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
+
+
+@dataclass
+class StepRecord:
+    """The outcome of one committed step; equal on every worker. Checkpoints store its fields."""
+
+    number: int
+    epoch: int
+    epoch_end: bool
+    loss: float
+    weight: float
+    metrics: dict[str, float]  # of the loss function and of participants
+    lr: float
+    grad_norm: float | None = None  # None: not computed yet
+    kept: bool = False  # the members agreed on a checkpoint of it
+    late: bool = False  # the members skip checkpoints: an upload of one of them is late
 
 
 @dataclass
@@ -89,13 +102,6 @@ class TrainState:
         """Records the outcome of a step that was applied."""
         self.record = record
         self.note_commit()
-
-    def skip_row_groups(self, bad: AbstractSet[int]) -> None:
-        self.bad_row_groups |= bad
-
-    def computed_by(self, kind: str) -> None:
-        """Records the kind of this machine, for a run that begins."""
-        self.kinds = [kind]
 
     def note_commit(self) -> None:
         """Records what the body may change, for members that have not run the body yet."""
@@ -244,7 +250,8 @@ class TrainState:
         for name, given in step["buffers"].items():
             copy_values(buffers[name], given)
         changeable = tree["body"] if body else step
-        self.optimizers.adopt(step, changeable["held"])
+        self.optimizers.adopt_state(step)
+        self.optimizers.adopt_held(changeable["held"])
         self.holders.adopted(step, joins=body)
         for extra in self._extra:
             extra.write(changeable["extra_state"][extra.name])

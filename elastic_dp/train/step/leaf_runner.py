@@ -16,20 +16,15 @@ from typing import Any, Protocol
 import torch
 
 from elastic_dp.coordinator.messages import whole_blocks
+from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.reduction_tree import Leaf as TreeLeaf
 from elastic_dp.distributed.reduction_tree import Node, Share, fold
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.module_buffers import LeafBuffers, ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.finished_work import (
-    FinishedNode,
-    FinishedWork,
-    StepInputs,
-    finished_of,
-)
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 from elastic_dp.train.step.participants import StepParticipant
 from elastic_dp.train.step.work_shares import WorkShares
@@ -117,6 +112,66 @@ class OnePass:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the gradients of a step depend on: a sum is used again only if all of it is the same.
+
+    Step and lineage stand for the weights and the rows.
+    """
+
+    step: int
+    lineage_id: int  # of the worker's state
+    exact: bool
+    expected_weight: float
+    loss_scale: float | None
+    bad_row_groups: frozenset[int]
+    parameters: tuple[int, ...]  # the identities of those that require a gradient, in layout order
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedNode:
+    """The sum of a subtree, with what its leaves (virtual workers) gave."""
+
+    gradients: Gradients
+    results: Mapping[int, MicroBatchResult]
+    buffers: Mapping[int, LeafBuffers]
+
+
+@dataclass(slots=True)
+class FinishedWork:
+    """The finished nodes of one step. No two of them overlap.
+
+    `inputs` is None for the last committed step; see delayed_gradient.py.
+    """
+
+    inputs: StepInputs | None = None
+    nodes: dict[Node, FinishedNode] = field(default_factory=dict)
+
+    def take(self, first: int, limit: int) -> tuple[Node, FinishedNode] | None:
+        """Removes and returns the node that begins at virtual worker `first`, if there is one and
+        it ends at `limit` or before. Its gradients may be overwritten from then on."""
+        for node in self.nodes:
+            if node[0] == first and node[1] <= limit:
+                return node, self.nodes.pop(node)
+        return None
+
+    def covers(self, share: Share) -> bool:
+        """Returns whether these nodes are all that `take` is asked for of a share."""
+        for first, limit in share:
+            while first < limit:
+                node = next((n for n in self.nodes if n[0] == first and n[1] <= limit), None)
+                if node is None:
+                    return False
+                first = node[1]
+        return True
+
+    def add(self, node: Node, finished: FinishedNode) -> None:
+        """Adds a node, in place of those that it overlaps."""
+        low, high = node
+        self.nodes = {n: f for n, f in self.nodes.items() if n[1] <= low or high <= n[0]}
+        self.nodes[node] = finished
+
+
 @dataclass
 class LeafRunner:
     """`leaf`: makes the gradient of a virtual worker. `keeps_finished`: whether what is finished of
@@ -173,7 +228,9 @@ class LeafRunner:
         step, or from other inputs."""
         self._expected = 0, 0.0  # rows may be left out since the last attempt
         # An idle worker has nothing to send with what is finished.
-        self._finished = None if idle else finished_of(self._inputs(step), self._finished)
+        inputs = self._inputs(step)
+        if idle or self._finished is None or self._finished.inputs != inputs:
+            self._finished = None if idle else FinishedWork(inputs)
         share = self.shares.of_all(step)[self.shares.rank]
         return self.run(step, share, self._finished, sends=sends, idle=idle)
 

@@ -18,25 +18,24 @@ an entry of its own in the step's header, which every member sends to all others
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgpack
 import torch
 
+from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
-from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.errors import GroupError, ModelError, SpecError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard.parameter_groups import (
-    digest_of,
-    fields_of,
-    groups_differ,
-    record_of,
-)
+from elastic_dp.train.loop_guard import parameter_groups
+from elastic_dp.train.loop_guard.parameter_groups import fields_of, groups_differ, record_of
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.state.weight_comparison import digest_of
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
 
@@ -252,7 +251,7 @@ class CheckpointWish(StepParticipant):
 
     def commit(self) -> None:
         if self.agreed:
-            self._control.checkpoint_agreed()
+            self._control.checkpoint_wanted = False
 
     def undo(self) -> None:
         self._wanted = self.late = False
@@ -287,34 +286,73 @@ class BadRowGroups(StepParticipant):
             self._data.check_bad(self._state.bad_row_groups | self._found)
 
     def commit(self) -> None:
-        self._state.skip_row_groups(self._found)
+        self._state.bad_row_groups |= self._found
         self._data.mark_bad(self._found)
 
     def undo(self) -> None:
         self._found = frozenset()
 
 
-class WeightDigests(StepParticipant):
-    """Digests of the weights after the step before, where they are compared."""
+class WeightComparison(StepParticipant):
+    """Compares the weights of all members after each step that is a multiple of `every`; None:
+    never. Their digests travel in the header of the step after it.
+
+    A faulty replica (a flipped bit, a bad kernel) affects all others through its gradients. The run
+    therefore goes back to the last step after which all members agreed. That step's number travels
+    with the state. Weights that go into a checkpoint are compared in the step after it.
+    """
 
     name = "weights"
 
-    def __init__(self, weights: WeightComparison) -> None:
-        self._weights, self._step = weights, 0
+    def __init__(self, parameters: Mapping[str, torch.Tensor], every: int | None) -> None:
+        self._parameters, self._every = parameters, every
+        self._step = 0
+        self.wanted = 0  # this step goes into a checkpoint
+        self.members: tuple[WorkerId, ...] = ()  # of the generation
+        self.agreed = 0  # after this step all members agreed, or read a checkpoint
+        self.mismatch: ReplicaMismatch | None = None
+
+    def compares_updates(self, step: int, *, keeps: bool) -> bool:
+        """Returns whether those who update the same part of a sharded state compare what they make
+        in this step. `keeps`: it goes into a checkpoint."""
+        return self._every is not None and (keeps or step % self._every == 0)
+
+    def compare_updates(self, step: int, ranks: Collection[int]) -> None:
+        """`ranks` are those that update the same part of a sharded state, and differ in the weights
+        after `step`. Raises GroupError if there are any: no member may continue from that step."""
+        if ranks:
+            self._differ(step, tuple(self.members[rank] for rank in sorted(ranks)))
 
     def begin(self, step: int) -> None:
         self._step = step
 
     def propose(self) -> bytes:
-        return (self._weights.digest(self._step - 1) or "").encode()
+        """Returns the digest of the weights after the step before, if they are compared."""
+        step, every = self._step - 1, self._every
+        if every is None or step <= self.agreed or (step % every and step != self.wanted):
+            return b""
+        if len(self.members) == 1:
+            self.agreed = step  # there is no other member
+            return b""
+        return digest_of(list(self._parameters.values())).encode()
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
-        if any(proposals):
-            processes = len(proposals) // len(self._weights.members)
-            rows = [proposals[i : i + processes] for i in range(0, len(proposals), processes)]
-            digests = [b" ".join(filter(None, row)).decode() or None for row in rows]
-            self._weights.compare(self._step - 1, digests)
-        return None
+        if not any(proposals):
+            return None
+        processes, step = len(proposals) // len(self.members), self._step - 1
+        rows = [proposals[i : i + processes] for i in range(0, len(proposals), processes)]
+        digests = [b" ".join(filter(None, row)) for row in rows]
+        said = {worker: one for worker, one in zip(self.members, digests, strict=True) if one}
+        if len(set(said.values())) <= 1:
+            self.agreed = step
+            return None
+        usual, times = Counter(said.values()).most_common(1)[0]
+        majority = times > len(said) / 2
+        self._differ(step, tuple(w for w, one in said.items() if one != usual or not majority))
+
+    def _differ(self, step: int, odd: tuple[WorkerId, ...]) -> NoReturn:
+        self.mismatch = ReplicaMismatch(self.agreed, odd)
+        raise GroupError(f"the weights of members differ after step {step}: {', '.join(odd)}")
 
 
 class DeviceConnections(StepParticipant):
@@ -374,7 +412,7 @@ class ParameterGroups(StepParticipant):
         self._step, self._differ = step, False
 
     def propose(self) -> bytes:
-        return digest_of(fields_of(self._optimizers)).encode()
+        return parameter_groups.digest_of(fields_of(self._optimizers)).encode()
 
     def agree(self, proposals: Sequence[bytes]) -> Verdict:
         self._differ = len(set(proposals)) > 1

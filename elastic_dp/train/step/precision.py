@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from elastic_dp.errors import SpecError
-from elastic_dp.train.state.loss_scale import LossScale
 
 AUTOCAST_DTYPES: dict[str | None, torch.dtype | None] = {
     None: None,
@@ -23,6 +23,34 @@ AUTOCAST_DTYPES: dict[str | None, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16, which keeps small gradients from becoming zero, by the rule of
+    `torch.amp.GradScaler`."""
+
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+
+    @contextlib.contextmanager
+    def replaced(self, scale: float) -> Iterator[None]:
+        """A context in which the scale is another one."""
+        now, self.scale = self.scale, scale
+        try:
+            yield
+        finally:
+            self.scale = now
+
+    def step_ended(self, overflow: bool) -> None:
+        """Adjusts the scale after a step. `overflow`: a gradient was infinite or NaN."""
+        if overflow:
+            self.scale, self.steps_since_overflow = self.scale * 0.5, 0
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow == self.growth_interval:
+            self.scale, self.steps_since_overflow = self.scale * 2.0, 0
 
 
 def check_precision(precision: Any) -> None:

@@ -31,8 +31,7 @@ from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import StepRecord, TrainState
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from elastic_dp.train.step.loss_result import mean, mean_metrics
 from elastic_dp.train.step.participants import Participants, RetryStep, StopAgreed

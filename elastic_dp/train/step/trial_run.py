@@ -11,16 +11,12 @@ from typing import Any
 import torch
 
 from elastic_dp.device.faults import suppress_errors_of_code
-from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import ModelError
 from elastic_dp.train.exactness.facts import Facts, attributes_of, facts_of
 from elastic_dp.train.exactness.purity_probe import ProbeOutcome, probe
 from elastic_dp.train.gang import Gang
-from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.step.batch_source import RowSource
-from elastic_dp.train.step.leaf_runner import Leaf
-from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.leaf_runner import LeafRunner
+from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult
 
 
 class TrialRun:
@@ -28,24 +24,14 @@ class TrialRun:
 
     def __init__(
         self,
-        state: TrainState,
+        leaves: LeafRunner,
         loss_fn: LossFn,
-        data: RowSource,
-        micro_batches: MicroBatchRunner,
-        leaf: Leaf,
-        gradients: GradientReducer,
-        buffers: ModuleBuffers,
-        virtual_workers: int,
         device: torch.device,
-        report: Callable[[str], None],
-        *,
-        exact: bool,
         gang: Gang | None = None,
     ) -> None:
-        self.device, self.exact = device, exact
-        self._state, self._loss_fn, self._data = state, loss_fn, data
-        self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
-        self._virtual_workers, self._report, self._leaf = virtual_workers, report, leaf
+        self.device, self.exact = device, leaves.exact
+        self._leaves, self._leaf, self._loss_fn = leaves, leaves.leaf, loss_fn
+        self._state, self._buffers = leaves.state, leaves.buffers
         self._written: str | None = None  # see `_watched_gradients`
         # The other processes of a worker wait for one that raises.
         self._tolerates: Callable[[], AbstractContextManager[None]] = (
@@ -64,7 +50,6 @@ class TrialRun:
             self._undo(tried=True)
             if not self._buffers.try_again:
                 break
-        self._report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
         """Runs a micro-batch twice, on the worker that provides the initial state; see
@@ -84,10 +69,9 @@ class TrialRun:
                 )
         finally:
             self._undo()
-            self._report("start")
 
     def run_trial(self) -> ProbeOutcome | None:
-        """Implements `ProbeTarget`."""
+        """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
         batch = self._batch()
         rows = facts_of("batch", batch)
         with self._watched_gradients():
@@ -107,7 +91,7 @@ class TrialRun:
         return ProbeOutcome(rows, result, left, kept, facts_of("metrics", result_of_batch.metrics))
 
     def holds(self) -> tuple[Facts, Facts]:
-        """Implements `ProbeTarget`."""
+        """Returns the present `ProbeOutcome.left` and `ProbeOutcome.kept`."""
         left: Facts = {}
         for name, p in self._state.parameters.items():
             left |= facts_of(f"model.{name}", p)
@@ -118,13 +102,13 @@ class TrialRun:
         return left, attributes_of(self._state.model, self._loss_fn)
 
     def _largest(self) -> int:
-        return max(range(self._virtual_workers), key=lambda v: self._data.rows(1, v))
+        return max(range(self._leaves.shares.least), key=lambda v: self._leaves.data.rows(1, v))
 
     def _batch(self) -> Any:
-        return self._micro_batches.batch(1, self._leaf.first_batch(self._largest()))
+        return self._leaf.micro_batches.batch(1, self._leaf.first_batch(self._largest()))
 
     def _run_once(self, batch: Any) -> MicroBatchResult | None:
-        self._gradients.drop()  # those that the user's code has left before the loop
+        self._leaves.gradients.drop()  # those that the user's code has left before the loop
         return self._leaf.try_out(self._largest(), batch)
 
     @contextmanager
@@ -149,5 +133,5 @@ class TrialRun:
                 self._written = name
 
     def _undo(self, *, tried: bool = False) -> None:
-        self._gradients.drop()
+        self._leaves.gradients.drop()
         self._buffers.undo(tried=tried)

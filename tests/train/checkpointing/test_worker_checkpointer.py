@@ -23,8 +23,7 @@ from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations import state_transfer
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import StepRecord, TrainState
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
@@ -207,14 +206,9 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(kept
     progress, control = WorkerProgress(TrainingPosition(4), has_state=has_state), WorkerControl()
     control._generation, control._inside = 1, True
     control.request_checkpoint()
-    others = {"buffers", "weights", "data", "reporter", "device"}
-    transfer = state_transfer.StateTransfer(
-        MagicMock(record=record),
-        progress=progress,
-        control=control,
-        total_steps=0,
-        **{name: MagicMock() for name in others},
-    )
+    session = MagicMock(progress=progress, control=control)
+    session.state.record = record
+    transfer = state_transfer.StateTransfer(session)
     transfer._adopt(MagicMock(tree=lambda: tree), lineage_id=1)
     assert progress.position == TrainingPosition(5) and progress.has_state
     assert control.checkpoint_wanted is not (kept and has_state)

@@ -18,7 +18,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Unsteady:
-    """Implements `ProbeTarget`; each run has another loss."""
+    """In the place of a `TrialRun`; each run has another loss."""
 
     def __init__(self, exact=True, device=CPU):
         self.exact, self.device, self.runs = exact, device, 0

@@ -9,8 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic_dp.train.step.finished_work import FinishedNode, FinishedWork
-from elastic_dp.train.step.leaf_runner import LeafRunner, OnePass
+from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork, LeafRunner, OnePass
 from elastic_dp.train.step.participants import StepParticipant
 
 

@@ -29,7 +29,7 @@ from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.errors import ModelError
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state import held_values
-from elastic_dp.train.state.extra_state import extra_states
+from elastic_dp.train.state.module_buffers import extra_states
 from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points, group, local, resize, spec_of
 from tests.train import optimizers as zoo

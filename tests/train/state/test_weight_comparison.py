@@ -12,7 +12,8 @@ from elastic_dp.coordinator.messages import ReplicaMismatch
 from elastic_dp.errors import GroupError
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.state.weight_comparison import WeightComparison, digest_of, sums_of
+from elastic_dp.train.state.weight_comparison import digest_of, sums_of
+from elastic_dp.train.step.participants import WeightComparison
 from tests.runs import PATIENT, group, lines_of, local, never_put_off, spec_of, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import when_committed
 from tests.train.jobs import plain
@@ -76,43 +77,44 @@ def weights(every=4, members=("w1", "w2", "w3")):
     return made
 
 
+def proposed(made, step):
+    made.begin(step + 1)
+    return made.propose()
+
+
 def test_weights_are_compared_when_due_and_only_once():
     made = weights()
-    assert [bool(made.digest(step)) for step in (0, 3, 4, 5, 8)] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
-    made.compare_after(5)
-    digest = made.digest(5)
-    made.compare(5, [digest, None, digest])  # a joiner does not know that it is due
-    assert (made.agreed, made.digest(5), made.digest(4)) == (5, None, None)
+    assert [s for s in (0, 3, 4, 5, 8) if proposed(made, s)] == [4, 8]
+    made.wanted = 5
+    digest = proposed(made, 5)
+    made.agree([digest, b"", digest])  # a joiner does not know that it is due
+    assert (made.agreed, proposed(made, 5), proposed(made, 4)) == (5, b"", b"")
     alone = weights(members=("w1",))
-    assert (alone.digest(4), alone.agreed) == (None, 4)
-    assert weights(every=None).digest(4) is None
+    assert (proposed(alone, 4), alone.agreed) == (b"", 4)
+    assert not proposed(weights(every=None), 4)
 
 
 @pytest.mark.parametrize(
     ("digests", "odd"),
     [
-        (["a", "b", "a"], ("w2",)),
-        (["a", "b", "c"], ("w1", "w2", "w3")),
-        (["a", "b", None], ("w1", "w2")),
+        ([b"a", b"b", b"a"], ("w2",)),
+        ([b"a", b"b", b"c"], ("w1", "w2", "w3")),
+        ([b"a", b"b", b""], ("w1", "w2")),
     ],
 )
 def test_the_majority_decides_who_is_odd(digests, odd):
     made = weights()
-    made.compare(4, ["a", "a", "a"])
+    made.begin(5)
+    made.agree([b"a"] * 3)
+    made.begin(9)
     with pytest.raises(GroupError):
-        made.compare(8, digests)
+        made.agree(digests)
     assert made.mismatch == ReplicaMismatch(4, odd)
 
 
 def test_members_that_update_the_same_part_with_other_bits_are_odd():
     made = weights()
-    made.compare(4, ["a", "a", "a"])
+    made.agreed = 4
     made.compare_updates(6, set())
     assert made.mismatch is None
     with pytest.raises(GroupError, match="differ after step 7: w1, w3"):

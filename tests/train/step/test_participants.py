@@ -15,7 +15,6 @@ from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.extensions.gangs.gang_step import GradientOrders
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.state.module_buffers import ModuleBuffers
-from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step import participants as p
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
@@ -34,10 +33,6 @@ class Control:
 
     stop_reason: str | None = None
     checkpoint_wanted = checkpoint_late = False
-    agreed = 0
-
-    def checkpoint_agreed(self) -> None:
-        self.agreed += 1
 
 
 class Rows:
@@ -61,8 +56,7 @@ class Rows:
 
 
 def state() -> Any:
-    skipped: set[int] = set()
-    return SimpleNamespace(bad_row_groups=skipped, skip_row_groups=skipped.update)
+    return SimpleNamespace(bad_row_groups=set())
 
 
 def counting(step: int, results: Any, describe: Any) -> Any:
@@ -96,10 +90,10 @@ def finite() -> FiniteGradient:
     return FiniteGradient(gradient, SimpleNamespace(loss_scale=None), results_of(0))  # type: ignore[arg-type]
 
 
-def weights(value: float) -> p.WeightDigests:
-    compared = WeightComparison({"w": torch.full((3,), value)}, every=2)
-    compared.compare_among(("w1", "w2"))
-    return p.WeightDigests(compared)
+def weights(value: float) -> p.WeightComparison:
+    compared = p.WeightComparison({"w": torch.full((3,), value)}, every=2)
+    compared.members = ("w1", "w2")
+    return compared
 
 
 def groups(lr: float) -> p.ParameterGroups:
@@ -155,7 +149,7 @@ def members(name: str) -> list[p.StepParticipant]:
 def seen(participant: p.StepParticipant) -> Any:
     """What a step leaves in a participant, as plain values."""
     plain = (bool, int, float, str, bytes, tuple, list, dict, frozenset, type(None))
-    kept = ("_step", "_optimizers")
+    kept = ("_step", "_optimizers", "_parameters", "agreed")  # of the step before
     found = {k: v for k, v in vars(participant).items() if isinstance(v, plain) and k not in kept}
     model = getattr(participant, "model", None)
     return found, None if model is None else model.running_mean.tolist()
@@ -241,10 +235,10 @@ def test_checkpoint_waits_for_a_member_that_still_writes():
     first, second = (PARTICIPANTS["late_checkpoint"](i) for i in (0, 1))
     first.agree([first.propose(), second.propose()])
     first.commit()
-    assert (first.agreed, first.late, first._control.agreed) == (False, True, 0)
+    assert (first.agreed, first.late, first._control.checkpoint_wanted) == (False, True, True)
     first.agree([first.propose()])
     first.commit()
-    assert (first.agreed, first._control.agreed) == (True, 1)
+    assert (first.agreed, first._control.checkpoint_wanted) == (True, False)
 
 
 def test_bad_row_groups_are_skipped_from_the_commit_on():
