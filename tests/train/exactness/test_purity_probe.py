@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from elastic_dp.errors import LossError
 from elastic_dp.train.exactness.facts import Look, facts_of
-from elastic_dp.train.exactness.purity_probe import ProbeOutcome, probe
+from elastic_dp.train.step.trial_run import ProbeOutcome, probe
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
