@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ from typing import Any, TypeVar
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_writer import WorkerBlobs, WrittenBlobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.lease import Held
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import (
@@ -41,9 +44,8 @@ from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedul
 from elastic_dp.train.checkpointing.pending_checkpoints import (
     BlobsRequest,
     PendingCheckpoint,
-    PendingCheckpoints,
 )
-from elastic_dp.train.checkpointing.run_claim import RunClaim
+from elastic_dp.train.checkpointing.run_claim import holder_of
 
 _AGAIN_S = 2.0
 _REMEMBERED = 1_000  # steps whose metrics are kept
@@ -94,8 +96,16 @@ class CheckpointCommitter:
         of their controller by it.
         """
         self._catalog, self._keep, self._actions = catalog, _keep_of(config), actions
-        self._claim = RunClaim(catalog, lease_s, token)
-        self._pending = PendingCheckpoints()
+        self._token = token or secrets.token_hex(8)
+        self._holder = holder_of(catalog, lease_s, self._token)
+        self._fence = 0  # until a claim is made
+        self._was_lost = False  # whether the next `_resume` follows a loss of all workers
+        self._at_most = sys.maxsize  # later steps are wrong
+        self._pending: dict[int, PendingCheckpoint] = {}  # by step
+        self._committed_step = 0  # the newest
+        self._lost: set[WorkerId] = set()
+        self._abandoned: frozenset[WorkerId] = frozenset()  # lost in an abandoned lineage
+        self._rejected = -1  # reports of this lineage or earlier ones are wrong
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._logged: dict[int, dict[str, Any]] = {}  # by step
         self._logging = threading.Lock()
@@ -142,7 +152,7 @@ class CheckpointCommitter:
 
         def resume() -> None:
             newest: int | None = self._persist("the checkpoints cannot be listed", self._resume)
-            self._pending.committed_step = newest or 0
+            self._committed_step = newest or 0
 
         self._tasks.put(resume)
 
@@ -154,8 +164,9 @@ class CheckpointCommitter:
         """
 
         def reject() -> None:
-            self._pending.reject(lineage_id)
-            self._claim.reject_after(after_step)
+            self._pending.clear()
+            self._rejected, self._committed_step = lineage_id, 0
+            self._at_most = after_step
 
         self._tasks.put(reject)
 
@@ -170,15 +181,15 @@ class CheckpointCommitter:
     def _work(self) -> None:
         try:
             self._persist("the run's lease cannot be acquired", self._acquire)
-            if not self._claim.is_held:
+            if self._holder.lease.held is None:
                 return  # the run ended before the lease was acquired
             self._persist("the run's record cannot be read", self._actions.check)
             self._persist("the newest checkpoint cannot be read", self._resume_schedule)
             while (task := self._next()) is not None:
                 task()
-            for one in self._pending.all():
+            for one in [*self._pending.values()]:
                 self._advance(one, waits=False, at_end=True)
-            self._persist("the run's lease cannot be released", self._claim.release)
+            self._persist("the run's lease cannot be released", self._holder.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
 
@@ -190,8 +201,8 @@ class CheckpointCommitter:
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=self._idle_s())
             try:
-                if time.monotonic() >= self._claim.renew_at_s:
-                    self._claim.renew()
+                if time.monotonic() >= self._holder.lease.renew_at_s():
+                    self._holder.renew()
             except StorageError as error:
                 self._actions.tell(f"the run's lease cannot be renewed: {error}")
                 time.sleep(_AGAIN_S)
@@ -199,9 +210,11 @@ class CheckpointCommitter:
     def _idle_s(self) -> float:
         """Returns the time until something is due without a report."""
         now = time.monotonic()
-        missing_at = [one.told_at + _PATIENCE_S for one in self._pending.all()]
+        missing_at = [one.told_at + _PATIENCE_S for one in self._pending.values()]
         dues = [at for at in missing_at if at > now]
-        return max(0.0, min(self._claim.renew_at_s, self._schedule.due_at(now), *dues) - now)
+        return max(
+            0.0, min(self._holder.lease.renew_at_s(), self._schedule.due_at(now), *dues) - now
+        )
 
     def _persist(self, what: str, do: Callable[[], T]) -> T | None:
         """Retries `do` until it succeeds, whatever the storage answers, or the run ends."""
@@ -218,7 +231,22 @@ class CheckpointCommitter:
     # -------------------------------------------------------------------------------- begin
 
     def _acquire(self) -> None:
-        self._claim.acquire(self._actions.tell, self._closing.wait)
+        """Acquires the lease. Waits for its holder, until the run ends."""
+        said = ""
+        while True:
+            before = self._holder.newest()
+            held = self._holder.acquire()
+            if not isinstance(held, Held):
+                break
+            if held.by.holder != said:
+                said = held.by.holder
+                self._actions.tell(
+                    f"the run is held by {said}; waiting for it, or for its lease to run out"
+                )
+            if self._closing.wait(min(held.wait_s, 1.0)):
+                return
+        if before is not None and before.token != self._token:
+            self._was_lost = before.state == "held"  # it was never released: its holder died
 
     def _resume_schedule(self) -> None:
         with contextlib.suppress(
@@ -230,28 +258,38 @@ class CheckpointCommitter:
                 self._schedule.resume(metadata.losses, metadata.observed_s, time.monotonic())
 
     def _resume(self) -> int | None:
-        step, after_loss = self._claim.resume()
-        if after_loss:
+        """Makes a claim that continues from the newest checkpoint: everything that is committed
+        from now on descends from it. Returns its step, or None."""
+        self._fence = self._holder.renew().number
+        names = [name for name in self._catalog.names() if name.step <= self._at_most]
+        self._at_most = sys.maxsize
+        self._catalog.claim(self._fence, names[-1] if names else None)
+        if self._was_lost and names:
             self._schedule.lost(time.monotonic())
-        self._pending.restart()
-        return step
+        self._was_lost = True
+        self._pending.clear()
+        self._committed_step = 0  # the newest one by name may be damaged
+        self._abandoned = frozenset(self._lost)
+        return names[-1].step if names else None
 
     # -------------------------------------------------------------------------------- parts
 
     def _add(self, worker: WorkerId, written: WrittenBlobs) -> None:
-        one = self._pending.add(worker, written, time.monotonic())
-        if one is not None:
+        step = written.blobs.step
+        if step <= self._committed_step:
+            self._actions.committed(self._committed_step, 0.0)  # said once more
+        elif worker not in self._abandoned and written.lineage_id > self._rejected:
+            one = self._pending.setdefault(step, PendingCheckpoint(written))
+            one.add(written, time.monotonic())
             self._advance(one)
-        elif written.blobs.step <= self._pending.committed_step:
-            self._actions.committed(self._pending.committed_step, 0.0)  # said once more
 
     def _lose(self, worker: WorkerId) -> None:
-        self._pending.lose(worker)
-        for one in self._pending.all():
+        self._lost.add(worker)
+        for one in [*self._pending.values()]:
             self._advance(one)
 
     def _request_missing(self) -> None:
-        for one in self._pending.all():
+        for one in [*self._pending.values()]:
             if time.monotonic() > one.told_at + _PATIENCE_S:
                 self._advance(one, waits=False)
 
@@ -265,34 +303,37 @@ class CheckpointCommitter:
         """Says what differs, requests what is missing, and commits what is complete. `waits`: for
         members that have not reported. `at_end`: members write nothing more."""
         if one.error is None and len(one.states()) > 1:
-            if waits and self._pending.silent(one):
+            if waits and one.silent(self._lost):
                 return
             one.note_differences()
             self._actions.tell(f"checkpoint of step {one.step}: {one.error}")
         if not at_end:
             missing = not waits or one.error is not None
-            for request in self._pending.requests(one, all_missing=missing):
+            for request in one.requests(self._lost, all_missing=missing):
                 self._actions.request_blobs(request)
-        reports = self._pending.complete(one, waits=waits, at_end=at_end)
+        if one.step not in self._pending or (waits and one.silent(self._lost)):
+            return  # a later one was committed meanwhile, or members have not told their digests
+        reports = one.whole(at_end=at_end)
         if reports is not None:
             self._commit(one, reports)
 
     def _commit(self, one: PendingCheckpoint, reports: Sequence[WorkerBlobs]) -> None:
         step = one.step
-        self._pending.begin_commit(step)
+        self._pending = {s: other for s, other in self._pending.items() if s > step}
         try:
-            self._claim.renew_unless_valid()
+            if not self._holder.lease.is_valid(time.monotonic()):
+                self._holder.renew()  # raises LeaseLost if another controller holds the run
             metadata = self._about(step, one.first)
-            write_commit(self._catalog, reports, self._claim.fence, metadata)
+            write_commit(self._catalog, reports, self._fence, metadata)
             duration_s = time.monotonic() - one.began_at
-            self._pending.committed_step = step
+            self._committed_step = step
             self._schedule.committed(one.stall_s, time.monotonic())
             self._actions.tell(f"checkpoint of step {step} is committed")
             self._warn_unranked(step, metadata)
             self._actions.committed(step, duration_s)
             if one.error is not None:
                 self._actions.fail(one.error)
-            self._catalog.retain(self._keep, self._claim.fence, writing=self._pending.steps)
+            self._catalog.retain(self._keep, self._fence, writing=frozenset(self._pending))
         except (StateError, StorageError, CheckpointError, OSError) as error:
             self._actions.tell(f"no checkpoint of step {step}: {error}")
 

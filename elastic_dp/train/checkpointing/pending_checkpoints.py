@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from elastic_dp.checkpoint.checkpoint_writer import (
@@ -29,6 +29,16 @@ from elastic_dp.errors import StateDiffers
 
 _NAMED = 5  # differences that an error names
 _WEIGHTS = ("step.parameters", "step.buffers", "step.optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class BlobsRequest:
+    """A request that `worker` also writes the blobs with these names of the checkpoint of
+    `step`."""
+
+    worker: WorkerId
+    step: int
+    names: Sequence[str]
 
 
 @dataclass
@@ -71,105 +81,39 @@ class PendingCheckpoint:
         self.error = StateDiffers(self.step, names, ", ".join(odd))
         self.weights_differ = any(path.startswith(_WEIGHTS) for path in paths)
 
-
-@dataclass(frozen=True, slots=True)
-class BlobsRequest:
-    """A request that `worker` also writes the blobs with these names of the checkpoint of
-    `step`."""
-
-    worker: WorkerId
-    step: int
-    names: Sequence[str]
-
-
-class PendingCheckpoints:
-    """The pending checkpoints of one run."""
-
-    def __init__(self) -> None:
-        self._pending: dict[int, PendingCheckpoint] = {}
-        self.committed_step = 0  # the newest
-        self._lost: set[WorkerId] = set()
-        self._abandoned: frozenset[WorkerId] = frozenset()  # lost in an abandoned lineage
-        self._rejected = -1  # reports of this lineage or earlier ones are wrong
-
-    def all(self) -> list[PendingCheckpoint]:
-        return list(self._pending.values())
-
-    @property
-    def steps(self) -> frozenset[int]:
-        return frozenset(self._pending)
-
-    def add(self, worker: WorkerId, written: WrittenBlobs, now: float) -> PendingCheckpoint | None:
-        """Records what a member wrote. Returns None if it is ignored."""
-        step = written.blobs.step
-        if worker in self._abandoned or written.lineage_id <= self._rejected:
-            return None
-        if step <= self.committed_step:
-            return None
-        one = self._pending.setdefault(step, PendingCheckpoint(written))
-        one.add(written, now)
-        return one
-
-    def lose(self, worker: WorkerId) -> None:
-        self._lost.add(worker)
-
-    def silent(self, one: PendingCheckpoint) -> set[WorkerId]:
+    def silent(self, lost: Set[WorkerId]) -> set[WorkerId]:
         """Returns the members that are present and have not reported."""
-        reported = {report.writer for report in one.written}
-        return set(one.first.members) - reported - self._lost
+        return set(self.first.members) - {report.writer for report in self.written} - lost
 
-    def requests(self, one: PendingCheckpoint, *, all_missing: bool) -> list[BlobsRequest]:
+    def requests(self, lost: Set[WorkerId], *, all_missing: bool) -> list[BlobsRequest]:
         """Returns requests to members that hold blobs that lost members were to write, or any that
         are missing. Writing a blob twice does no harm."""
-        usual, wanted = one.states()[0], set[str]()
+        usual, wanted = self.states()[0], set[str]()
         for name, planned in owed_blobs(usual).items():
-            asked = one.requested.get(name)
-            if asked in self._lost or (asked is None and (all_missing or planned & self._lost)):
+            asked = self.requested.get(name)
+            if asked in lost or (asked is None and (all_missing or planned & lost)):
                 wanted.add(name)
         found = []
         for worker in dict.fromkeys(report.writer for report in usual):
-            if worker in self._lost:
+            if worker in lost:
                 continue
             held = {name for report in usual if report.writer == worker for name in report.planned}
             if mine := sorted(held & wanted):
-                found.append(BlobsRequest(worker, one.step, tuple(mine)))
-                one.requested |= dict.fromkeys(mine, worker)
+                found.append(BlobsRequest(worker, self.step, tuple(mine)))
+                self.requested |= dict.fromkeys(mine, worker)
                 wanted.difference_update(mine)
         return found
 
-    def complete(
-        self, one: PendingCheckpoint, *, waits: bool, at_end: bool = False
-    ) -> list[WorkerBlobs] | None:
-        """Returns the reports that make the checkpoint, once all of it is written. With `waits`, it
-        also needs the digests of all members that are present.
+    def whole(self, *, at_end: bool) -> list[WorkerBlobs] | None:
+        """Returns the reports that make the checkpoint, once all of it is written.
 
         `at_end`: members write nothing more. Then any state counts that is whole, or what is
         written of all of them: what is equal on all, as the weights are, is whole in that.
         """
-        if one.step not in self._pending or (one.weights_differ and not at_end):
-            return None  # a later one was committed meanwhile, or the next step decides
-        if waits and self.silent(one):
-            return None
-        states = one.states()
-        candidates = [*states, one.written] if at_end else states[:1]
+        if self.weights_differ and not at_end:
+            return None  # the next step decides
+        candidates = [*self.states(), self.written] if at_end else self.states()[:1]
         return next((some for some in candidates if written_manifest(some) is not None), None)
-
-    # ------------------------------------------------------------------------------- outcomes
-
-    def begin_commit(self, step: int) -> None:
-        """Removes this checkpoint, which is about to be committed, and all earlier ones."""
-        self._pending = {s: other for s, other in self._pending.items() if s > step}
-
-    def reject(self, lineage_id: int) -> None:
-        """Discards what was made in lineage `lineage_id` or an earlier one: it is wrong."""
-        self._pending.clear()
-        self._rejected, self.committed_step = lineage_id, 0
-
-    def restart(self) -> None:
-        """The run restarts from a checkpoint: later pending checkpoints are discarded."""
-        self._pending.clear()
-        self.committed_step = 0  # the newest one by name may be damaged
-        self._abandoned = frozenset(self._lost)
 
 
 def _key_of(path: str) -> str:

@@ -1,21 +1,15 @@
-"""The right to commit checkpoints of a run.
-
-It belongs to the holder of the run's lease, under a claim that continues from the newest
-checkpoint.
-"""
+"""The lease on a run, as a process of this machine holds it: whoever finds it knows whether that
+process is still there."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
+from elastic_dp.checkpoint.lease import Holder, Lease, Record
 
 
 def _machine() -> str:
@@ -43,79 +37,10 @@ def _this_process() -> str:
     return f"{socket.gethostname()}/{_machine()}/{os.getpid()}/{_started_at(os.getpid())}"
 
 
-class RunClaim:
-    """The lease on a run and the claim under it.
-
-    All methods except `renew_at_s` and `fence` do I/O. They raise StorageError, and LeaseLost if
-    another controller holds the run.
-    """
-
-    def __init__(self, catalog: Catalog, lease_s: float, token: str | None) -> None:
-        """`token`: see `CheckpointCommitter`."""
-        self._catalog = catalog
-        self._token = token or secrets.token_hex(8)
-        lease = Lease(_this_process(), self._token, lease_s, _is_gone)
-        self._holder = Holder(
-            catalog.store, lease, time.monotonic, time.time, catalog.highest_fence
-        )
-        self._was_lost = False  # whether the next `resume` follows a loss of all workers
-        self._at_most = sys.maxsize  # later steps are wrong
-        self.fence = 0  # until a claim is made
-
-    @property
-    def renew_at_s(self) -> float:
-        """When to renew the lease, in seconds of `time.monotonic`."""
-        return self._holder.lease.renew_at_s()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the lease was ever acquired."""
-        return self._holder.lease.held is not None
-
-    def acquire(self, tell: Callable[[str], None], wait: Callable[[float], bool]) -> None:
-        """Acquires the lease. Waits for its holder, until `wait(seconds)` returns True because the
-        run ended."""
-        said = ""
-        while True:
-            before = self._holder.newest()
-            held = self._holder.acquire()
-            if not isinstance(held, Held):
-                break
-            if held.by.holder != said:
-                said = held.by.holder
-                tell(f"the run is held by {said}; waiting for it, or for its lease to run out")
-            if wait(min(held.wait_s, 1.0)):
-                return
-        if before is not None and before.token != self._token:
-            self._was_lost = before.state == "held"  # it was never released: its holder died
-
-    def renew(self) -> None:
-        self._holder.renew()
-
-    def renew_unless_valid(self) -> None:
-        if not self._holder.lease.is_valid(time.monotonic()):
-            self._holder.renew()  # raises LeaseLost if another holds the run
-
-    def release(self) -> None:
-        self._holder.release()
-
-    def resume(self) -> tuple[int | None, bool]:
-        """Makes a claim that continues from the newest checkpoint. Everything that is committed
-        from now on descends from it.
-
-        Returns its step, None if there is none, and whether the run continues from it because all
-        workers were lost.
-        """
-        self.fence = self._holder.renew().number
-        names = [name for name in self._catalog.names() if name.step <= self._at_most]
-        self._at_most = sys.maxsize
-        self._catalog.claim(self.fence, names[-1] if names else None)
-        after_loss, self._was_lost = self._was_lost and bool(names), True
-        return (names[-1].step if names else None), after_loss
-
-    def reject_after(self, step: int) -> None:
-        """Ignores checkpoints after this step in the next call of `resume`."""
-        self._at_most = step
+def holder_of(catalog: Catalog, lease_s: float, token: str) -> Holder:
+    """Returns the holder of a run's lease in this process, which has not acquired it yet."""
+    lease = Lease(_this_process(), token, lease_s, _is_gone)
+    return Holder(catalog.store, lease, time.monotonic, time.time, catalog.highest_fence)
 
 
 def _is_gone(record: Record) -> bool:

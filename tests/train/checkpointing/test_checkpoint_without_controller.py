@@ -104,7 +104,7 @@ def test_orphan_writes_nothing_where_a_controller_leads(tmp_path):
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(orphan, tmp_path, 9, lease_s=60.0)
         while not waits.done():  # it looks once a second
-            stage.committer._tasks.put(stage.committer._claim.renew)
+            stage.committer._tasks.put(stage.committer._holder.renew)
             time.sleep(0.1)
     assert waits.result() == "no last checkpoint: a controller leads the run"
     stage.committer.close()
