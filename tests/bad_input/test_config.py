@@ -305,7 +305,11 @@ def test_unknown_argument_of_the_trainer_is_a_type_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("PowerSGDConfig", 'use wire="bf16"'), ("IterableData", "elastic_dp.dataprep.write_shards")],
+    [
+        ("PowerSGDConfig", 'use wire="bf16"'),
+        ("IterableData", "elastic_dp.dataprep.write_shards"),
+        ("batch_lr", "by the sizes in ctx.virtual_workers"),
+    ],
 )
 def test_import_of_a_removed_name_says_what_to_write_instead(name, words):
     with pytest.raises(ImportError, match=words):
