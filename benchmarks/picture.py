@@ -2,7 +2,8 @@
 and others join.
 
     python -m benchmarks.picture            train both, about five minutes on two cores; then draw
-    python -m benchmarks.picture --draw     draw again from benchmarks/results/picture.json
+    python -m benchmarks.picture --draw     draw again from benchmarks/results/picture.json, and the
+                                            Kubernetes of kubernetes.json
     python -m benchmarks.picture --quick    a short run with one or two kills; records nothing
 
 Both runs train `jobs/gpt.py` on real Ray actors. In the second one a random worker, sometimes two,
@@ -21,11 +22,12 @@ from typing import Any
 
 from benchmarks.chaos import kill_members
 from benchmarks.recovery import start_ray
-from benchmarks.report import exit_code, parser_of, recorded, write
+from benchmarks.report import RESULTS, exit_code, parser_of, recorded, write
 from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
 
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "picture.svg"
+KUBERNETES_SVG = SVG.with_name("kubernetes.svg")
 WORKERS = 4
 
 
@@ -64,13 +66,51 @@ def run_lines(folder: str, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, f"{name}.jsonl").read_text().splitlines()]
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     matplotlib.rcParams |= {"svg.hashsalt": "elastic_dp", "svg.fonttype": "none", "font.size": 9.5}
+    return plt
+
+
+def draw_kubernetes(timeline: dict[str, Any], path: Path) -> None:
+    """The pods of tests/kubernetes/test_faults.py, and how many workers train."""
+    figure, (top, bottom) = pyplot().subplots(
+        2, 1, figsize=(9, 5.5), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+    )
+    end = timeline["end"]
+    for row, pod in enumerate(timeline["pods"]):
+        ends = min(pod.get("ending", end), end)
+        ready, start = min(pod.get("ready", ends), ends), max(pod["from"], 0.0)
+        top.barh(row, ready - start, left=start, color="#dadce0", height=0.7)
+        begins = max(ready, 0.0)
+        top.barh(row, max(ends - begins, 0.0), left=begins, color="#8ab4f8", height=0.7)
+        name = f"{'head' if 'head' in pod['name'] else 'worker'}, {pod['node']}"
+        top.text(start + 3, row, name, va="center", fontsize=7.5)
+    for color, label in (("#dadce0", "starts"), ("#8ab4f8", "runs, until Kubernetes ends it")):
+        top.barh([0], [0], color=color, label=label)
+    top.set(ylabel="pods", yticks=[])
+    top.invert_yaxis()
+    top.legend(frameon=False, loc="lower left")
+    times, sizes = zip(*timeline["workers"], strict=True)
+    bottom.step([*times, end], [*sizes, sizes[-1]], where="post", color="#1a73e8", lw=1.6)
+    bottom.set(ylabel="workers that train", yticks=[0, 1, 2], ylim=(-0.1, 2.2))
+    bottom.set(xlabel="seconds", xlim=(0, end))
+    for number, (begin, _, fault) in enumerate(timeline["faults"], start=1):
+        for axis in (top, bottom):
+            axis.axvline(begin, color="#d93025", lw=0.8, ls=":")
+            axis.spines[["top", "right"]].set_visible(False)
+        top.text(begin, -1.0, f"{number}", color="#d93025", ha="center")
+        figure.text(0.08, 0.02 + 0.03 * (len(timeline["faults"]) - number), f"{number}: {fault}")
+    figure.tight_layout(rect=(0, 0.02 + 0.03 * len(timeline["faults"]), 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    plt = pyplot()
     calm, disturbed = results["undisturbed"], results["with kills"]
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 4.6), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
@@ -128,6 +168,8 @@ def main() -> int:
         print(write("picture", results))
     if not (options.no_write or options.quick):
         draw(results, SVG)
+        kubernetes = json.loads((RESULTS / "kubernetes.json").read_text())
+        draw_kubernetes(kubernetes["timeline"], KUBERNETES_SVG)
     calm, disturbed = results["undisturbed"], results["with kills"]
     print(f"undisturbed  {calm['loss']!r}  {calm['weights_sha256']}")
     print(f"with kills   {disturbed['loss']!r}  {disturbed['weights_sha256']}")

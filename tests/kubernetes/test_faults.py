@@ -13,10 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -232,37 +232,25 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pictured = []  # (begin, all workers again, fault)
-        self.pods = []  # (time, event, name, node, phase, when it must end, ready)
-        words = "NAME:.metadata.name,NODE:.spec.nodeName,PHASE:.status.phase"
-        words += ",END:.metadata.deletionTimestamp,READY:.status.containerStatuses[0].ready"
-        command = [_kubectl(), "get", "pods", "-n", "training", "--watch", "--output-watch-events"]
-        self.watch = subprocess.Popen(
-            [*command, "-l", "ray.io/node-type", "-o", f"custom-columns={words}"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.follower = threading.Thread(target=self._follow, daemon=True)
-        self.follower.start()
-
-    def _follow(self):
-        with self.watch.stdout as lines:
-            for line in lines:
-                self.pods.append((time.time(), *line.split()))
+        self.kubernetes = []  # its events until all workers were there again
 
     def timeline(self):
         """What Kubernetes did with the pods, and how many workers trained, during the first faults:
         seconds since the first one."""
         zero, end = self.pictured[0][0] - 20, self.pictured[-1][1] + 20
         pods = {}
-        for at, event, name, node, phase, ends, *ready in self.pods:
-            pod = pods.setdefault(name, {"name": name, "from": at})
-            pod["node"] = node
-            if phase == "Running" and "true" in ready:
-                pod.setdefault("ready", at)
-            if ends != "<none>":
-                pod.setdefault("ending", at)
-            if event == "DELETED":
-                pod["gone"] = at
+        for event in self.kubernetes:
+            at = datetime.fromisoformat(event["firstTimestamp"] or event["eventTime"]).timestamp()
+            reason, about, said = event["reason"], event["involvedObject"], event["message"]
+            deleted = reason in ("DeletedWorkerPod", "DeletedHeadPod")
+            name = re.search(r"training/([\w-]+)", said)[1] if deleted else about["name"]
+            pod = pods.setdefault(name, {"name": name})
+            if reason == "Scheduled":
+                pod |= {"from": at, "node": said.split()[-1]}
+            elif reason == "Started" and "{ray-" in about["fieldPath"]:
+                pod["ready"] = at
+            elif deleted or reason in ("Killing", "NodeNotReady"):
+                pod["ending"] = min(at, pod.get("ending", at))
         sizes = []
         steps = [step for step in self.lines("metrics", zero) if step["time"] < end]
         for before, after in itertools.pairwise(steps):
@@ -270,16 +258,19 @@ class Run:
                 sizes.append((before["time"], 0))
             if not sizes or sizes[-1][1] != after["size"]:
                 sizes.append((after["time"], after["size"]))
-        seen = [pod for pod in pods.values() if pod["from"] < end and pod.get("gone", end) > zero]
 
         def relative(value):
             return round(value - zero, 1) if isinstance(value, float) else value
 
+        seen = [pod for pod in pods.values() if "from" in pod and pod["from"] < end]
         return {
             "end": relative(end),
             "faults": [[relative(field) for field in fault] for fault in self.pictured],
             "workers": [[relative(at), size] for at, size in sizes],
-            "pods": [{key: relative(value) for key, value in pod.items()} for pod in seen],
+            "pods": [
+                {key: relative(value) for key, value in pod.items()}
+                for pod in sorted(seen, key=lambda pod: pod["from"])
+            ],
         }
 
     def lines(self, name, since):
@@ -409,9 +400,6 @@ def run(made_cluster, namespace, has_priorities):
         until(lambda: there.full_since(0), lambda: kubectl("get", "pods", "-n", "training")[1])
         yield there
     finally:
-        there.watch.kill()
-        there.watch.wait()
-        there.follower.join()
         if not has_priorities:
             change_crd("remove", None)
         delete(folder)
@@ -476,6 +464,9 @@ def test_run_goes_on_after(run, name):
     }
     if name in IN_PICTURE:
         run.pictured.append((start, full, name))
+        run.kubernetes = json.loads(kubectl("get", "events", "-n", "training", "-o", "json")[1])[
+            "items"
+        ]
     print(name, json.dumps(done[name], indent=1))
     assert again == 0 or f"$HEAD {OFF}" in fault.do or names["WORKERS_ON_NODE"] == "2"
 
