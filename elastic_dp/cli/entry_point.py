@@ -52,7 +52,7 @@ _REMOVED_OPTIONS = {  # (verb, option) of an earlier version
     **{("report", option): _TUNNEL for option in ("--host", "--allow-host")},
     ("data", "--rows-per-group"): "set --row-group-bytes",
     ("data", "--csv-option"): "give the rows of a reader of CSV to write_shards, such as "
-    "duckdb.sql(\"FROM read_csv('rows.csv')\")",
+    "duckdb.sql(\"FROM read_csv('rows.csv', columns={'id': 'BIGINT', 'text': 'VARCHAR'})\")",
     ("data", "--format"): "rows become Parquet, and tokens Arrow: leave it out",
     ("data", "--compression"): "Snappy is used where it makes shards smaller: leave it out",
     ("data", "--fill-null"): "set --query 'SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows'",

@@ -112,7 +112,7 @@ _CSV = (
     "CSV",
     'MapStyleData(datasets.load_dataset("csv", data_files={url!r}, split="train"), '
     "micro_batch_size=…), or shards of them, once: "
-    "write_shards(duckdb.sql(\"FROM read_csv('{url}')\"), 'shards')",
+    "write_shards(duckdb.sql(\"FROM read_csv('{url}', columns={{'id': 'BIGINT', …}})\"), 'shards')",
 )
 _AUDIO = (
     "audio",

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from elastic_dp.data.columns.column_types import plain, rebuilt
 from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
-from elastic_dp.data.discovery.listing import folder_values
+from elastic_dp.data.discovery.partitions import FolderColumns
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import check_footer
 from elastic_dp.dataprep.source_files import SourceFiles
@@ -37,7 +37,7 @@ BATCH_ROWS = 1024
 _THREADS = 16
 _ELSEWHERE = {  # kinds of files that are not read here: what to write instead
     "csv": "give the rows of a reader of CSV to elastic_dp.dataprep.write_shards, such as "
-    "duckdb.sql(\"FROM read_csv('rows.csv')\")",
+    "duckdb.sql(\"FROM read_csv('rows.csv', columns={'id': 'BIGINT', 'text': 'VARCHAR'})\")",
     "tar": "training reads tar in place",
     "mds": "read them as MapStyleData(streaming.StreamingDataset(...), ...)",
 }
@@ -54,7 +54,8 @@ class Rows:
 
 
 def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
-    """All rows. Raises DataError if the source cannot be read as a table."""
+    """All rows, with columns from the names of folders (`year=2024/`). Raises DataError if the
+    source cannot be read as a table."""
     openers: dict[str, Callable[[], Rows]] = {
         "parquet": lambda: _tables(files, _parquet, check_footer, columns),
         "arrow": lambda: _tables(files, _arrow, _refuse_large_batches, columns),
@@ -75,23 +76,29 @@ def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
             f"{files.url!r} has the columns {same[0]!r} and {lower[same[0].lower()]!r}; give "
             "columns names that differ by more than case"
         )
-    if (parts := folder_values(files.names)) and files.kind != "images":
-        raise DataError(
-            f"{files.url!r} has values in the names of its folders ({', '.join(parts)}), which "
-            "convert does not read; name one folder, or give their rows to write_shards, such as "
-            f"duckdb.sql(\"FROM read_parquet('{files.url}/**/*.parquet', hive_partitioning=true)\")"
-        )
-    names = rows.schema.names
+    folders = FolderColumns(
+        sorted({("", n.rpartition("/")[0]) for n in files.names if files.kind != "images"}), columns
+    )
+    added = [pa.field(*each) for each in folders.types.items() if each[0] not in rows.schema.names]
+    names = [*rows.schema.names, *(field.name for field in added)]
     if missing := [name for name in columns or () if name not in names]:
         raise DataError(
             f"no column {', '.join(map(repr, missing))} in {files.url!r}, which has "
             f"{', '.join(map(repr, names))}"
         )
-    if columns is None:
-        return rows
-    fields = [rows.schema.field(name) for name in columns]
-    schema = pa.schema(fields, metadata=rows.schema.metadata)
-    return Rows(schema, lambda name: (batch.select(columns) for batch in rows.batches(name)))
+    chosen = names if columns is None else list(columns)
+
+    def batches(name: str) -> Batches:
+        values = folders.of_shard(name, name.rpartition("/")[0], rows.schema.names)
+        for batch in rows.batches(name):
+            for field in added:
+                value = pa.scalar(values.get(field.name), field.type)
+                batch = batch.append_column(field, pa.repeat(value, batch.num_rows))
+            yield batch.select(chosen)
+
+    every = pa.schema([*rows.schema, *added], metadata=rows.schema.metadata)
+    schema = pa.schema([every.field(name) for name in chosen], metadata=every.metadata)
+    return Rows(schema, batches)
 
 
 def _parquet(raw: Any, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:

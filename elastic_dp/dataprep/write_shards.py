@@ -36,7 +36,7 @@ GONE = {
     "rows_per_group": "set row_group_bytes",
     "fill_nulls": 'set query="SELECT * REPLACE (coalesce(x, 0) AS x) FROM rows"',
     "csv_options": "give the rows of a reader of CSV to write_shards, such as "
-    "duckdb.sql(\"FROM read_csv('rows.csv')\")",
+    "duckdb.sql(\"FROM read_csv('rows.csv', columns={'id': 'BIGINT', 'text': 'VARCHAR'})\")",
     "text_glob": "name the files by a glob in the source, such as 'code/**/*.py'",
     "compression": "leave it out: snappy is used where it makes shards smaller",
     "format": "leave it out: rows become Parquet, and tokens Arrow; write_shards has a format",

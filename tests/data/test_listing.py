@@ -205,13 +205,6 @@ def test_arrow_file_without_a_row_is_passed_over(tmp_path, said):
     assert ids(config(tmp_path)) == [0, 1]
 
 
-def test_values_in_names_of_folders_are_said_not_to_be_columns(tmp_path, said):
-    put(tmp_path / "year=2024" / "kind=a" / "a.parquet")
-    (line,) = said(config(f"{tmp_path}/**"))
-    assert "the values in the names of folders (year, kind)" in line and "'year=…/**'" in line
-    assert [name for name, _ in read_index(config(f"{tmp_path}/**")).columns] == ["id"]
-
-
 @pytest.mark.parametrize("ending", ["parquet", "arrow", "tar"])
 def test_file_of_no_byte_is_named_where_its_format_has_none(ending, tmp_path):
     (tmp_path / f"a.{ending}").write_bytes(b"")

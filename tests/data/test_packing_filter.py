@@ -77,16 +77,16 @@ def shards(folder: Path, write: Callable[[Path, list[Row]], None] = parquet) -> 
     return DataConfig(str(folder), micro_batch_size=B, pack=LENGTH, tail="short", filter=GOOD)
 
 
-def by_language(folder: Path) -> DataConfig:
-    """A shard for each language."""
+def hive(folder: Path) -> DataConfig:
+    """A folder for each language; documents of a shard have all of it or none."""
     for number, language in enumerate(("de", "en", "fr")):
         rows = [row(i) for i in range(number * ROWS, (number + 1) * ROWS)]
         for one in rows:
-            one["language"] = language
-        folder.mkdir(exist_ok=True)
-        parquet(folder / language, rows)
+            del one["language"]
+        (place := folder / f"language={language}").mkdir(parents=True)
+        parquet(place / "a", rows)
     return DataConfig(
-        str(folder), columns=["input_ids"], micro_batch_size=B, pack=LENGTH, tail="short"
+        f"{folder}/**", columns=["input_ids"], micro_batch_size=B, pack=LENGTH, tail="short"
     )
 
 
@@ -127,10 +127,10 @@ def test_documents_are_chosen_by_columns_that_are_not_packed(write, tmp_path):
     )
 
 
-def test_documents_are_chosen_without_reading_shards_that_have_none_by_their_statistics(
+def test_documents_are_chosen_by_columns_in_names_of_folders_without_reading_others(
     tmp_path, monkeypatch
 ):
-    config = by_language(tmp_path / "in")
+    config = hive(tmp_path / "in")
     english = dataclasses.replace(config, filter=pc.field("language") == "en")
     rows = epoch_of(english, 1)
     assert rows == epoch_of(english, 3)
@@ -146,8 +146,11 @@ def test_documents_are_chosen_without_reading_shards_that_have_none_by_their_sta
         return decode(self, shard, *others)
 
     monkeypatch.setattr(Parquet, "read", noting)
+    read_index(both)
+    assert {*read} == {"language=en/a.parquet"}
+    read.clear()
     index = read_index(english)
-    assert {*read} == {"en.parquet"} and index.tokens is not None
+    assert not read and index.tokens is not None
     assert index.tokens.sum() == len(expected(range(ROWS, 2 * ROWS)))
     one = (pc.field("language") == "en") & (pc.list_value_length(pc.field("input_ids")) < 0)
     with pytest.raises(DataError, match="no row of 120 fits"):

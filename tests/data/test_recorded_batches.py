@@ -331,6 +331,15 @@ def filtered_arrow(folder: Path) -> None:
     arrow_file(folder)
 
 
+@data_set(shuffle="rows")
+def partitions(folder: Path) -> str:
+    for year in (2023, 2024, 2025):
+        for kind in ("a", "b c"):
+            table = rows_from(year * 100, 150 + year % 5 * 20)
+            to_parquet(folder / f"year={year}" / f"kind={kind}" / "rows", table)
+    return f"{folder}/**/*.parquet"
+
+
 @data_set(grows=True)
 def growing(folder: Path) -> None:
     shards(folder, 5, to_parquet)

@@ -82,6 +82,15 @@ def test_filter_leaves_out_rows_for_which_it_is_null(tmp_path):
     assert in_place(where(config, pc.field("s").is_valid())) == {"s": ["a", "b"]}
 
 
+def test_filter_uses_columns_in_names_of_folders(tmp_path):
+    for year in (2024, 2025):
+        (tmp_path / f"year={year}").mkdir()
+        pq.write_table(pa.table({"id": [year]}), tmp_path / f"year={year}" / "a.parquet")
+    config = DataConfig(f"{tmp_path}/**", micro_batch_size=1)
+    found = in_place(where(config, pc.field("year") == 2025))
+    assert found == {"id": [2025], "year": [2025]}
+
+
 def test_filter_that_keeps_other_rows_is_another_data_set(tmp_path):
     config = ids(tmp_path / "in")
     plain = read_index(config)

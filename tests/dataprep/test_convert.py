@@ -91,7 +91,7 @@ FOLDERS = {
     "JSON Lines and its description": ({"a.jsonl": '{"x":1}\n', "config.json": "{}"}, {"x": [1]}),
     "hidden files": ({"a.jsonl": '{"x":1}\n', "_b.jsonl": '{"x":2}\n', ".c/d.jsonl": '{"x":3}\n'}, {"x": [1]}),
     "folders": ({"b/c.jsonl": '{"x":2}\n', "a.jsonl": '{"x":1}\n'}, {"x": [1, 2]}),
-    "folders with a value": ({"y=1/a.jsonl": '{"x":2}\n', "y=2/a.jsonl": '{"x":3}\n'}, r"values in the names of its folders \(y\), which convert does not read"),
+    "folders with a value": ({"y=1/a.jsonl": '{"x":2}\n', "y=2/a.jsonl": '{"x":3}\n'}, {"x": [2, 3], "y": [1, 2]}),
     "columns in another order": ({"a.jsonl": '{"x":1,"y":2}\n', "b.jsonl": '{"y":3,"x":4}\n'}, {"x": [1, 4], "y": [2, 3]}),
     "a column of nulls in one file": ({"a.jsonl": '{"x":null,"y":1}\n', "b.jsonl": '{"x":1,"y":2}\n'}, {"x": [None, 1], "y": [1, 2]}),
     "types of all files": ({"a.jsonl": '{"x":1}\n', "b.jsonl": '{"x":0.5}\n', "c.jsonl": ""}, {"x": [1.0, 0.5]}),

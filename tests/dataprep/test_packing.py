@@ -91,10 +91,11 @@ def test_any_object_of_that_shape_is_a_tokenizer(tmp_path):
         def encode(self, texts):
             return [[len(word) for word in text.split()] for text in texts]
 
-    (tmp_path / "a.csv").write_text("id,body\n1,one three\n2,seven\n")
-    convert(
-        str(tmp_path / "a.csv"), str(tmp_path / "out"), tokenizer=Words(), pack=5, columns=["body"]
+    (tmp_path / "a.jsonl").write_text(
+        '{"id": 1, "body": "one three"}\n{"id": 2, "body": "seven"}\n'
     )
+    source, target = str(tmp_path / "a.jsonl"), str(tmp_path / "out")
+    convert(source, target, tokenizer=Words(), pack=5, columns=["body"])
     assert read(tmp_path / "out")["tokens"].to_pylist() == [[3, 5, 999, 5, 999]]
 
 

@@ -4,6 +4,7 @@ scans them."""
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import pickle
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import pyarrow as pa
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.schema import Columns
+from elastic_dp.data.discovery.partitions import folder_columns
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.sources import OpenedSource, announce, open_sources, scan_all, some
 from elastic_dp.data.formats.file_format import Ints, Scan
@@ -63,6 +65,7 @@ def read_index(
         used = columns_of(config.filter)
     wanted = config.columns
     read = None if wanted is None else list(dict.fromkeys([*wanted, *used]))
+    in_folders = folder_columns(((s.root, s.entries) for s in sources), read)
     columns, build, begun = Columns(wanted, used), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
@@ -80,11 +83,16 @@ def read_index(
         if not rows:  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
+        folder = entry.path.rpartition("/")[0]
+        partition = in_folders.of_shard(shown, folder, scan.schema.names)
+        if partition:
+            scan = _with_partition(scan, partition, in_folders.types)
         columns.add(shown, scan.schema, scan.nulls, rows)
-        build.add(name, entry.size, entry.version, scan)
+        build.add(name, entry.size, entry.version, scan, partition)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
+    in_folders.check()
     if config.pack is not None:
         from elastic_dp.data.discovery.row_counts import is_packable
 
@@ -127,12 +135,14 @@ class Builder:
         size: int,
         version: str,
         scan: Scan,
+        partition: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        values = json.dumps(dict(partition)) if partition else None
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
-        self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
+        self._shards.append((name, version, source, size, scan.check, scan.tail, footer, values))
         self._scans.append(replace(scan, footer=b"", nulls=_COUNTED))
         self._num_groups += len(scan.rows)
         if len(self._shards) >= CHUNK:
@@ -189,6 +199,7 @@ _SHARDS = pa.schema(
         "check": pa.int64(),
         "tail": pa.int64(),
         "footer": pa.large_binary(),
+        "partition": pa.large_string(),
     }
 )
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes", "stored")])
@@ -222,6 +233,19 @@ def _has_same_files(known: Index, sources: list[OpenedSource]) -> bool:
         one[3] and one == tuple(value.as_py() for value in other)
         for one, other in zip(there, facts, strict=True)
     )
+
+
+def _with_partition(
+    scan: Scan, partition: Mapping[str, Any], types: Mapping[str, pa.DataType]
+) -> Scan:
+    """The scan with the columns that only the name of the shard's folder holds."""
+    schema, rows = scan.schema, int(scan.rows.sum())
+    for name in partition:
+        schema = schema.append(pa.field(name, types[name]))
+    row_bytes = sum(8 + len(str(value).encode()) for value in partition.values())
+    nulls = {**scan.nulls, **{n: rows for n, value in partition.items() if value is None}}
+    nbytes = scan.nbytes + scan.rows * row_bytes
+    return replace(scan, schema=schema, nbytes=nbytes, nulls=nulls)
 
 
 def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:

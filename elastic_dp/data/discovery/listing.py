@@ -321,12 +321,6 @@ def files_of_saved(content: bytes) -> list[str]:
     return names
 
 
-def folder_values(names: Iterable[str]) -> list[str]:
-    """The columns, each once, that Hive, Spark and DuckDB write as folders: "year=2024/"."""
-    found = (part for name in names if "=" in name for part in name.split("/")[:-1])
-    return list(dict.fromkeys(p.partition("=")[0] for p in found if _PARTITION.fullmatch(p)))
-
-
 # ------------------------------------------------------------------------------- nothing to read
 
 

@@ -1,7 +1,7 @@
 """Counts, when a data set is opened, the rows of each row group that the filter keeps, and their
 tokens, for packing.
 
-Nothing is read of row groups that have no such rows by their statistics. The
+Nothing is read of row groups that have no such rows by their statistics or their folder's name. The
 tokens of a row group that is kept whole are in footers of Parquet by Arrow. Otherwise its column of
 tokens is read.
 """
@@ -23,7 +23,7 @@ from elastic_dp.data.columns.row_filter import RowFilter, Selection
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
 from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
-from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, ShardAt
+from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, ShardAt, read_table
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError
 
@@ -74,10 +74,15 @@ class _Counter:
         first, end = self._index.group_bounds[number : number + 2].tolist()
         here, known = frozenset(range(end - first)), None
         chosen, rows_of = source.format, self._filter
-        if rows_of is not None and isinstance(chosen, Parquet):
-            with reading_footer(shard):
-                may_match = chosen.may_match(shard, self._config.filter, rows_of.fields)
-            here = here if may_match is None else may_match
+        if rows_of is not None:
+            if rows_of.names and all(name in shard.partition for name in rows_of.names):
+                row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
+                here = here if len(self._applied(rows_of, row, shard.name)) else frozenset()
+                rows_of = None
+            elif isinstance(chosen, Parquet):
+                with reading_footer(shard):
+                    may_match = chosen.may_match(shard, self._config.filter, rows_of.fields)
+                here = here if may_match is None else may_match
         if self._tokens and here and isinstance(chosen, Parquet):
             with reading_footer(shard):
                 known = chosen.list_values(shard, self._tokens)
@@ -92,7 +97,7 @@ class _Counter:
 
             def read(names: list[str]) -> pa.Table:
                 with decoding(shard, location):
-                    table = chosen.read(shard, location, self._index.schema, names)
+                    table = read_table(chosen, shard, location, self._index.schema, names)
                     refuse_other_count(table.num_rows, len(every))
                 return table
 

@@ -47,7 +47,7 @@ class Index:
     """Row groups are numbered across all shards, and shards across all sources. Picklable.
 
     - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
-      file_format.py).
+      file_format.py), partition (JSON, see `partition`).
     - `groups` [row groups]: columns rows, starts, ends, nbytes, stored (int64); tokens, to pack.
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
     - `columns`: (name, type and the value that replaces nulls) of the columns that a batch has.
@@ -125,6 +125,11 @@ class Index:
         it is cheap, or there are too many."""
         return self.shards["footer"][shard].as_buffer()
 
+    def partition(self, shard: int) -> dict[str, Any]:
+        """The columns that only the name of the shard's folder holds, and their value there."""
+        values = self.shards["partition"][shard].as_py()
+        return {} if values is None else dict(json.loads(values))
+
     @property
     def delivered(self) -> pa.Schema:
         """The part of `schema` that contains `columns`. The others are read for the filter
@@ -141,6 +146,9 @@ class Index:
             content.update(view(self.shards[column]).data)
         for names in chunks_of(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
+        if self.shards["partition"].null_count < len(self.shards):
+            for values in chunks_of(self.shards["partition"]):
+                content.update(json.dumps(values.to_pylist()).encode())
         content.update(self.selection.encode())
         for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
             content.update(np.ascontiguousarray(numbers).data)
@@ -220,6 +228,7 @@ def shard_at(index: Index, number: int, path: str, store: Any, shown: str) -> Sh
         tail=tail,
         head=int(index.starts[index.group_bounds[number]]),
         footer=index.footer(number),
+        partition=index.partition(number),
     )
 
 

@@ -17,7 +17,6 @@ from elastic_dp.data.columns.schema import name_is_no_text
 from elastic_dp.data.discovery.listing import (
     HIDDEN,
     Listing,
-    folder_values,
     list_files,
     path_of,
     prefix_of,
@@ -156,16 +155,6 @@ def _say_skipped(listing: Listing, store: Store, entries: list[Entry]) -> None:
             store.url,
             "1 folder" if len(names) == 1 else f"{len(names):,} folders",
             some(names),
-        )
-
-    if values := folder_values(map(listing.name, entries)):
-        _log.warning(
-            "DataConfig.url: not read at %s: the values in the names of folders (%s). They choose "
-            "folders in a URL, such as '%s=…/**'; to have them as columns, write them into shards: "
-            "write_shards(duckdb.sql(\"FROM read_parquet('**', hive_partitioning=true)\"), 'rows')",
-            store.url,
-            ", ".join(values),
-            values[0],
         )
 
 

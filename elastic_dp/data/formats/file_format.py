@@ -41,6 +41,8 @@ class ShardAt:
     tail: int = 0
     head: int = 0  # where its first row group starts
     footer: pa.Buffer | None = None  # None: the index did not keep it
+    # Columns that only the name of its folder holds, and their value
+    partition: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> ShardKey:
@@ -135,6 +137,23 @@ def stamp_of(path: str) -> tuple[int, ...]:
     """Another file at this path, or one that was written to, has another one."""
     found = os.stat(path)
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_table(
+    chosen: FileFormat,
+    shard: ShardAt,
+    location: RowGroupLocation,
+    schema: pa.Schema,
+    leaves: list[str],
+) -> pa.Table:
+    """Like `FileFormat.read`, with the columns that only the name of the shard's folder holds."""
+    table = chosen.read(shard, location, schema, leaves)
+    for name, value in shard.partition.items():
+        column = pa.repeat(pa.scalar(value, schema.field(name).type), table.num_rows)
+        if name in table.column_names:  # some formats add the columns that a shard lacks
+            table = table.drop_columns(name)
+        table = table.append_column(name, column)
+    return table
 
 
 class FileFormat(Protocol):

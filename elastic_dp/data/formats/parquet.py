@@ -139,19 +139,26 @@ class Parquet:
         self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
     ) -> frozenset[int] | None:
         """The row groups that may have a row for which `expression` is true, by the statistics in
-        the footer. `fields`: the columns that it uses. None: unknown, also where the shard has
-        another type than the data set, and for floats, of which statistics do not count NaN."""
+        the footer and the name of the folder. `fields`: the columns that it uses. None: unknown,
+        also where the shard has another type than the data set, and for floats, of which statistics
+        do not count NaN."""
         # Here, since it imports pandas, where that is installed: 50 MB in each worker.
         from pyarrow import dataset
 
-        held, schema = _FetchedRanges(shard), pa.schema(fields)
-        fragment = dataset.ParquetFileFormat().make_fragment(pa.PythonFile(held, mode="r"))
+        from elastic_dp.data.columns.row_filter import equalities
+
+        held = _FetchedRanges(shard)
+        schema, in_name = pa.schema(fields), equalities(shard.partition, fields)
+        chosen = dataset.ParquetFileFormat()
+        fragment = chosen.make_fragment(pa.PythonFile(held, mode="r"), partition_expression=in_name)
+        if not any(dataset.FileSystemDataset([fragment], schema, chosen).get_fragments(expression)):
+            return frozenset()  # by the name alone
         held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
         _refuse_other(shard, held.slice(shard.size - shard.tail, shard.size))
         there = fragment.physical_schema
         for used in fields:
             number = there.get_field_index(used.name)
-            if (
+            if used.name not in shard.partition and (
                 number < 0
                 or there.field(number).type != used.type
                 or any(map(pa.types.is_floating, node_types(used.type)))

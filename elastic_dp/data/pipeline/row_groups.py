@@ -29,6 +29,7 @@ from elastic_dp.data.formats.file_format import (
     Ints,
     RowGroupLocation,
     ShardAt,
+    read_table,
 )
 from elastic_dp.storage import DiskCache, Store
 
@@ -169,7 +170,7 @@ class ShardRowGroups:
             self._cache.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        table = self._format(number).read(shard, location, self.index.schema, self._leaves)
+        table = read_table(self._format(number), shard, location, self.index.schema, self._leaves)
         return table if self._filter is None else table.take(self._filter.rows(table))
 
     def _format(self, number: int) -> FileFormat:
