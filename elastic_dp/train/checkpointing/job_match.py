@@ -60,7 +60,7 @@ def hyperparameters_of(
 def changes_since(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
     """Returns a text for what has changed since the checkpoint of `step` was made. Both are as
     `hyperparameters_of` returns them."""
-    before, after = then["values"], now["values"]
+    before, after = then.get("values", now["values"]), now["values"]  # old ones lack them
     texts = [
         f"{name} is {after.get(name)} in the code now, was {before.get(name)}"
         for name in dict.fromkeys([*before, *after])
