@@ -129,7 +129,7 @@ class GradientClipping:
 
     @torch.no_grad()
     def clip(self, gradients: Iterable[torch.Tensor], norm: GradientNorm) -> None:
-        """Clips gradients in place, as `clip_grad_norm_` and then `clip_grad_value_` do."""
+        """Clips gradients in place, as `clip_grad_norm_` or `clip_grad_value_` does."""
         present = list(gradients)
         if self.norm is not None:
             factor = torch.clamp(self.norm / (norm.tensor + 1e-6), max=1.0)

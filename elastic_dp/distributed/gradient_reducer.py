@@ -44,7 +44,7 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire
 from elastic_dp.distributed.local_shards import is_sharded, local_of, placed_like
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
+from elastic_dp.distributed.reduction_tree import Node, Share, TreeLeaf
 from elastic_dp.errors import GroupError, LossError, ModelError
 
 _gradient = attrgetter("grad")
@@ -227,7 +227,7 @@ class GradientReducer:
         self._stack.clear()
         self._last, self._merges = None, 0
 
-    def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
+    def before_leaf(self, leaf: TreeLeaf, is_last: bool) -> None:
         """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._stack))
@@ -247,7 +247,7 @@ class GradientReducer:
             self._push(gradients, is_complete)
 
     def add_leaf(
-        self, leaf: Leaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
+        self, leaf: TreeLeaf, gradients: Mapping[torch.Tensor, torch.Tensor], is_last: bool
     ) -> None:
         """Adds a leaf whose gradients are not those of one backward pass, by parameter. They are
         given up."""
@@ -276,7 +276,7 @@ class GradientReducer:
             )
 
     def after_leaf(
-        self, leaf: Leaf, is_last: bool, *, observed: bool = False
+        self, leaf: TreeLeaf, is_last: bool, *, observed: bool = False
     ) -> dict[torch.Tensor, torch.Tensor | None]:
         """Adds the gradients after the backward pass, also of a leaf that contributes nothing.
         Returns them, by parameter, if they are `observed`, which needs a step that is not `early`.

@@ -55,7 +55,7 @@ def cover_share(ranges: Iterable[Node], virtual_workers: int) -> list[Node]:
     return [node for one in joined for node in cover(*one, virtual_workers)]
 
 
-class Leaf(NamedTuple):
+class TreeLeaf(NamedTuple):
     """One virtual worker's turn in a worker's step.
 
     `merges` is how many times its gradient, or the sum so far, is added to the top of the stack,
@@ -67,18 +67,18 @@ class Leaf(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
+def fold(first: int, last: int, virtual_workers: int) -> list[TreeLeaf]:
     """Returns the order in which a worker runs its leaves and adds them, subtree by subtree.
 
     The sums form a stack, on which each leaf pushes what it completes. At the end the stack holds
     exactly the nodes of `cover`, in order.
     """
-    leaves: list[Leaf] = []
+    leaves: list[TreeLeaf] = []
 
     def walk(node: Node) -> None:
         low, high = node
         if high - low == 1:
-            leaves.append(Leaf(low, 0))
+            leaves.append(TreeLeaf(low, 0))
         else:
             split = middle(node)
             walk((low, split))

@@ -20,7 +20,7 @@ from elastic_dp.errors import SpecError
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.participants import LeafGradients, Results, StepParticipant
 from elastic_dp.train.step.step_gradient import StepGradient
-from elastic_dp.train.training_parts import StepBuild
+from elastic_dp.train.training_parts import StepBuilder
 
 if TYPE_CHECKING:
     from elastic_dp.train.context import Step
@@ -30,7 +30,7 @@ LEAF_SQUARE = "elastic_dp.leaf_square"  # among the metrics of a virtual worker'
 SQUARE, TRACE = "elastic_dp.gradient_square", "elastic_dp.gradient_trace"
 
 
-def extend(build: StepBuild) -> None:
+def extend(build: StepBuilder) -> None:
     """Measures the noise in each `noise_scale_every`-th step. Raises SpecError."""
     spec, every = build.spec, build.given.noise_scale_every
     assert every is not None

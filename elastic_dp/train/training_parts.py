@@ -104,7 +104,7 @@ class StepsArguments:
 
 
 @dataclass
-class StepBuild:
+class StepBuilder:
     """What a step is made of. `extend` of an extension gets it when only the arguments are there,
     and may change what makes the other parts. Nothing runs yet.
 

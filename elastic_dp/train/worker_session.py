@@ -66,7 +66,7 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed, WeightComparison
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.training_parts import StepBuild, StepsArguments
+from elastic_dp.train.training_parts import StepBuilder, StepsArguments
 from elastic_dp.train.user_loop import UserLoop
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class WorkerSession:
             self.link.say(f"WARNING: {decay}")
         if handlers() != self.loop.handlers:  # in this process, if it is not a worker of Ray
             raise LoopError(NO_HANDLERS)
-        build = StepBuild(
+        build = StepBuilder(
             given,
             self.spec,
             data=self.data,

@@ -15,7 +15,7 @@ from elastic_dp.distributed import process_group
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup, connect_devices
-from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
+from elastic_dp.distributed.reduction_tree import Share, TreeLeaf, fold
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from tests.distributed.meeting import CPU, InMemory, form
 from tests.patience import PATIENCE_S
@@ -92,7 +92,7 @@ def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parame
     return {str(number): parameter for number, parameter in enumerate(parameters)}
 
 
-def leaves_of(share: Share, count: int) -> list[Leaf]:
+def leaves_of(share: Share, count: int) -> list[TreeLeaf]:
     return [leaf for one in share for leaf in fold(*one, count)]
 
 

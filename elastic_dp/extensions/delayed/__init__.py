@@ -7,10 +7,10 @@ from functools import partial
 from elastic_dp.extensions.delayed.delayed_gradient import DelayedGradient
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.state.previous_step import PreviousStep
-from elastic_dp.train.training_parts import StepBuild
+from elastic_dp.train.training_parts import StepBuilder
 
 
-def extend(build: StepBuild) -> None:
+def extend(build: StepBuilder) -> None:
     staleness = StepSchedule(build.spec.staleness_by_step)
     build.schedules.append(staleness)
     build.previous = PreviousStep(build.given.model, build.loss_scale)

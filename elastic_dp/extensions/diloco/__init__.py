@@ -12,14 +12,14 @@ from elastic_dp.extensions.diloco.inner_rows import InnerMicroBatches, InnerRows
 from elastic_dp.extensions.diloco.inner_steps import InnerSteps
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.loop_guard.steps_arguments import (
-    check_clip_norm,
+    check_clipping,
     check_function,
     check_optimizer,
 )
-from elastic_dp.train.training_parts import StepBuild
+from elastic_dp.train.training_parts import StepBuilder
 
 
-def extend(build: StepBuild) -> None:
+def extend(build: StepBuilder) -> None:
     """Raises SpecError and ModelError."""
     _check(build)
     make_optimizer = build.given.inner_optimizer
@@ -42,7 +42,7 @@ def extend(build: StepBuild) -> None:
     )
 
 
-def _check(build: StepBuild) -> None:
+def _check(build: StepBuilder) -> None:
     given = build.given
     if given.inner_optimizer is None:
         raise SpecError(
@@ -51,7 +51,7 @@ def _check(build: StepBuild) -> None:
             "optimizer of ctx.steps is the outer one, such as "
             "SGD(lr=0.7, momentum=0.9, nesterov=True)"
         )
-    check_clip_norm("inner_clip_norm", given.inner_clip_norm)
+    check_clipping("inner_clip_norm", given.inner_clip_norm)
     if given.precision == "fp16":
         raise SpecError(
             'precision="fp16" scales the loss of a step, which does not work with inner_steps; '

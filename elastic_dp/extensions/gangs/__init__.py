@@ -13,10 +13,10 @@ from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
 from elastic_dp.extensions.gangs.gang_step import GangReduction, GradientOrders, refuses_none
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.leaf_runner import OnePass
-from elastic_dp.train.training_parts import StepBuild
+from elastic_dp.train.training_parts import StepBuilder
 
 
-def extend(build: StepBuild) -> None:
+def extend(build: StepBuilder) -> None:
     """Checks the arguments. Raises ModelError and SpecError.
 
     All processes of a worker call it: parts of the model are gathered, one after another.

@@ -8,10 +8,10 @@ from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.extensions.sharding.sharded_update import ShardedUpdate
-from elastic_dp.train.training_parts import StepBuild
+from elastic_dp.train.training_parts import StepBuilder
 
 
-def extend(build: StepBuild) -> None:
+def extend(build: StepBuilder) -> None:
     """Raises SpecError and ModelError."""
     check_shardable(build.given.optimizer, build.parameters, build.given.precision)
     build.holders = sharding = ShardedOptimizer(build.given.optimizer, build.parameters)

@@ -19,7 +19,7 @@ from elastic_dp.errors import ModelError, RunMismatch, SpecError, StateError
 from elastic_dp.train.step.precision import check_precision
 
 
-def check_clip_norm(name: str, limit: Any) -> None:
+def check_clipping(name: str, limit: Any) -> None:
     """Raises SpecError unless `limit`, of the argument `name`, is a largest norm or None."""
     if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
         raise SpecError(f"{name} is {limit!r}, must be a number of more than 0, or None")
@@ -37,8 +37,8 @@ def check_steps_arguments(
 ) -> None:
     """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
     check_precision(precision)
-    check_clip_norm("clip_norm", clip_norm)
-    check_clip_norm("clip_value", clip_value)
+    check_clipping("clip_norm", clip_norm)
+    check_clipping("clip_value", clip_value)
     if clip_norm is not None and clip_value is not None:
         raise SpecError("clip_norm and clip_value are both set: leave out one of the two")
     if not isinstance(model, nn.Module):

@@ -18,8 +18,7 @@ import torch
 from elastic_dp.coordinator.messages import whole_blocks
 from elastic_dp.distributed.gradient_buckets import Gradients
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.reduction_tree import Leaf as TreeLeaf
-from elastic_dp.distributed.reduction_tree import Node, Share, fold
+from elastic_dp.distributed.reduction_tree import Node, Share, TreeLeaf, fold
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import LeafBuffers, ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
