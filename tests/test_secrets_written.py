@@ -103,12 +103,12 @@ def test_conversion_and_inspection_of_signed_urls(tmp_path, said):
                 )
                 assert result.exit_code in (0, 2), result.output
                 said.append(result.output)
-        attempt(said, lambda: convert(str(source / "a.csv"), signed(url, "out")))
+        attempt(said, lambda: convert(str(source / "a.jsonl"), signed(url, "out")))
         result = CliRunner().invoke(
-            cli.app, ["data", "convert", str(source / "a.csv"), f"memory://x?sig={TOLD}/y"]
+            cli.app, ["data", "convert", str(source / "a.jsonl"), f"memory://x?sig={TOLD}/y"]
         )
         said.append(result.output)
-    assert done == ["a.jsonl", "a.csv", "a.txt", "a.parquet"]
+    assert done == ["a.jsonl", "a.txt", "a.parquet"]
     said += written(tmp_path / "out") + written(tmp_path / "cli")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.distributed import process_group
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.cluster import strangers
@@ -20,10 +21,19 @@ from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached
 from tests.train.jobs import average_and_plateau, plain
 
 
+@pytest.fixture(autouse=True)
+def _other_port():
+    """Strangers may have taken pairs of Gloo's port in this process, which groups of later tests
+    would wait for."""
+    yield
+    if process_group._gloo_device is not None:
+        process_group._gloo_device.spent = True
+
+
 def processes_of(run):
     """The controller's, the workers', and what these have started."""
     found = [psutil.Process()]
-    for process in run.worker_group.processes.values():
+    for process in [*run.worker_group.processes.values()]:
         with contextlib.suppress(psutil.Error):  # it has ended since
             worker = psutil.Process(process.pid)
             found += [worker, *worker.children()]
