@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_dp.distributed import process_group
 from elastic_dp.distributed.process_group import GroupFormation, ProcessGroup
 from elastic_dp.distributed.rendezvous import (
     GroupName,
@@ -19,9 +18,6 @@ from elastic_dp.distributed.rendezvous import (
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
-# The garbage collector of a process that has run thousands of tests can take longer than members
-# wait for each other to connect.
-process_group._CONNECTING_LIMIT = timedelta(seconds=PATIENCE_S)
 
 
 class InMemory(Rendezvous):
