@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import optim
 
 from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_exchange import GradientExchange
@@ -22,55 +21,10 @@ from elastic_dp.distributed.process_group import (
 )
 from elastic_dp.distributed.reduction_tree import Share, TreeLeaf, fold
 from tests.distributed.meeting import InMemory, form
+from tests.train.exactness.test_torch_optimizers import CASES, shapes
 
 CPU = torch.device("cpu")
 VIRTUAL, STEPS, CLIP_NORM = 8, 2, 0.5
-VARIANTS = {
-    optim.SGD: (
-        {},
-        {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
-        {"momentum": 0.9, "nesterov": True, "maximize": True},
-    ),
-    optim.Adam: ({}, {"amsgrad": True, "weight_decay": 0.01}),
-    optim.AdamW: ({}, {"amsgrad": True, "maximize": True}),
-    optim.NAdam: ({}, {"decoupled_weight_decay": True, "weight_decay": 0.01}),
-    optim.RAdam: ({}, {"decoupled_weight_decay": True, "weight_decay": 0.01}),
-    optim.Adamax: ({}, {"weight_decay": 0.01}),
-    optim.Adagrad: ({}, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
-    optim.Adadelta: ({}, {"weight_decay": 0.01}),
-    optim.RMSprop: ({}, {"centered": True, "momentum": 0.9}),
-    optim.Rprop: ({},),
-    optim.ASGD: ({}, {"t0": 1.0, "weight_decay": 0.01}),
-    optim.Adafactor: ({},),
-    optim.Muon: ({}, {"nesterov": False}),
-}
-LR = {optim.SGD: 0.1, optim.Adadelta: 1.0}
-FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
-
-
-def cases():
-    """Yields (name, kind, options, dtype)."""
-    for (kind, variants), dtype in itertools.product(
-        VARIANTS.items(), (torch.float32, torch.bfloat16)
-    ):
-        ways = [{"foreach": False}, {"foreach": True}]
-        if kind is optim.Muon:
-            ways = [{}]
-        elif kind in FUSED and (kind, dtype) != (optim.SGD, torch.bfloat16):
-            # That one is refused (steps_arguments.py). With momentum it also reads beyond tensors.
-            ways.append({"fused": True})
-        for options, way in itertools.product(variants, ways):
-            options = {"lr": LR.get(kind, 0.01)} | options | way
-            yield f"{kind.__name__} {options} {dtype}", kind, options, dtype
-
-
-CASES = list(cases())
-
-
-def shapes(kind):
-    """Return shapes of parameters: of one unit and of several, odd and even. Muon takes matrices
-    alone."""
-    return [(70, 33), (1, 5)] if kind is optim.Muon else [(70, 33), (129,), (64, 2), (1,)]
 
 
 def equal_shares(world_size: int) -> list[Share]:
@@ -162,16 +116,6 @@ def alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_units, "UNIT_BYTES", 1024)
         return digests(1)
-
-
-def test_cases_have_every_optimizer_of_torch_that_updates_dense_gradients():
-    every = {
-        kind
-        for kind in vars(optim).values()
-        if isinstance(kind, type) and issubclass(kind, optim.Optimizer)
-    }
-    # LBFGS calls a closure; SparseAdam takes sparse gradients, which are refused.
-    assert every - {optim.Optimizer, optim.LBFGS, optim.SparseAdam} == set(VARIANTS)
 
 
 @pytest.mark.parametrize(

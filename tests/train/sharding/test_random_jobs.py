@@ -19,7 +19,8 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.train.master_weights import MasterWeights
 from tests.distributed.test_gradient_reducer import leaves_of, of_each
-from tests.train.exactness.test_clipped_steps import FUSED, VARIANTS, VIRTUAL, equal_shares
+from tests.train.exactness.test_clipped_steps import VIRTUAL, equal_shares
+from tests.train.exactness.test_torch_optimizers import FUSED, VARIANTS
 from tests.train.sharding import test_sharded_state as of_state
 from tests.train.sharding.test_sharded_state import Member, catch_up, check_equal, enter
 
