@@ -28,7 +28,6 @@ from elastic_dp.errors import GroupError
 from elastic_dp.extensions.diloco.inner_moments import InnerMoments
 from elastic_dp.extensions.diloco.inner_rows import InnerRows
 from elastic_dp.sampling.seeds import inner_seed
-from elastic_dp.train.state.module_buffers import copy_values
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.leaf_runner import Turn
 from elastic_dp.train.step.loss_result import mean, mean_metrics
@@ -141,7 +140,7 @@ class InnerSteps:
         finally:
             with torch.no_grad():
                 for p, value in start.items():
-                    copy_values(p, value)
+                    p.copy_(value)
             self._drop_gradients()
 
     # ----------------------------------------------------------------------------------- private

@@ -157,7 +157,7 @@ def _compared(
         yield from _tensors("parameter", theirs, state.parameters)
     yield "the parameters", called, [*state.parameters]
     yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
-    named = sorted(state.committed_extra)
+    named = sorted(extra.name for extra in state.extra)
     yield "the modules with get_extra_state", sorted(step["extra_state"]), named
     yield "the optimizer", naming["made"]["optimizer"], type(state.optimizer).__name__
     groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]

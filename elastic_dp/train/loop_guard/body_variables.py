@@ -286,7 +286,7 @@ def _warning(changed: Mapping[str, str]) -> str:
     if fact.startswith(_MODULE):
         remedy = f'state={{"{name}": {name}}} of ctx.steps'
     if of_model:
-        remedy = "make it a buffer, or return it from get_extra_state"
+        remedy = "make it a buffer"
     names = listed([*changed], _NAMED)
     return (
         f"WARNING: the body of the loop over ctx.steps changes {names}. A worker that joins or "

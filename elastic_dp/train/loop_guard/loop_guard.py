@@ -53,7 +53,6 @@ class LoopGuard:
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(changed_by_body(written))
-        self._buffers.take_extra_state()
 
     def close(self) -> None:
         self._body.close()

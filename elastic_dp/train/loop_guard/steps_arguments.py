@@ -142,6 +142,13 @@ def _check_model(model: nn.Module) -> None:
                 "those are sent to a worker that joins. Register what it consists of (indices "
                 "and values), or keep it as a plain attribute, if it never changes"
             )
+        if any(
+            stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+        ):
+            raise ModelError(
+                f"model.{name} is an expanded tensor, of which several elements are one in memory; "
+                "give it memory of its own before the optimizer is made, as .clone() does"
+            )
         if tensor.is_inference():
             raise ModelError(
                 f"model.{name} was made under torch.inference_mode(), so writes to it cannot be "

@@ -264,7 +264,7 @@ def refuse_shared_memory(found: Iterable[tuple[str, str, Any]]) -> None:
         if overlaps and (kind != last[1] or (kind != "model" and view != last[3])):
             raise ModelError(
                 f"{path} and {last[2]} share memory, and a worker that joins would have two: make "
-                "one of them a copy, or compute it from the other in step()"
+                "one of them a copy, or compute it from the other in forward or step()"
             )
         if (device, end) > (last[0][0], last[0][2]):
             last = span

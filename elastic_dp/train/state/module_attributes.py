@@ -1,5 +1,4 @@
-"""Attributes of modules that forward or the loop's body changes: numbers, text, functions, tensors
-that are no buffers, and what dicts, lists, sets and arrays hold.
+"""Attributes of modules that forward or the loop's body changes.
 
 A module that changes itself when the rows ask for it, such as a rotary embedding that recomputes
 its frequencies for a longer row, computes something else for the rows that come after it. These
@@ -10,17 +9,17 @@ tensor in place.
 
 Attributes that one micro-batch changes each time, such as a counter, stay as they are: the check
 before the first step names them. All workers find the same ones, by one micro-batch of step 1. Of
-torch's layers, numbers, text and functions are watched alone.
+small containers and arrays the content is compared, but not in layers of torch.
 
-What the body changes is named: numbers, text, functions, and the number of hooks. A look at all
-attributes of a module takes some hundred nanoseconds, so what the step began with is what the body
-is compared with, and hooks are counted where some are, or were added.
+What the body changes is named: numbers, text, functions, and the number of hooks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
+from contextlib import suppress
+from itertools import chain
 from operator import call, is_, itemgetter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -33,25 +32,20 @@ from torch.utils.hooks import RemovableHandle
 from elastic_dp.errors import ModelError
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-_WATCHED = (*_PLAIN, FunctionType, MethodType)
+_NAMED = (*_PLAIN, FunctionType, MethodType)  # kinds, where the body changes them
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}  # other parts keep them
 _MOST = 1000  # elements of a container, and 8 bytes of an array, that are compared
 
 
-class _Held(NamedTuple):
+class _Content(NamedTuple):
     """A tensor, with its version, or a container, with a copy, in an attribute."""
 
     place: int
     key: str
     held: Any
     before: Any
-
-    @classmethod
-    def of(cls, place: int, key: str, held: Any) -> _Held:
-        is_tensor = isinstance(held, torch.Tensor)
-        return cls(place, key, held, held._version if is_tensor else held.copy())
 
     @property
     def has_changed(self) -> bool:
@@ -79,45 +73,29 @@ class ModuleAttributes:
     """The attributes of all modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [  # those with extra state carry their attributes
-            (name, module)
-            for name, module in model.named_modules()
-            if type(module).get_extra_state is nn.Module.get_extra_state
-        ]
+        self._modules = list(model.named_modules())
         self._dicts = [vars(module) for _, module in self._modules]
         self._counters: set[tuple[int, str]] = set()  # changed by each micro-batch
-        self._sizes: list[int] = []
-        self._names: list[set[str]] = []  # of all attributes of each module
-        # Of the modules with numbers to watch: place and names, the reader, what it reads.
-        self._numbers: list[tuple[int, list[str]]] = []
-        self._readers: list[Callable[[dict[str, Any]], Any]] = []
-        self._watched: list[dict[str, Any]] = []
-        self._held: list[_Held] = []  # tensors and containers
         self._first: set[tuple[int, str]] | None = None  # changed by its first run
         self._made: int | None = None  # hooks of this process, when those of the modules were found
         self._hooks: dict[str, Any] = {}  # where a module has some, by name
-        self._of_hooks: list[int] = []  # their numbers, when the body began
-        self.begin()
+        self._of_hooks: dict[str, int] = {}  # their numbers, when the body began
+        self._take()
 
     def begin(self) -> None:
         """Takes the attributes as they are now: each micro-batch begins with them."""
-        sizes = list(map(len, self._dicts))
-        if sizes != self._sizes or self._has_other_kinds():
-            self._sizes = sizes
-            self._find_attributes()
-        self._values = self._read()
-        self._held = [_Held.of(place, key, held) for place, key, held, _ in self._held]
+        if self._changed():
+            self._take()
 
     def tried(self) -> None:
         """Takes what the micro-batch before the first step has changed. It may fill caches."""
-        changed = self._changed(self._before())
+        changed = self._changed()
         if self._first is None:
             self._first = changed
         else:
             self._counters |= changed & self._first
             self._first = set()
-        self._sizes = []  # finds them anew, without the counters
-        self.begin()
+        self._take()
 
     @property
     def is_undecided(self) -> bool:
@@ -127,46 +105,39 @@ class ModuleAttributes:
     def undo(self, written: Collection[int] = ()) -> None:
         """Undoes what a micro-batch has changed. `written`: identities of modules whose buffers it
         has changed. Raises ModelError."""
-        if not self._differ():
-            return
-        began = self._before()
-        changed = self._changed(began) - self._counters
-        for place in {place for place, _ in changed}:
+        changed = self._changed()
+        for place, key in changed:
             name, module = self._modules[place]
-            keys = sorted(key for at, key in changed if at == place)
-            before, now = began.get(place, {}), self._dicts[place]
-            for one in self._held:
-                if one.place == place and isinstance(one.held, torch.Tensor) and one.has_changed:
-                    raise ModelError(_in_place_refusal(name, one.key))
+            held, before = self._dicts[place], self._all[place]
+            content = next((x for x in self._contents if (x.place, x.key) == (place, key)), None)
+            if content is not None and content.has_changed:
+                if isinstance(content.held, torch.Tensor):
+                    raise ModelError(_in_place_refusal(name, key))
+                content.restore()
             if id(module) in written:
-                raise ModelError(_refusal(name, keys, before, now))
-            self._restore(place, before)
-        self._values = self._read()
+                keys = sorted(key for at, key in changed if at == place)
+                raise ModelError(_refusal(name, keys, before, held))
+            if key in before:
+                held[key] = before[key]
+            else:
+                del held[key]
 
     def body_begins(self) -> None:
         """Counts the hooks. The attributes are as the step began."""
-        self._find_hooks()
-        self._of_hooks = list(map(len, self._hooks.values()))
+        self._of_hooks = self._count_hooks()
 
     def changed_by_body(self) -> dict[str, tuple[Any, Any]]:
         """Returns what the body has changed, by name: before and now."""
         found: dict[str, tuple[Any, Any]] = {}
-        if self._differ():
-            began = self._before()
-            for place, held in enumerate(self._dicts):
-                before = began.get(place, {})
-                new = [key for key, value in held.items() if type(value) in _WATCHED]
-                for key in dict.fromkeys([*before, *new]):
-                    was, now = before.get(key), held.get(key)
-                    watched = key not in _OF_TORCH and (place, key) not in self._counters
-                    if watched and key != "training" and not _same(now, was):
-                        found[self._path(place, key)] = was, now
-        counts = dict(zip(self._hooks, self._of_hooks, strict=True))
-        self._find_hooks()
-        if list(map(len, self._hooks.values())) != [*counts.values()]:
-            for path in counts | self._hooks:
-                pair = counts.get(path, 0), len(self._hooks.get(path, ()))
-                found |= {path: pair} if pair[0] != pair[1] else {}
+        for place, key in self._changed():
+            was, now = self._all[place].get(key), self._dicts[place].get(key)
+            is_named = type(was) in _NAMED and (key in self._all[place] or type(now) in _NAMED)
+            if is_named and key != "training" and not _same(now, was):
+                found[self._path(place, key)] = was, now
+        before, now = self._of_hooks, self._count_hooks()
+        if before != now:
+            pairs = {path: (before.get(path, 0), now.get(path, 0)) for path in before | now}
+            found |= {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
         return found
 
     # ------------------------------------------------------------------------------ private
@@ -174,8 +145,9 @@ class ModuleAttributes:
     def _path(self, place: int, key: str) -> str:
         return f"model.{self._modules[place][0]}.{key}".replace("..", ".")
 
-    def _find_hooks(self) -> None:
-        """Finds the hooks of the modules, if this process has made any since the last time."""
+    def _count_hooks(self) -> dict[str, int]:
+        """Returns the number of hooks, where modules have some. It looks for them if this process
+        has made any since the last time."""
         if self._made != RemovableHandle.next_id:
             self._made = RemovableHandle.next_id
             self._hooks = {
@@ -184,85 +156,45 @@ class ModuleAttributes:
                 for kind in _HOOKS
                 if held[kind]
             }
+        return {path: len(hooks) for path, hooks in self._hooks.items()}
 
-    def _find_attributes(self) -> None:
-        self._names = [set(held) for held in self._dicts]
-        self._numbers, self._readers, self._watched = [], [], []
-        self._held = []
-        for place, ((_, module), held) in enumerate(zip(self._modules, self._dicts, strict=True)):
-            is_layer = _is_layer(module)
-            keys = []
-            for key, value in held.items():
-                if key in _OF_TORCH or (place, key) in self._counters:
-                    continue
-                if type(value) in _WATCHED:
-                    keys.append(key)
-                elif not is_layer and (
-                    isinstance(value, torch.Tensor) or _is_small_container(value)
-                ):
-                    self._held.append(_Held(place, key, value, None))
-            if keys:
-                self._numbers.append((place, keys))
-                self._watched.append(held)
-                self._readers.append(itemgetter(*keys))
+    def _take(self) -> None:
+        self._all = [  # by place; counters' values are not kept alive
+            {key: None if (place, key) in self._counters else x for key, x in held.items()}
+            for place, held in enumerate(self._dicts)
+        ]
+        self._sizes = list(map(len, self._dicts))
+        own = [[key for key in held if key not in _OF_TORCH] for held in self._all]
+        self._readers = [itemgetter("training", *keys) for keys in own]
+        self._values = [*chain.from_iterable(map(call, self._readers, self._all))]
+        self._contents = [
+            _Content(place, key, value, before)
+            for place, held in enumerate(self._all)
+            if not _is_layer(self._modules[place][1])
+            for key, value in held.items()
+            if key not in _OF_TORCH and (place, key) not in self._counters
+            if (before := _to_compare(value)) is not None
+        ]
 
-    def _has_other_kinds(self) -> bool:
-        """Whether other objects are there than when the attributes were found, as the loop's body
-        or a cache of the first micro-batch may leave them."""
-        return any(self._dicts[one.place].get(one.key) is not one.held for one in self._held)
-
-    def _read(self) -> list[Any]:
-        try:
-            return list(map(call, self._readers, self._watched))
-        except KeyError:  # an attribute is gone
-            return []
-
-    def _differ(self) -> bool:
-        if list(map(len, self._dicts)) != self._sizes:
-            return True
-        try:
-            if list(map(call, self._readers, self._watched)) != self._values:
-                return True
-        except (KeyError, RuntimeError, ValueError):  # one is gone, or a tensor now
-            return True
-        if not self._held:
-            return False
-        return self._has_other_kinds() or any(one.has_changed for one in self._held)
-
-    def _before(self) -> dict[int, dict[str, Any]]:
-        """Returns the numbers that are watched by the places of their modules, as the step
-        began."""
-        return {
-            place: dict(zip(keys, values if len(keys) > 1 else (values,), strict=True))
-            for (place, keys), values in zip(self._numbers, self._values, strict=True)
-        }
-
-    def _changed(self, began: Mapping[int, Mapping[str, Any]]) -> set[tuple[int, str]]:
-        changed = {
-            (place, key)
-            for place, before in began.items()
-            for key, value in before.items()
-            if not _same(self._dicts[place].get(key), value)
-        }
-        for place, (held, names) in enumerate(zip(self._dicts, self._names, strict=True)):
-            changed |= {(place, key) for key in held.keys() - names}
-        for one in self._held:
-            if self._dicts[one.place].get(one.key) is not one.held or one.has_changed:
+    def _changed(self) -> set[tuple[int, str]]:
+        """Returns the places and names of attributes that are others than the step began with."""
+        changed = set[tuple[int, str]]()
+        for one in self._contents:
+            if one.has_changed:
                 changed.add((one.place, one.key))
-        return changed
-
-    def _restore(self, place: int, before: dict[str, Any]) -> None:
-        held = self._dicts[place]
-        for key in held.keys() - self._names[place]:
-            del held[key]
-        for key, value in before.items():
-            if held.get(key, self) is not value:
-                held[key] = value
-        for one in self._held:
-            if one.place == place:
-                held[one.key] = one.held
-                if one.has_changed:
-                    one.restore()
+        with suppress(KeyError):  # an attribute is gone
+            values = chain.from_iterable(map(call, self._readers, self._dicts))
+            if list(map(len, self._dicts)) == self._sizes and all(map(is_, values, self._values)):
+                return changed
+        for place, (held, before) in enumerate(zip(self._dicts, self._all, strict=True)):
+            if len(held) == len(before) and all(map(is_, held.values(), before.values())):
+                continue
+            changed |= {
+                (place, key)
+                for key in held.keys() | before.keys()
+                if not (key in held and key in before and _same(held[key], before[key]))
+            }
+        return {(place, key) for place, key in changed - self._counters if key not in _OF_TORCH}
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -270,14 +202,18 @@ def _is_layer(module: nn.Module) -> bool:
     return name.startswith("torch.nn.modules.") and not name.endswith(".container")
 
 
-def _is_small_container(value: Any) -> bool:
+def _to_compare(value: Any) -> Any:
+    """Returns what the content of a value is compared with, or None."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
-        return value.nbytes <= 8 * _MOST and not value.dtype.hasobject and value.flags.writeable
-    return type(value) in _CONTAINERS and len(value) <= _MOST
+        is_small = value.nbytes <= 8 * _MOST and not value.dtype.hasobject
+        return value.copy() if is_small and value.flags.writeable else None
+    return value.copy() if type(value) in _CONTAINERS and len(value) <= _MOST else None
 
 
 def _same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and bool(now == before))
+    return now is before or (type(now) is type(before) and type(now) in _NAMED and now == before)
 
 
 def _in_place_refusal(name: str, key: str) -> str:

@@ -217,8 +217,10 @@ class OptimizerState:
 
     def _tensors_of(self, state: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         """Yields the tensors of a state and of the model, with their kinds and paths."""
-        for name, tensor in [*self._parameters.items(), *self._model.named_buffers()]:
+        for name, tensor in self._parameters.items():
             yield "model", f"model.{name}", local_of(tensor)
+        for name, tensor in self._model.named_buffers():
+            yield f"buffer {name}", f"model.{name}", local_of(tensor)
         for p, entry in zip(_optimized(self.outer), state["optimizer"], strict=True):
             yield from _tensors_in(entry, f"optimizer.state[{self._names[p]}]")
         for part in ("optimizer_rest", "inner_state"):

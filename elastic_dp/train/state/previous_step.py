@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elastic_dp.errors import LossError
-from elastic_dp.train.state.module_buffers import ModuleBuffers, copy_values
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.step.precision import LossScale
 
 
@@ -34,7 +34,6 @@ class PreviousStep:
         self._losses: dict[int, tuple[float, float]] = {}  # see `record`
         self._values: list[torch.Tensor] = []  # of the parameters
         self._buffers: list[torch.Tensor] = []
-        self._extra: list[bytes] = []  # state of modules
         self._requires_grad: list[bool] = []
         self._training: list[bool] = []
 
@@ -53,7 +52,7 @@ class PreviousStep:
             self._values = [torch.empty_like(p, requires_grad=False) for p in self._parameters]
         for value, p in zip(self._values, self._parameters, strict=True):
             value.copy_(p)
-        self._buffers, self._extra = buffers.committed()
+        self._buffers = buffers.committed()
         self._scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
         self._requires_grad = [p.requires_grad for p in self._parameters]
         self._training = [module.training for module in self._model.modules()]
@@ -61,7 +60,7 @@ class PreviousStep:
     def forget(self) -> None:
         """Forgets that gradient, which is not to be applied, and what it was computed with."""
         self.step, self.factor, self._scale, self._losses = 0, 1.0, 1.0, {}
-        self._values, self._buffers, self._extra = [], [], []
+        self._values, self._buffers = [], []
         self._requires_grad, self._training = [], []
 
     # ------------------------------------------------------------------------- computing again
@@ -82,7 +81,7 @@ class PreviousStep:
         training = [module.training for module in self._model.modules()]
         scale = self._loss_scale
         scaled = contextlib.nullcontext() if scale is None else scale.replaced(self._scale)
-        with buffers.replaced(self._buffers, self._extra), scaled:
+        with buffers.replaced(self._buffers), scaled:
             self._swap()
             self._set_modes(self._training)
             try:
@@ -118,7 +117,6 @@ class PreviousStep:
             "losses": [[v, *pair] for v, pair in self._losses.items()],
             "parameters": list(self._values),
             "buffers": list(self._buffers),
-            "extra_state": list(self._extra),
             "requires_grad": list(self._requires_grad),
             "training": list(self._training),
         }
@@ -128,7 +126,6 @@ class PreviousStep:
         self.step, self.factor, self._scale = tree["step"], tree["factor"], tree["scale"]
         self._losses = {v: (loss, weight) for v, loss, weight in tree["losses"]}
         self._values, self._buffers = list(tree["parameters"]), list(tree["buffers"])
-        self._extra = list(tree["extra_state"])
         self._requires_grad, self._training = list(tree["requires_grad"]), list(tree["training"])
 
     # ------------------------------------------------------------------------------------- private
@@ -137,7 +134,7 @@ class PreviousStep:
     def _swap(self) -> None:
         for p, value in zip(self._parameters, self._values, strict=True):
             now = p.detach().clone()
-            copy_values(p, value)
+            p.copy_(value)
             value.copy_(now)
 
     def _set_modes(self, training: list[bool]) -> None:

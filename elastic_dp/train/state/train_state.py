@@ -23,7 +23,7 @@ from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.master_weights import state_kind
-from elastic_dp.train.state.module_buffers import copy_values, extra_states
+from elastic_dp.train.state.module_buffers import extra_states
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
 from elastic_dp.train.state.optimizer_state import OptimizerState, part_of_state
 from elastic_dp.train.state.state_payload import tensor_slot
@@ -63,7 +63,6 @@ class TrainState:
     record: StepRecord | None = None
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
-    committed_extra: dict[str, bytes] = field(default_factory=dict)
     holders: OptimizerHolders = field(default_factory=OptimizerHolders)
     previous: PreviousStep | None = None  # None: gradients are applied in the step that has them
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
@@ -73,7 +72,7 @@ class TrainState:
         self.parameters = dict(self.model.named_parameters())
         # Whether the state is sharded over the processes of this worker.
         self.in_parts = any(map(is_sharded, self.parameters.values()))
-        self._extra = extra_states(self.model)
+        self.extra = extra_states(self.model)
         self.optimizers = OptimizerState(
             self.optimizer, self.scheduler, self.model, self.user.values()
         )
@@ -89,7 +88,7 @@ class TrainState:
         lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
         buffers = self.model.named_buffers()
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
-        lines += [f"extra state {extra.name}" for extra in self._extra]
+        lines += [f"extra state {extra.name}" for extra in self.extra]
         lines.append(f"optimizer {type(self.optimizer).__name__}")
         names = {p: name for name, p in self.parameters.items()}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -107,7 +106,6 @@ class TrainState:
         """Records what the body may change, for members that have not run the body yet."""
         torch.clear_autocast_cache()  # the body may run under autocast
         self.optimizers.note_commit()
-        self.committed_extra = self._extra_state()
 
     # ----------------------------------------------------------------- transfer
 
@@ -128,6 +126,7 @@ class TrainState:
         apart = {} if whole else self.holders.tree()
         if self.previous is not None:
             apart["previous"] = self.previous.tree()
+        extra = {one.name: one.read() for one in self.extra}
         return {
             "step": {
                 **apart,
@@ -135,7 +134,7 @@ class TrainState:
                 "buffers": dict(self.model.named_buffers()),
                 **optimizers.state(of_parameters),
                 "held": optimizers.committed,
-                "extra_state": self.committed_extra,
+                "extra_state": extra,
                 "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
                 "record": None if self.record is None else vars(self.record),
                 "bad_row_groups": sorted(self.bad_row_groups),
@@ -143,7 +142,7 @@ class TrainState:
             },
             "body": {
                 "held": optimizers.now(),
-                "extra_state": self._extra_state(),
+                "extra_state": extra,
                 "user": {key: value.state_dict() for key, value in self.user.items()},
                 "requires_grad": [p.requires_grad for p in self.parameters.values()],
                 "training": [m.training for m in self.model.modules()],
@@ -245,15 +244,17 @@ class TrainState:
         step = tree["step"]
         self.holders.take_over(step, joins=body)
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
-            copy_values(local_of(mine), given)
+            if local_of(mine).data_ptr() != given.data_ptr():
+                local_of(mine).copy_(given)
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
-            copy_values(buffers[name], given)
+            if buffers[name].data_ptr() != given.data_ptr():
+                buffers[name].copy_(given)
         changeable = tree["body"] if body else step
         self.optimizers.adopt_state(step)
         self.optimizers.adopt_held(changeable["held"])
         self.holders.adopted(step, joins=body)
-        for extra in self._extra:
+        for extra in self.extra:
             extra.write(changeable["extra_state"][extra.name])
         if self.loss_scale is not None:
             vars(self.loss_scale).update(step["loss_scale"])
@@ -274,10 +275,6 @@ class TrainState:
         self.note_commit()
         if body:
             self.optimizers.committed = step["held"]
-            self.committed_extra = step["extra_state"]
-
-    def _extra_state(self) -> dict[str, bytes]:
-        return {extra.name: extra.read() for extra in self._extra}
 
     def digest(self) -> str:
         """Returns the SHA-256 of names, shapes, dtypes and bytes of parameters and buffers, in

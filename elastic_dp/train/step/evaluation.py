@@ -60,8 +60,6 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
-    # of this body; what the evaluation changes is undone
-    session.transaction.leaves.buffers.take_extra_state()
     progress = session.progress
     index = progress.evaluation_begins()
     known: Results = {}

@@ -429,8 +429,7 @@ class ParameterGroups(StepParticipant):
 
 
 class Buffers(StepParticipant):
-    """Buffers and extra state of modules that a micro-batch changed: each is combined over all
-    virtual workers."""
+    """Buffers that a micro-batch changed: each is combined over all virtual workers."""
 
     name = "buffers"
 
@@ -446,7 +445,7 @@ class Buffers(StepParticipant):
         self._step = 0
         self._values: RecordGather | None = None
         self._changed: list[int] = []
-        self._combined: Mapping[int, torch.Tensor | bytes] = {}
+        self._combined: Mapping[int, torch.Tensor] = {}
 
     def open(self, group: ProcessGroup) -> None:
         self._values = RecordGather(group)
