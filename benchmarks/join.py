@@ -1,12 +1,12 @@
 """What a joiner costs the group, by the size of the state, and what a standby saves.
 
-    python -m benchmarks.join [--joins 3] [--kills 10] [--quick]
+    python -m benchmarks.join [--joins 5] [--kills 10] [--sizes 4] [--quick]
 
-On real Ray actors. A group of two is asked for a third worker, over and over: the state travels in
-parts while the two train and, in a run of its own, is copied at once. The wait is the longest time
-between two steps of a worker that was there, less the median of such times before. With a warm
-standby, a kill is followed until the first step of a generation of full size. Ends with 1, and says
-why, if a target was missed.
+On real Ray actors. A group of two is asked for a third worker, over and over: the state travels as
+the run chooses (in parts while the two train, if a copy takes longer than a moment) and, in a run
+of its own, at once. The pause is the time in which a worker that was there can make no step: as the
+generation changes, and as the third becomes a member. With a warm standby, a kill is followed until
+the first step of a generation of full size. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.recovery import (
-    Body,
     Kill,
-    Record,
     classifier,
     end,
     kill,
@@ -38,77 +38,90 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import each, exit_code, parser_of, run_main
+from benchmarks.report import each, exit_code, parser_of, recorded, run_main
 from elastic_dp.train.generations import gradual_join
+from elastic_dp.train.worker_session import WorkerSession
 
-WIDTHS = {"24 MB": 1390, "240 MB": 4400, "720 MB": 7640}
-CALM_S = 8.0  # of usual steps
+WIDTHS = {"24 MB": 1390, "240 MB": 4400, "720 MB": 7640, "2,400 MB": 14080}
+CALM_STEPS = 5
 TARGET_WAIT_MS, TARGET_STANDBY_MS = 100.0, 500.0  # more for the largest state than for the smallest
 
 
 def train(ctx: Any) -> None:
-    """The job of `benchmarks.recovery`."""
-    gradual_join.LARGE_BYTES = 0 if ctx.config["in_parts"] else 1 << 60
+    """The job of `benchmarks.recovery`. Writes when a body begins, in which generation and with how
+    many members, and for how long this worker makes no step where the generation changes."""
+    if ctx.config["at_once"]:
+        gradual_join.LARGE_BYTES = 1 << 60
+    session, leaves, since = ctx._session, WorkerSession.leave, [0.0]
+
+    def leave(*given: Any) -> None:
+        since[0] = time.time()
+        leaves(*given)
+
+    def timed(method: Any, begins: bool) -> Any:
+        def calls(*given: Any) -> None:
+            start = time.time() if begins else since[0]
+            method(*given)
+            log.write(f"pause {time.time() - start:.6f} {session.generation} 0\n")
+
+        return calls
+
+    WorkerSession.leave = leave
+    for name, begins in (("_enter", False), ("_complete_join", True)):
+        setattr(WorkerSession, name, timed(getattr(WorkerSession, name), begins))
     model = classifier(ctx.config["width"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    folder, session = ctx.config["folder"], ctx._session
-    with open(f"{folder}/{session.worker}", "w", buffering=1) as log:
-        for step in ctx.steps(model, optimizer, loss_fn):
-            log.write(f"body {time.time():.6f} {step.number} {ctx.generation}\n")
+    with open(f"{ctx.config['folder']}/{session.worker}", "w", buffering=1) as log:
+        for _ in ctx.steps(model, optimizer, loss_fn):
+            log.write(f"body {time.time():.6f} {ctx.generation} {ctx.world_size}\n")
 
 
-def joins(width: int, times: int, *, in_parts: bool) -> dict[str, Any]:
+def read(path: str, kind: str = "body") -> list[tuple[float, int, int]]:
+    lines = Path(path).read_text().splitlines(keepends=True)
+    words = [line.split() for line in lines if line.endswith("\n") and line.startswith(kind)]
+    return [(float(at), int(generation), int(size)) for _, at, generation, size in words]
+
+
+def joins(width: int, times: int, *, at_once: bool) -> dict[str, Any]:
     size = 3 * sum(p.numel() * p.element_size() for p in classifier(width).parameters())
-    waits, took, before, meanwhile = [], [], [], []
+    pauses, took, before, meanwhile = [], [], list[float](), list[float]()
     with tempfile.TemporaryDirectory() as storage:
         folder = f"{storage}/logs"
         os.mkdir(folder)
-        config: dict[str, Any] = {"train": train, "width": width, "in_parts": in_parts}
-        ours = trainer("joins", storage, folder, 2, virtual=3, **config)
-        run = ours.start()
-        wait_full(run, 2, 5, timeout_s=300.0)
+        config: dict[str, Any] = {"train": train, "width": width, "at_once": at_once}
+        run = trainer("joins", storage, folder, 2, virtual=3, **config).start()
+        wait_full(run, 2, CALM_STEPS, timeout_s=600.0)
+        first = f"{folder}/{min(os.listdir(folder), key=lambda name: int(name[1:]))}"
         for _ in range(times):
-            known = set(os.listdir(folder))
-            time.sleep(CALM_S)
-            asked = time.time()
+            known = len(read(first))
+
+            def has_steps(of: int, more: int, known: int = known) -> bool:
+                return sum(members == of for _, _, members in read(first)[known:]) >= more
+
+            wait_for(partial(has_steps, 2, CALM_STEPS), 600.0, "steps of two", 0.2)
+            asked = len(read(first))
             run.scale(3)
-
-            def trains(known: set[str] = known) -> bool:
-                new = set(os.listdir(folder)) - known
-                return any(os.path.getsize(f"{folder}/{name}") for name in new)
-
-            wait_for(trains, 300.0, "the third worker", 0.05)
-            joined = time.time()
-            bodies = bodies_of_the_first(Record.read(folder, ours.url))
-            calm = gaps(bodies, asked - CALM_S, asked)
-            usual = statistics.median(calm)
-            changed = next(x.time for x in bodies if x.generation == bodies[-1].generation)
-            later = gaps(bodies, changed - CALM_S, joined)
-            waits.append(1e3 * (max(later) - usual))
-            took.append(joined - changed)
-            before += calm
-            meanwhile += gaps(bodies, changed, joined)
+            wait_for(partial(has_steps, 3, 2), 900.0, "steps of three", 0.2)
+            bodies = read(first)
+            gaps = [b - a for (a, *_), (b, *_) in itertools.pairwise(bodies)]
+            member = next(n for n in range(asked, len(bodies)) if bodies[n][2] == 3)
+            changed = next(n for n in range(asked, member + 1) if bodies[n][1] == bodies[member][1])
+            paused = [s for s, at, _ in read(first, "pause") if at == bodies[member][1]]
+            pauses.append(1e3 * sum(paused))
+            took.append(bodies[member][0] - bodies[changed][0])
+            before += gaps[asked - CALM_STEPS : asked - 1]
+            meanwhile += gaps[changed : member - 1]
             run.scale(2)
-            wait_full(run, 2)
+            wait_full(run, 2, timeout_s=600.0)
         run.stop("enough")
         run.result()
     return {
         "state_bytes": size,
-        "wait": summary(waits),
-        "until_it_trains_s": round(statistics.median(took), 2),
+        "pause": summary(pauses),
+        "until_member_s": round(statistics.median(took), 2),
         "steps_before": summary([1e3 * s for s in before]),
-        "steps_meanwhile": summary([1e3 * s for s in meanwhile]) if meanwhile else None,
+        "steps_meanwhile": summary([1e3 * s for s in meanwhile]),
     }
-
-
-def bodies_of_the_first(record: Record) -> list[Body]:
-    return [body for body in record.bodies if body.worker == record.bodies[0].worker]
-
-
-def gaps(bodies: list[Body], start: float, end: float) -> list[float]:
-    """Seconds between two bodies of a worker that both lie in that time."""
-    own = [body.time for body in bodies if start <= body.time <= end]
-    return [later - earlier for earlier, later in itertools.pairwise(own)]
 
 
 def standby(kills: int) -> dict[str, Any]:
@@ -160,9 +173,10 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     try:
         if options.kills:
             yield "with a standby", standby(options.kills)
-        for name, width in WIDTHS.items() if options.joins else ():
-            for how in ("in parts", "at once"):
-                found = joins(width, options.joins, in_parts=how == "in parts")
+        widths = [*WIDTHS.items()][: options.sizes]
+        for name, width in widths if options.joins else ():
+            for how in ("as chosen", "at once"):
+                found = joins(width, options.joins, at_once=how == "at once")
                 yield f"state of {name}, {how}", found
     finally:
         ray.shutdown()
@@ -178,20 +192,21 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
             found[f"{name}: {TARGET_STANDBY_MS:g} ms to full size"] = median <= TARGET_STANDBY_MS
             found[f"{name}: the weights of the undisturbed run"] = one["exact"]
             found[f"{name}: each body once and in order"] = not one["bodies_out_of_order"]
-    waits = [one["wait"]["median_ms"] for name, one in results.items() if "in parts" in name]
-    if waits:
-        found[f"a wait of {TARGET_WAIT_MS:g} ms more for the largest state"] = (
-            waits[-1] - waits[0] <= TARGET_WAIT_MS
+    pauses = [one["pause"]["median_ms"] for name, one in results.items() if "as chosen" in name]
+    if pauses:
+        found[f"a pause of {TARGET_WAIT_MS:g} ms more for the largest state"] = (
+            pauses[-1] - pauses[0] <= TARGET_WAIT_MS
         )
     return found
 
 
 def main() -> int:
-    options = parser_of(__doc__, joins=3, kills=10).parse_args()
+    options = parser_of(__doc__, joins=5, kills=10, sizes=4).parse_args()
     if options.quick:
         options.joins, options.kills, options.no_write = 0, 1, True
     torch.set_num_threads(1)
-    found = targets(each("join", pieces(options), keep=not options.no_write))
+    before = recorded("join")
+    found = targets(each("join", pieces(options), keep=not options.no_write, before=before))
     return 0 if options.quick else exit_code(found)
 
 

@@ -79,7 +79,8 @@ class StaticLink:
     def ignore(self, *given: Any, **named: Any) -> None:
         pass
 
-    register = log = say = wrote = skipped = write = write_speed = write_fault = ignore
+    register = log = flush = say = wrote = skipped = ignore
+    write = write_speed = write_fault = ignore
 
 
 def worker(

@@ -113,8 +113,7 @@ class Membership:
     topology: tuple[tuple[int, ...], ...] = ()
     # `PrepareGroup.number` of the preparation whose workers are the members; 0: there was none.
     prepared: int = 0
-    # Some member is to leave soon: parts of a sharded state that one member holds are copied before
-    # the first step.
+    # Some member is to leave soon: state that it may hold alone is copied before the first step.
     copies_first: bool = False
 
     def rank(self, worker: WorkerId) -> int:

@@ -36,6 +36,10 @@ class ControllerLink(Protocol):
         """
         return
 
+    def flush(self) -> None:
+        """Sends what is held of metrics. Returns when it is sent."""
+        return
+
     def say(self, text: str) -> None:
         """Sends a message for the user. Any thread may call it."""
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic_dp.train.controller_link import HeartbeatStatus
-from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.fault_injection import HANDING_OVER, FaultInjector
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 
@@ -38,4 +38,7 @@ class PhaseReporter:
         if self._faults.plan:
             step = self._progress.position.step if step is None else step
             groups = self._groups
-            self._faults.point(name, step, groups.rank, groups.world_size, groups.generation)
+            rank, world_size = groups.rank, groups.world_size
+            if name not in HANDING_OVER:
+                rank, world_size = groups.rank_that_trains, groups.world_size_that_trains
+            self._faults.point(name, step, rank, world_size, groups.generation)

@@ -123,16 +123,11 @@ class WorkerSession:
     @property
     def rank(self) -> int:
         """The rank among the workers that run micro-batches."""
-        rank = self._groups.rank
-        return rank - sum(other < rank for other in self._joining_ranks)
+        return self._groups.rank_that_trains
 
     @property
     def world_size(self) -> int:
-        return self._groups.world_size - len(self._joining_ranks)
-
-    @property
-    def _joining_ranks(self) -> frozenset[int]:
-        return self.transaction.leaves.shares.joining if self.loop.opened else frozenset()
+        return self._groups.world_size_that_trains
 
     @property
     def generation(self) -> int:
@@ -288,7 +283,7 @@ class WorkerSession:
             caught_up = self.ensure_generation()
             if caught_up is not None:
                 return self._body_begins(caught_up)
-            if self._joining_ranks and (self.position.ended or self._joining.is_done):
+            if self._joining.ranks_now and (self.position.ended or self._joining.is_done):
                 try:
                     self._complete_join()
                 except GroupError as error:
@@ -405,7 +400,7 @@ class WorkerSession:
 
     def auxiliary_group(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations; formed on first use."""
-        return self._groups.auxiliary(self._joining_ranks)
+        return self._groups.auxiliary()
 
     def _enter(self, membership: Membership) -> None:
         """Forms the groups of a generation, gets its state, and starts to work in it. Raises
@@ -454,7 +449,7 @@ class WorkerSession:
         if plan.restores or not plan.receivers:
             return 0
         received, lineage_id = 0, membership.lineage_id
-        joining = self._joining_ranks
+        joining = self._joining.ranks_now
         if joining:
             behind = [rank for rank in plan.receivers if rank not in joining]
             if behind:
@@ -472,6 +467,7 @@ class WorkerSession:
     def _join_gradually(self, membership: Membership, ranks: frozenset[int]) -> None:
         """Lets these ranks take the state over while the others train; none: all have it."""
         self.transaction.leaves.shares.joining = ranks
+        self._groups.join_gradually(ranks)
         members = enumerate(membership.members)
         self.weights.members = tuple(m.worker for rank, m in members if rank not in ranks)
 
@@ -481,11 +477,11 @@ class WorkerSession:
         assert main is not None and membership is not None
         self._joining.finish()
         plan = plan_state_transfer(membership)
-        plan = replace(plan, receivers=sorted(self._joining_ranks))
+        plan = replace(plan, receivers=sorted(self._joining.ranks_now))
+        self.link.flush()  # a joiner that counts from here on has logged nothing of what was
         payload = None if self._joining.joins_here else self._transfer.payload()
         self._transfer.complete_join(main, plan, payload, membership.lineage_id)
         self._joining.close(membership.lineage_id, self.position.step)
-        self._groups.all_have_joined()
         self._join_gradually(membership, frozenset())
         if not self.position.ended:
             self._read_ahead(membership, self.position.step + 1)

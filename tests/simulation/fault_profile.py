@@ -43,6 +43,7 @@ class FaultProfile:
     uneven: float = 0.0  # not 0: workers differ in speed, and it changes
     drain_all: float = 0.0
     drain_head: float = 0.0
+    gradual: bool = False  # workers that join take the state over in parts
 
     @classmethod
     def drawn(cls, rng: random.Random) -> FaultProfile:
@@ -76,8 +77,15 @@ class FaultProfile:
         uneven = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 1.0))
         drain_all = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.3))
         drain_head = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.3))
+        gradual = rng.choice((False, False, True))
         return replace(
-            self, hang=hang, flip=flip, uneven=uneven, drain_all=drain_all, drain_head=drain_head
+            self,
+            hang=hang,
+            flip=flip,
+            uneven=uneven,
+            drain_all=drain_all,
+            drain_head=drain_head,
+            gradual=gradual,
         )
 
 

@@ -49,7 +49,8 @@ class FaultInjector:
 
     def fault_kill_source(self, alive: list[SimWorker]) -> None:
         """Kill a source in the middle of a hand-over."""
-        for worker in self.one([w for w in alive if w.phase in HANDING_OVER]):
+        to_joiners = [w for w in alive if w.group is not None and not w.all_joined]
+        for worker in self.one([w for w in alive if w.phase in HANDING_OVER] + to_joiners):
             assert worker.group is not None
             self.world.kill(
                 self.world.workers[worker.group.membership.source], "killed as the source"
@@ -80,7 +81,7 @@ class FaultInjector:
     def fault_flip(self, alive: list[SimWorker]) -> None:
         """Flip a bit before the next header, in which it shows, unless the group ends before."""
         able = [w for w in alive if w.phase == "compute" and w.has_state and w.group is not None]
-        for worker in self.one([w for w in able if w.group and len(w.group.ids) > 1]):
+        for worker in self.one([w for w in able if w.group and w.group.compared > 1]):
             self.world.trace(f"== a bit of {worker.id} flips")
             worker.state, worker.flipped = f"flipped {worker.state}", True
 

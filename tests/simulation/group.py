@@ -23,14 +23,24 @@ class Group:
         self.stop: dict[int, bool] = {}
         self.weights: dict[Any, dict[str, str]] = {}  # as each entered
         self.formed: set[str] = set()
+        self.joining = world.worker_class.joining(world, membership)
+        self.parts_left = 0  # steps in which they take the state over
         self.committed = 0  # the checkpoint that all of them read, once one has begun
+
+    @property
+    def compared(self) -> int:
+        """How many members compare their weights."""
+        return len(self.ids) - len(self.joining)
 
     def enter(self, worker: SimWorker, key: Any) -> None:
         inside = self.entered.setdefault(key, {})
         inside[worker] = worker.token
         self.entered_at.setdefault(key, {})[worker.id] = self.world.now
-        self.weights.setdefault(key, {})[worker.id] = worker.state
-        if len(inside) == len(self.ids):
+        weights = self.weights.setdefault(key, {})
+        if not worker.joins_gradually:
+            weights[worker.id] = worker.state
+        apart = 0 if worker.all_joined or key[0] != "evaluate" else len(self.joining)
+        if len(inside) == len(self.ids) - apart:
             for member, token in inside.items():
                 if key == "form":
                     member.later(0.0, member.all_entered, token)

@@ -198,7 +198,8 @@ class Invariants:
 
     def committed(self, worker: SimWorker, group: Group) -> None:
         generation = group.membership.generation
-        self.holds(worker)
+        if worker.has_state:
+            self.holds(worker)
         self.marks["commit"] += 1
         last, _ = self.last_steps.get((worker.id, generation), (worker.step, 0.0))
         must(
@@ -240,6 +241,10 @@ class Invariants:
         announcer = self.claims[generation]
         leaders = [c for c in self.world.controllers if c.number >= announcer.number]
         return set().union(*(controller.removed for controller in leaders))
+
+    def joined_gradually(self, worker: SimWorker) -> None:
+        self.marks["gradual join"] += 1
+        self.holds(worker)
 
     def holds(self, worker: SimWorker) -> None:
         if worker.flipped:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COLLECTIVES = 2  # per step
 MEASURED = 2  # steps in a generation, before it tells how fast it is
+PARTS = 6  # steps in which a worker that joins gradually takes the state over
 GARBAGE = "half written"
 
 
@@ -65,6 +66,10 @@ class SimWorker:
         # Subtrees that it has finished of a step that was cut, and which step that is.
         self.finished_nodes: tuple[tuple[int, int], ...] = ()
         self.finished_of = 0
+        # What has arrived of a state that is taken over in parts, in how many steps, and the
+        # lineage and step it is of.
+        self.parts, self.parts_arrived, self.parts_of = GARBAGE, 0, (0, 0)
+        self.all_joined = True  # nobody in its generation lacks state
         self.body_begun = 0  # the step whose body was begun last
         self.at_head = True
         self.finished = self.raised = False
@@ -76,9 +81,23 @@ class SimWorker:
         self.node_deadline = math.inf
         self.location = world.new_location()
 
+    @staticmethod
+    def joining(world: World, membership: Membership) -> set[str]:
+        """Who takes the state over in parts, while the others train."""
+        source = membership.members[membership.rank(membership.source)]
+        new = {one.worker for one in membership.members if not one.has_state}
+        possible = source.has_state and not source.position.ended and not membership.copies_first
+        few = 2 * len(new) <= len(membership.members)
+        return new if world.profile.gradual and possible and few else set()
+
     @property
     def position(self) -> TrainingPosition:
         return TrainingPosition(self.step, self.ended_run, self.evaluated)
+
+    @property
+    def joins_gradually(self) -> bool:
+        assert self.group is not None
+        return not self.all_joined and self.id in self.group.joining
 
     def later(self, delay: float, function: Any, *args: Any) -> None:
         self.world.at(delay, self.run_unless_gone, function, args)
@@ -281,6 +300,7 @@ class SimWorker:
             self.attempting = self.steps_here = 0
             self.phase = "form"
             self.group = self.world.group_of(membership)
+            self.all_joined = not self.group.joining
             self.later(membership.forming_timeout_s, self.forming_timeout, self.token)
             self.world.check.entered(self, membership)
             self.group.enter(self, "form")
@@ -305,6 +325,8 @@ class SimWorker:
         if self.attempting != self.step + 1 or self.phase not in ("compute", "collective"):
             return
         assert self.group is not None
+        if self.joins_gradually:
+            return
         mine = self.group.members[self.id].virtual_workers
         some = zlib.crc32(f"{self.id} {self.generation}".encode()) % len(mine)
         done = mine if self.phase == "collective" else mine[:some]
@@ -415,7 +437,8 @@ class SimWorker:
         """Not past forming before it has given all, whatever those who receive say by then."""
         assert self.group is not None
         if all(
-            member.has_state and member.position == self.position
+            member.worker in self.group.joining
+            or (member.has_state and member.position == self.position)
             for member in self.group.members.values()
         ):
             self.resume()
@@ -446,6 +469,8 @@ class SimWorker:
             self.failed("the source is gone", (source.id,))
         elif self.world.rng.random() < self.world.profile.torn:
             self.failed("hand-over failed", (source.id,))  # staged: nothing was written
+        elif self.joins_gradually:
+            self.take_parts(source)
         else:
             self.world.check.handed_over(self, source)
             if not self.has_state:
@@ -461,6 +486,42 @@ class SimWorker:
             self.world.check.holds(self)
             self.resume()
 
+    def take_parts(self, source: SimWorker) -> None:
+        """Makes the steps of the others from here on, and gets a part of the state in each."""
+        assert self.group is not None
+        if not self.keeps_parts(source):
+            self.parts, self.parts_arrived = source.state, 0
+        self.step, self.ended_run, self.evaluated = source.position
+        self.body_begun, self.at_head = self.step, True
+        self.group.parts_left = max(self.group.parts_left, PARTS - self.parts_arrived, 1)
+        self.attempt()
+
+    def keeps_parts(self, source: SimWorker) -> bool:
+        assert self.group is not None
+        return self.parts_of == (self.group.membership.lineage_id, source.step)
+
+    def applied(self) -> None:
+        """It has made the step that the others made, with the parts that it has."""
+        assert self.group is not None
+        self.busy = False
+        self.parts, self.parts_arrived = chain(self.parts, self.step), self.parts_arrived + 1
+        self.parts_of = self.group.membership.lineage_id, self.step
+        self.attempt()
+
+    def complete_join(self) -> None:
+        """All stop for what does not travel in parts."""
+        assert self.group is not None
+        joins, self.all_joined = self.joins_gradually, True
+        if joins:
+            source = self.world.workers[self.group.membership.source]
+            self.world.check.handed_over(self, source)
+            self.state, self.evaluated = self.parts, source.evaluated
+            self.known_evaluations, self.agreed = source.evaluated, source.agreed
+            self.has_state, self.lineage_id = True, self.group.membership.lineage_id
+            self.body_begun, self.finished_of = self.step, 0
+            self.world.check.joined_gradually(self)
+        self.attempt()
+
     def resume(self) -> None:
         if self.body_begun < self.step:
             self.body()
@@ -473,8 +534,13 @@ class SimWorker:
 
     def attempt(self) -> None:
         """At a boundary."""
+        assert self.group is not None
+        is_done = self.ended_run or 0 < self.group.parts_left <= self.steps_here
         if self.ended >= self.generation:
             self.failed("aborted")
+        elif not self.all_joined and is_done:
+            self.phase = "collective"
+            self.group.enter(self, ("complete", self.step))
         elif self.ended_run:
             self.finished, self.phase = True, "done"
             where = self.id, self.generation, self.position
@@ -484,7 +550,8 @@ class SimWorker:
         elif self.world.now > self.lease_until:
             self.failed("lease ran out")
         else:
-            self.phase = "keep" if self.world.snapshot(self) else "data"
+            keeps = not self.joins_gradually and self.world.snapshot(self)
+            self.phase = "keep" if keeps else "data"
             self.attempting = self.step + 1
             self.later(self.world.rng.choice((0.0, 0.0, 0.3)), self.compute, self.token)
 
@@ -517,6 +584,8 @@ class SimWorker:
         torn = len(self.group.alive()) < len(self.group.ids)
         if torn and self.world.rng.random() < 0.5:
             self.failed("connection reset")
+        elif key[0] == "complete":
+            self.complete_join()
         elif key[0] == "evaluate":
             self.evaluated += 1
             self.evaluate(token)
@@ -546,15 +615,18 @@ class SimWorker:
         assert self.group is not None
         self.step += 1
         self.steps_here += 1
-        self.state = chain(self.state, self.step)
         self.evaluated = self.known_evaluations = 0
         last = self.step >= self.world.steps or self.group.stop.get(self.step, False)
         self.ended_run = int(last)
         self.attempting = 0
-        self.at_head = False
         self.phase, self.busy = "apply", True
+        joins = self.joins_gradually
+        if joins:
+            self.body_begun = self.step  # of the others
+        else:
+            self.state, self.at_head = chain(self.state, self.step), False
         self.world.check.committed(self, self.group)
-        self.later(0.02, self.body)
+        self.later(0.02, self.applied if joins else self.body)
 
     def body(self) -> None:
         self.phase, self.busy = "body", True

@@ -2,82 +2,120 @@
 the undisturbed run, whoever dies at whatever instant of it."""
 
 import functools
+import inspect
 import itertools
 import os
 import signal
+import time
 
 import pytest
 import torch
 
-from elastic_dp.config import MapStyleData
-from elastic_dp.coordinator.messages import SizeRequested, StopRequested
-from elastic_dp.train.generations import gradual_join
+from elastic_dp.config import CheckpointConfig, MapStyleData
+from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.train import log_sender
+from elastic_dp.train.exactness.torch_optimizers import ELEMENTWISE
+from elastic_dp.train.fault_injection import POINTS, WorkerFault
+from elastic_dp.train.generations import gradual_join, state_transfer
 from elastic_dp.train.generations.gradual_join import GradualJoin
-from elastic_dp.train.generations.state_transfer import StateTransfer
+from elastic_dp.train.generations.state_transfer import StateTransfer, plan_state_transfer
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import ENDLESS, Points, group, lines_of, local, losses_of, spec_of
+from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, losses_of, spec_of
+from tests.train.exactness.test_torch_optimizers import LR, VARIANTS
 from tests.train.jobs import (
     ZOO,
     adamw,
     average_and_plateau,
+    batch_norm,
     classifier,
     cross_entropy,
     hold,
+    loop,
 )
+from tests.train.test_equals_plain_run import STRATEGIES, alone_of, with_options
+from tests.train.test_kills import WHERE_SHARDED
 
 SLOW = pytest.mark.slow
 PARTS = 6  # at least so many steps does it take
 WHOLE = ("optimizer_with_a_state_of_its_own",)  # state that cannot be moved in parts
 CLASSIC = ("plain", "batch_norm", "frozen_and_unused", "groups", "channels_last", "fused")
+# What a worker passes on its way: what the classes do in a join, and the named points of a run.
+DONE = {
+    f"{kind.__name__}.{name}": kind
+    for kind, names in ((GradualJoin, vars(GradualJoin)), (StateTransfer, ("begin_join",)))
+    for name in names
+    if not name.startswith("_") and inspect.isfunction(vars(kind)[name])
+} | {"StateTransfer.complete_join": StateTransfer}
+ASKED = ("GradualJoin.ranks", "GradualJoin.kept_of")  # also where nobody joins
+INSTANTS = [
+    *(f"{name}{when}" for name in DONE if name not in ASKED for when in ("", " ended")),
+    *(p for p in POINTS if p not in (*WHERE_SHARDED, "restoring", "sharing")),
+]
+EARLY = ("forming", "sending_state", "receiving_state", "begin_join", "start")
 
 
-def job(steps=ENDLESS, virtual=4, **options):
+def job(steps=ENDLESS, virtual=4, workers=2, **options):
     config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": 0.02, "hold": {}}
-    least = {"min_workers": 2}  # they begin together
-    return spec_of(steps=steps, workers=2, virtual=virtual, config=config, **least, **options)
+    least = {"min_workers": workers}  # they begin together
+    return spec_of(steps=steps, workers=workers, virtual=virtual, config=config, **least, **options)
+
+
+def role_of(session):
+    """Returns "joiner", "source" or "other" in a generation in which somebody joins, else None."""
+    if session.membership is None:
+        return None
+    plan = plan_state_transfer(session.membership)
+    joining, rank = session._joining.ranks(session.membership, plan), session._groups.rank
+    if rank in joining:
+        return "joiner"
+    return ("source" if rank == plan.source else "other") if joining else None
 
 
 def gradually(train, folder, instant=None, role=None):
-    """Joins take `PARTS` steps and more. The first worker in this role dies at this instant of the
-    third step of a join. Files in `folder` say which workers have joined."""
+    """Joins take `PARTS` steps and more. The first worker in this role ("member": in each but that
+    of a joiner) dies at this instant of the third step of a join, or before it. Files in `folder`
+    say which workers have joined."""
 
     def joins(ctx):
         session, steps = ctx._session, []
-        gradual_join.LARGE_BYTES, gradual_join.LEAST_BYTES = 0, 1
+        gradual_join.LARGE_BYTES, gradual_join.LEAST_BYTES, state_transfer.SHORT_S = 0, 1, 0.0
+        log_sender.GATHER_S = 60.0  # what somebody has not sent when it dies, another one must have
         gradual_join.UNIT_BYTES = 512
         gradual_join.OF_A_STEP = 12  # parts of some 3 kB of parameters
-        role_of = {
-            "joiner": lambda one: one.joins_here,
-            "source": lambda one: one._shares.rank == one._source,
-            "other": lambda one: not one.joins_here and one._shares.rank != one._source,
-        }
 
-        def dies(at):
-            one = session._joining
-            is_late = len(steps) >= 3 or at in ("complete", "completed")
-            is_now = instant is not None and instant == at and one._move is not None and is_late
-            if is_now and role_of[role](one) and is_first(folder / "dead"):
+        def dies(at, moving):
+            if instant != at or not session.loop.opened:
+                return
+            mine = role_of(session)
+            if mine != role and (role != "member" or mine not in ("source", "other")):
+                return
+            is_now = (moving and len(steps) >= 3) or any(word in at for word in EARLY)
+            if is_now and is_first(folder / f"dead {mine}"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def passing(method, before=None, after=None):
+        def moves():
+            return session.loop.opened and session._joining._move is not None
+
+        def passing(called, method):
             @functools.wraps(method)
             def passes(one, *given, **named):
-                if before == "begin" and one._move is not None:
+                moving = moves()
+                if called == "GradualJoin.begin" and moving:
                     steps.append(session.generation)
                     del steps[: len(steps) - steps.count(session.generation)]
-                dies(before)
+                dies(called, moving)
                 result = method(one, *given, **named)
-                dies(after)
+                dies(f"{called} ended", moving)
                 return result
 
             return passes
 
-        for name in ("begin", "agree", "prepare"):
-            after = f"{name} ended"
-            setattr(GradualJoin, name, passing(getattr(GradualJoin, name), name, after))
-        GradualJoin.commit = passing(GradualJoin.commit, "commit")
-        StateTransfer._move = passing(StateTransfer._move, "complete", "completed")
+        for called, kind in DONE.items():
+            name = called.partition(".")[2]
+            setattr(kind, name, passing(called, getattr(kind, name)))
+        session.faults.plan = (WorkerFault("forming", worker="nobody"),)  # so points are passed
+        session.faults.point = lambda name, *given: dies(name, moves())
         complete, adopt = StateTransfer.complete_join, StateTransfer._adopt
 
         def completes(transfer, group, plan, payload, lineage_id):
@@ -110,7 +148,7 @@ def wait_for_joins(folder, count=1, dead=False):
 
         def is_there():
             files = [*folder.glob("w* joined")]
-            is_dead = not dead or (folder / "dead").exists()
+            is_dead = not dead or any(folder.glob("dead *"))
             return over() or (len(files) > count and is_dead)  # one more where it all began
 
         eventually(is_there, status)
@@ -120,37 +158,86 @@ def wait_for_joins(folder, count=1, dead=False):
     return joined
 
 
-def check(spec, train, outcome, run, kills=0):
+def check(spec, train, outcome, run, kills=0, alone=local):
     assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
     assert outcome.workers_lost == kills, losses_of(run)
-    undisturbed = local(job(outcome.step, **spec), train)
+    undisturbed = alone(with_options(job(outcome.step), **spec), train)
     assert outcome.digest == undisturbed.digest
     logged = {x["step"]: x["eval_loss"] for x in lines_of(run) if "eval_loss" in x}
     assert logged == {x["step"]: x["eval_loss"] for x in undisturbed.logged if "eval_loss" in x}
+
+
+def join_twice(train, folder, spec, alone=local):
+    """Returns in how many steps each has joined that has done so gradually."""
+    script = [(4, SizeRequested(3)), (4, wait_for_joins(folder)), (1, SizeRequested(4))]
+    script += [(1, wait_for_joins(folder, 2)), (1, StopRequested("enough"))]
+    outcome, run = group(with_options(job(), **spec), gradually(train, folder), script=script)
+    check(spec, train, outcome, run, alone=alone)
+    steps = [int(file.read_text("utf-8")) for file in folder.glob("w* gradually")]
+    assert min(steps, default=PARTS) >= PARTS
+    return steps
 
 
 @pytest.mark.parametrize(
     "name", [*CLASSIC, *(pytest.param(n, marks=SLOW) for n in ZOO if n not in CLASSIC)]
 )
 def test_two_join_one_after_the_other_with_the_local_digest(name, tmp_path):
-    script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path)), (1, SizeRequested(4))]
-    script += [(1, wait_for_joins(tmp_path, 2)), (1, StopRequested("enough"))]
-    shape = {"shape": (3, 8, 8)} if name == "channels_last" else {}
-    outcome, run = group(job(**shape), gradually(ZOO[name], tmp_path), script=script)
-    check(shape, ZOO[name], outcome, run)
-    steps = [int(file.read_text("utf-8")) for file in tmp_path.glob("w* gradually")]
-    assert len(steps) == (2 if name not in WHOLE else 0) and min(steps, default=PARTS) >= PARTS
+    data = MapStyleData(Points(192, shape=(3, 8, 8)), micro_batch_size=4)
+    spec = {"data": data} if name == "channels_last" else {}
+    assert len(join_twice(ZOO[name], tmp_path, spec)) == (2 if name not in WHOLE else 0)
 
 
-INSTANTS = [
-    *(f"{name}{when}" for name in ("begin", "agree", "prepare") for when in ("", " ended")),
-    *("commit", "complete", "completed"),
-]
+def by_optimizer(kind, options):
+    def train(ctx):
+        model = classifier()
+        muon = kind is torch.optim.Muon
+        parameters = [p for p in model.parameters() if p.ndim == 2 or not muon]
+        for p in model.parameters():
+            p.requires_grad_(p.ndim == 2 or not muon)
+        optimizer = kind(parameters, **{"lr": LR.get(kind, 0.01)} | options)
+        loop(ctx, model, optimizer, clip_norm=0.5)
+
+    return train
 
 
+@SLOW
+@pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for kind, some in VARIANTS.items() for options in some]
+)
+def test_two_join_with_each_optimizer_and_clipped_gradients(kind, options, tmp_path):
+    steps = join_twice(by_optimizer(kind, options), tmp_path, {})
+    assert len(steps) == (2 if kind in ELEMENTWISE else 0)
+
+
+WIRES = {f"wire {wire}": (ZOO["plain"], {"wire": wire}, {}) for wire in ("bf16", "int8")}
+JOBS = STRATEGIES | WIRES
+IN_PARTS = ("replicated", "masters", "products in fp8", *WIRES)
+IN_PARTS += ("grows to step 6", "grows after step 6")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(x, marks=() if x == "wire int8" else SLOW) for x in JOBS]
+)
+def test_two_join_with_each_strategy(strategy, tmp_path, monkeypatch):
+    train, spec, config = JOBS[strategy]
+    spec = spec | {"config": job().config | config}
+    in_units, alone = alone_of(with_options(job(), **spec), monkeypatch)
+    steps = join_twice(in_units(train), tmp_path, spec, alone)
+    assert len(steps) == (2 if strategy in IN_PARTS else 0)
+
+
+NEVER = {  # a worker that joins runs no micro-batch and no body
+    "joiner": (
+        *("before_forward", "forward", "backward", "body", "keeping"),
+        *("evaluate", "evaluate_exchange", "sending_state"),
+    ),
+    "source": ("receiving_state",),
+    "other": ("receiving_state",),
+}
 IN_CI = [
-    *(("joiner", "prepare ended"), ("source", "begin ended"), ("other", "commit")),
-    *(("joiner", "completed"), ("source", "complete")),
+    *(("joiner", "GradualJoin.prepare ended"), ("source", "GradualJoin.begin ended")),
+    *(("joiner", "StateTransfer.complete_join ended"), ("source", "GradualJoin.finish")),
+    *(("source", "sending_state"), ("other", "after_commit")),
 ]
 
 
@@ -158,16 +245,62 @@ IN_CI = [
     ("role", "instant"),
     [
         pytest.param(*where, marks=() if where in IN_CI else SLOW)
-        for where in itertools.product(("joiner", "source", "other"), INSTANTS)
+        for where in itertools.product(NEVER, INSTANTS)
+        if where[1] not in NEVER[where[0]]
     ],
 )
 def test_killed_while_somebody_joins(role, instant, tmp_path):
-    train = average_and_plateau
-    kills = functools.partial(gradually, instant=instant, role=role)
+    train = batch_norm if instant == "buffers" else average_and_plateau
+    spec = {"checkpoint": CheckpointConfig(every_steps=1)} if instant == "keeping" else {}
+    url = str(tmp_path / "run") if spec else None
+    kills = gradually(train, tmp_path, instant, role)
     script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path, dead=True))]
     script += [(1, StopRequested("enough"))]
-    outcome, run = group(job(), kills(train, tmp_path), script=script)
+    outcome, run = group(with_options(job(), **spec), kills, script=script, url=url)
     check({}, train, outcome, run, kills=1)
+
+
+def test_metrics_of_members_that_die_as_soon_as_another_is_one_are_recorded(tmp_path):
+    kills = gradually(average_and_plateau, tmp_path, "GradualJoin.close ended", "member")
+    script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path, dead=True))]
+    script += [(1, StopRequested("enough"))]
+    outcome, run = group(job(), kills, script=script)
+    check({}, average_and_plateau, outcome, run, kills=2)
+
+
+@pytest.mark.parametrize("joining", [2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("role", ["joiner", "source", "other", None])
+def test_several_join_at_the_same_time(joining, role, tmp_path):
+    kills = gradually(average_and_plateau, tmp_path, "GradualJoin.prepare ended", role)
+    script = [(4, SizeRequested(2 * joining))]
+    script += [(4, wait_for_joins(tmp_path, 2 * joining - 2, dead=role is not None))]
+    script += [(1, StopRequested("enough"))]
+    spec = job(virtual=8, workers=joining)
+    outcome, run = group(spec, kills, script=script)
+    check({"virtual": 8}, average_and_plateau, outcome, run, kills=int(role is not None))
+
+
+@pytest.mark.parametrize("role", ["joiner", "source", "other"])
+def test_worker_gets_notice_while_somebody_joins(role, tmp_path):
+    """Its replacement joins."""
+
+    def drains(run):
+        two_train_and(1)(run)
+        members = run.controller.coordinator.membership
+        plan, new = plan_state_transfer(members), [m for m in members.members if not m.has_state]
+        others = [one for one in members.members if one.has_state]
+        others.remove(members.members[plan.source])
+        found = {"joiner": new[0], "source": members.members[plan.source], "other": others[0]}
+        worker = found[role].worker
+        run.controller.post(DrainNoticed(worker, time.monotonic() + 20.0))
+        eventually(lambda: worker not in run.controller.status()["workers"])
+        eventually(lambda: run.controller.status()["world_size"] == 3)
+        goes_on(run)
+
+    script = [(4, SizeRequested(3)), (4, drains), (1, wait_for_joins(tmp_path))]
+    script += [(1, StopRequested("enough"))]
+    outcome, run = group(job(), gradually(average_and_plateau, tmp_path), script=script)
+    check({}, average_and_plateau, outcome, run)
 
 
 def changes_what_is_trained(ctx):

@@ -95,7 +95,7 @@ def select_members(
         source,
         left,
         f"{counted(len(order), 'worker')}, state from {source.id}",
-        some_leave=bool(kept) or any(worker.draining for worker in order),
+        some_leave=bool(kept) or len(order) > size or any(worker.draining for worker in order),
     )
 
 

@@ -11,7 +11,6 @@ is first used. Both end with the generation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +57,7 @@ class GenerationGroups:
         self._has_large_buffers = False
         self.main: ProcessGroup | None = None
         self.membership: Membership | None = None  # of the present or the last generation
+        self._joining: frozenset[int] = frozenset()
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
         self._prepared: _Prepared | None = None
@@ -70,6 +70,15 @@ class GenerationGroups:
     @property
     def world_size(self) -> int:
         return 0 if self.membership is None else len(self.membership.members)
+
+    @property
+    def rank_that_trains(self) -> int:
+        """The rank among the workers that run micro-batches."""
+        return self.rank - sum(other < self.rank for other in self._joining)
+
+    @property
+    def world_size_that_trains(self) -> int:
+        return self.world_size - len(self._joining)
 
     @property
     def generation(self) -> int:
@@ -107,7 +116,7 @@ class GenerationGroups:
 
     def enter(self, membership: Membership) -> None:
         """Makes this the present generation."""
-        self.membership = membership
+        self.membership, self._joining = membership, frozenset()
 
     def start(self) -> None:
         """Starts to form the group of all members."""
@@ -136,16 +145,17 @@ class GenerationGroups:
         on_device = None if self.main is None else self.main.on_device
         return [] if on_device is None else on_device.news()
 
-    def auxiliary(self, joining: Collection[int] = ()) -> ProcessGroup:
-        """Returns a second group of the same members, for evaluations, without the ranks `joining`.
-        Raises GroupError."""
+    def auxiliary(self) -> ProcessGroup:
+        """Returns a second group of the members that train, for evaluations. Raises GroupError."""
         if self._side is None:
-            name = GroupName(self.generation, f"side-{len(joining)}", self._process)
-            self._side = self._formation(name, joining).wait()
+            name = GroupName(self.generation, f"side-{len(self._joining)}", self._process)
+            size = self.world_size_that_trains
+            self._side = self._formation(name, self.rank_that_trains, size).wait()
         return self._side
 
-    def all_have_joined(self) -> None:
-        """The next group for evaluations is of all members."""
+    def join_gradually(self, ranks: frozenset[int]) -> None:
+        """These ranks take the state over while the others train; none: all have it."""
+        self._joining = ranks
         self._old += [group for group in (self._side,) if group is not None]
         self._side = None
 
@@ -172,15 +182,15 @@ class GenerationGroups:
                 return prepared.formation
             prepared.formation.abandon()
         name = GroupName.main(membership.generation, membership.prepared, self._process)
-        return self._formation(name)
+        return self._formation(name, self.rank, self.world_size)
 
-    def _formation(self, name: GroupName, without: Collection[int] = ()) -> GroupFormation:
+    def _formation(self, name: GroupName, rank: int, world_size: int) -> GroupFormation:
         assert self.membership is not None
         formation = GroupFormation(
             self._rendezvous,
             name,
-            rank=self.rank - sum(rank < self.rank for rank in without),
-            world_size=self.world_size - len(without),
+            rank=rank,
+            world_size=world_size,
             device=self._device,
             timeout_s=self.membership.forming_timeout_s,
         )

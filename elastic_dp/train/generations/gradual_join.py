@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from elastic_dp.train.state.train_state import TrainState
     from elastic_dp.train.step.work_shares import WorkShares
 
-# Of parameters. With fewer, a pause for the copy costs less than 24 steps without the new worker.
-LARGE_BYTES = 1 << 30
+LARGE_BYTES = 16 << 20  # of parameters. Of fewer, a copy takes no time that is worth a question.
 OF_A_STEP = 8  # a step moves this part of the bytes of the parameters
 LEAST_BYTES = 4 << 20
 _SMALL_NUMEL = 16  # of state that goes with each range, such as the number of steps
@@ -74,11 +73,16 @@ class GradualJoin(StepParticipant):
 
     def ranks(self, membership: Membership, plan: TransferPlan) -> frozenset[int]:
         """Returns the ranks that are to join gradually in this generation: those without state, if
-        they are no more than the others."""
+        they are no more than the others and nobody is to leave soon."""
         members, source = membership.members, membership.members[plan.source]
         new = frozenset(rank for rank in plan.receivers if not members[rank].has_state)
         possible = self._allowed and source.has_state and not source.position.ended
+        possible = possible and not membership.copies_first
         return new if possible and 2 * len(new) <= len(members) else frozenset()
+
+    @property
+    def ranks_now(self) -> frozenset[int]:
+        return self._shares.joining
 
     @property
     def joins_here(self) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 # What a step changes has the same bits on all members at one step, so any of them can send it. What
 # the loop body changes may differ, so all of it comes from the source.
 _ANY_MEMBER_SENDS = ("step.parameters.", "step.optimizer.")
+SHORT_S = 0.1  # a copy that takes no longer stops the others less than a move in parts slows them
+_USUAL_BYTES_PER_S = 1e9  # before the first copy
+_LEAST_MEASURED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class StateTransfer:
         self._session = session
         self._state, self._progress, self._gang = session.state, session.progress, session.gang
         self._moved: Sequence[TensorSpec] = ()  # what travels in parts
+        self._bytes_per_s = _USUAL_BYTES_PER_S  # of the last copy
 
     def payload(self) -> StatePayload:
         """Returns everything that another member may need. Needs no group, so it runs while one
@@ -103,13 +108,14 @@ class StateTransfer:
     ) -> tuple[bool, bool]:
         """Lets the receivers of `plan` make room for the state, to be written in parts
         (gradual_join.py). `kept`: the step whose state the parts are of that have arrived in an
-        earlier generation. Returns whether this member can give or take the state so, and whether
-        it keeps these parts. Raises GroupError."""
+        earlier generation. Returns whether this member can give or take the state so, unless a
+        copy at once is short, and whether it keeps these parts. Raises GroupError."""
         self._enters(sends=payload is not None)
         told, _ = self._tell(group, plan, payload)
         before, self._moved = self._moved, _moved(told)
         if payload is not None:
-            return True, False
+            nbytes = sum(spec.nbytes for spec in self._moved)
+            return nbytes > SHORT_S * self._bytes_per_s, False
         tree = told.tree()
         position = TrainingPosition(*tree["position"])
         keeps = kept == position.step and before == self._moved
@@ -171,7 +177,11 @@ class StateTransfer:
             parts = units_of(*(flat_bytes(tensor) for _, tensor in some))
             units += parts
             have += [alike if any_sends else [plan.source]] * len(parts)
-        return move(group, units, have, [plan.receivers] * len(units))
+        began, nbytes = time.monotonic(), sum(unit.nbytes for unit in units)
+        received = move(group, units, have, [plan.receivers] * len(units))
+        if nbytes >= _LEAST_MEASURED_BYTES:
+            self._bytes_per_s = nbytes / (time.monotonic() - began)
+        return received
 
     def _adopt(self, payload: StatePayload, lineage_id: int) -> None:
         tree, joins = payload.tree(), not self._progress.has_state

@@ -228,8 +228,9 @@ class TrainState:
         self.optimizers.adopt_state(tree["step"])
         for entries in self.optimizer.state.values():
             for value in entries.values():
-                if anew and isinstance(value, torch.Tensor):
-                    value.zero_()  # a number of steps may not be just any number
+                # A number of steps may not be just any number. Large tensors arrive as a whole.
+                if anew and isinstance(value, torch.Tensor) and value.nbytes < _LARGE_BYTES:
+                    value.zero_()
         for p, flag in zip(self.parameters.values(), tree["body"]["requires_grad"], strict=True):
             p.requires_grad_(flag)
         pairs = zip(self.parameters.values(), tree["step"]["parameters"], strict=True)
