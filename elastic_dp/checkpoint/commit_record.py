@@ -165,8 +165,7 @@ class CommitMetadata:
 
     `job` and `data` are fingerprints. `versions` maps names such as "torch" to versions. `metrics`
     holds the values by which the best checkpoint is chosen. `saved_at` is the wall clock in
-    seconds. `naming`: see state_dict_names.py. `losses` counts how often all workers were lost in
-    `observed_s` seconds; the checkpoint interval depends on both.
+    seconds. `naming`: see state_dict_names.py.
     """
 
     job: str = ""
@@ -175,8 +174,6 @@ class CommitMetadata:
     metrics: Mapping[str, float] = field(default_factory=dict)
     naming: Mapping[str, Any] = field(default_factory=dict)
     saved_at: float = 0.0
-    losses: int = 0
-    observed_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class CheckpointConfig:
 
     - `every_steps`: make a checkpoint after every step that is a multiple of this.
     - `every_s`: make a checkpoint this many seconds after the last one. "auto" chooses the interval
-      from the cost of a checkpoint and the rate at which all workers were lost.
+      from the cost of a checkpoint, for a loss of all workers every six hours.
     - `num_to_keep`: how many of the newest are kept, or of the best if `checkpoint_score_attribute`
       is set; None keeps all. The best and the newest are always kept.
     - `keep_every`: keep every step that is a multiple of this for ever.

@@ -11,7 +11,7 @@ pending_checkpoints.py decides when a checkpoint is complete.
   first acquires the lease on the run, so it neither finds nor commits anything while another
   controller holds the lease. If the lease is lost, it reports that.
 - The thread also keeps the schedule (checkpoint_schedule.py), because it knows what checkpoints
-  cost and how often all workers were lost.
+  cost.
 """
 
 from __future__ import annotations
@@ -99,14 +99,13 @@ class CheckpointCommitter:
         self._token = token or secrets.token_hex(8)
         self._holder = holder_of(catalog, lease_s, self._token)
         self._fence = 0  # until a claim is made
-        self._was_lost = False  # whether the next `_resume` follows a loss of all workers
         self._at_most = sys.maxsize  # later steps are wrong
         self._pending: dict[int, PendingCheckpoint] = {}  # by step
         self._committed_step = 0  # the newest
         self._lost: set[WorkerId] = set()
         self._abandoned: frozenset[WorkerId] = frozenset()  # lost in an abandoned lineage
         self._rejected = -1  # reports of this lineage or earlier ones are wrong
-        self._schedule = CheckpointSchedule(config, time.monotonic())
+        self._schedule = CheckpointSchedule(config)
         self._logged: dict[int, dict[str, Any]] = {}  # by step
         self._logging = threading.Lock()
         self._warned_unranked = False
@@ -184,7 +183,6 @@ class CheckpointCommitter:
             if self._holder.lease.held is None:
                 return  # the run ended before the lease was acquired
             self._persist("the run's record cannot be read", self._actions.check)
-            self._persist("the newest checkpoint cannot be read", self._resume_schedule)
             while (task := self._next()) is not None:
                 task()
             for one in [*self._pending.values()]:
@@ -212,9 +210,7 @@ class CheckpointCommitter:
         now = time.monotonic()
         missing_at = [one.told_at + _PATIENCE_S for one in self._pending.values()]
         dues = [at for at in missing_at if at > now]
-        return max(
-            0.0, min(self._holder.lease.renew_at_s(), self._schedule.due_at(now), *dues) - now
-        )
+        return max(0.0, min(self._holder.lease.renew_at_s(), self._schedule.due_at(), *dues) - now)
 
     def _persist(self, what: str, do: Callable[[], T]) -> T | None:
         """Retries `do` until it succeeds, whatever the storage answers, or the run ends."""
@@ -234,10 +230,9 @@ class CheckpointCommitter:
         """Acquires the lease. Waits for its holder, until the run ends."""
         said = ""
         while True:
-            before = self._holder.newest()
             held = self._holder.acquire()
             if not isinstance(held, Held):
-                break
+                return
             if held.by.holder != said:
                 said = held.by.holder
                 self._actions.tell(
@@ -245,17 +240,6 @@ class CheckpointCommitter:
                 )
             if self._closing.wait(min(held.wait_s, 1.0)):
                 return
-        if before is not None and before.token != self._token:
-            self._was_lost = before.state == "held"  # it was never released: its holder died
-
-    def _resume_schedule(self) -> None:
-        with contextlib.suppress(
-            CheckpointError
-        ):  # from a later version: restoring it raises the error
-            newest = next(self._catalog.commits(), None)
-            if newest is not None:
-                metadata = newest.metadata
-                self._schedule.resume(metadata.losses, metadata.observed_s, time.monotonic())
 
     def _resume(self) -> int | None:
         """Makes a claim that continues from the newest checkpoint: everything that is committed
@@ -264,9 +248,7 @@ class CheckpointCommitter:
         names = [name for name in self._catalog.names() if name.step <= self._at_most]
         self._at_most = sys.maxsize
         self._catalog.claim(self._fence, names[-1] if names else None)
-        if self._was_lost and names:
-            self._schedule.lost(time.monotonic())
-        self._was_lost = True
+        self._schedule.lost(time.monotonic())
         self._pending.clear()
         self._committed_step = 0  # the newest one by name may be damaged
         self._abandoned = frozenset(self._lost)
@@ -295,7 +277,7 @@ class CheckpointCommitter:
 
     def _request_due(self) -> None:
         now = time.monotonic()
-        if now >= self._schedule.due_at(now):
+        if now >= self._schedule.due_at():
             self._schedule.requested(now)
             self._actions.request_checkpoint()
 
@@ -353,15 +335,12 @@ class CheckpointCommitter:
 
     def _about(self, step: int, written: WrittenBlobs) -> CommitMetadata:
         """Returns the metadata of a step that is being committed."""
-        losses, observed_s = self._schedule.observed(time.monotonic())
         with self._logging:
             logged = dict(self._logged.get(step, {}))
         return replace(
             written.metadata,
             metrics={k: float(v) for k, v in logged.items() if isinstance(v, int | float)},
             saved_at=time.time(),
-            losses=losses,
-            observed_s=observed_s,
         )
 
 

@@ -98,7 +98,6 @@ def _commit(
         return f"step {newest.step} is already committed"
     fence = holder.lease.fence
     catalog.claim(fence, newest)
-    before = next((commit.metadata for commit in catalog.commits()), CommitMetadata())
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
         names_of_all = snapshot.manifest(executor).headers
         blobs = write_blobs(
@@ -106,7 +105,5 @@ def _commit(
         )
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # raises LeaseLost if another worker was faster
-    losses, observed_s = before.losses, before.observed_s
-    metadata = replace(metadata, saved_at=time.time(), losses=losses, observed_s=observed_s)
-    write_commit(catalog, [blobs], fence, metadata)
+    write_commit(catalog, [blobs], fence, replace(metadata, saved_at=time.time()))
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

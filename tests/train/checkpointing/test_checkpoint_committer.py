@@ -1,6 +1,5 @@
 """Who owes which part of a checkpoint, and who may commit it."""
 
-import json
 import queue
 import socket
 import subprocess
@@ -236,34 +235,6 @@ def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
     stage.write("w3", ("w3",), range(6))
     assert stage.committed.get(timeout=PATIENCE_S) == 5
     assert not any("not the same" in text for text in stage.told)
-
-
-def test_losses_of_everyone_are_known_to_later_starts(tmp_path):
-    def committed(stage, step):
-        stage.write("w1", ("w1",), range(6), step)
-        assert stage.committed.get(timeout=PATIENCE_S) == step
-        return next(stage.catalog.commits()).metadata
-
-    first = Stage(str(tmp_path))
-    assert first.goes_on_from() is None
-    assert committed(first, 5).losses == 0
-    assert first.goes_on_from() == 5
-    metadata = committed(first, 10)
-    assert metadata.losses == 1 and metadata.observed_s > 0
-    first.committer.close()  # an end that was wished for
-    second = Stage(str(tmp_path))
-    assert second.goes_on_from() == 10
-    later = committed(second, 15)
-    assert later.losses == 1 and later.observed_s > metadata.observed_s
-    second.committer.close()
-    newest = sorted(tmp_path.glob("lease/*"))[-1]
-    newest.unlink()  # as if its controller had died: the lease is held, and was not given up
-    newest = sorted(tmp_path.glob("lease/*"))[-1]
-    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"at": 0.0}))
-    third = Stage(str(tmp_path))
-    assert third.goes_on_from() == 15
-    assert committed(third, 20).losses == 2
-    third.committer.close()
 
 
 def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_path):
