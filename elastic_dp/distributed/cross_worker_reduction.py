@@ -215,6 +215,10 @@ class BucketReduction:
                 else torch.empty(numel, dtype=bucket.dtype, device=bucket.device)
             )
         self.total_views = [] if route is not None else bucket.views(self._result)
+        # Tensors of all elements of the finished sum. Torch multiplies a tensor without dimensions
+        # in another precision than one with some.
+        scalars = any(view.dim() == 0 for view in self.total_views)
+        self.elementwise = self.total_views if scalars else [self._result]
         self.begin()
 
     def _buffer(

@@ -74,6 +74,8 @@ class GradientExchange:
         self._turns_taken = self._ready = 0
         self._extremes: Sequence[torch.Tensor] = ()
         self._found: dict[torch.nn.Parameter, torch.Tensor] = {}
+        # Of a gradient of all parameters of the layout, whose memory is that of the generation.
+        self._pieces: list[torch.Tensor | None] | None = None
         self.finite: bool | None = None
         self.norm: GradientNorm | None = None
 
@@ -90,7 +92,7 @@ class GradientExchange:
         self._drop()
         for one in self._buckets:
             one.release(self._pool)
-        self._plan, self._buckets, self._turns = None, [], []
+        self._plan, self._buckets, self._turns, self._pieces = None, [], [], None
 
     def preallocate(self, layout: GradientLayout, virtual_workers: int) -> None:
         """Touches memory for buffers before a group needs it."""
@@ -110,7 +112,7 @@ class GradientExchange:
 
     def _allocate(self) -> None:
         assert self._plan is not None
-        self._buckets = []
+        self._buckets, self._pieces = [], None
         self._pool.collect()
         self._buckets = [self._reduction(bucket) for bucket in self._layout.buckets]
         self._turns = [one for _ in self._plan.rounds or (None,) for one in self._buckets]
@@ -189,7 +191,7 @@ class GradientExchange:
         ordered = [self._found.get(p) for p in self._all]
         self.norm = GradientNorm(lambda: self._square(ordered), wide=is_wide(ordered))
         if self.finite:
-            self._clip(self._found.values())
+            self._clip()
 
     def _complete(self, factor: float) -> bool:
         """Scales the sums. Returns whether they are finite, the same on every member."""
@@ -210,9 +212,13 @@ class GradientExchange:
 
     def _square(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Returns the square of the norm of these gradients, one for each parameter."""
-        return fold_squares(squares_of_units(self._units.pieces(gradients)))
+        if len(self._found) < len(self._layout.parameters):
+            return fold_squares(squares_of_units(self._units.pieces(gradients)))
+        if self._pieces is None:
+            self._pieces = self._units.pieces(gradients)
+        return fold_squares(squares_of_units(self._pieces))
 
-    def _clip(self, gradients: Iterable[torch.Tensor]) -> None:
+    def _clip(self) -> None:
         """Computes the norm if it is needed or would be gone later, and clips."""
         assert self.norm is not None
         assert self._plan is not None
@@ -223,7 +229,8 @@ class GradientExchange:
         if self._clipping.clips:
             for one in self._buckets:
                 one.overwrite()
-            self._clipping.clip(gradients, self.norm)
+            whole = [tensor for one in self._buckets for tensor in one.elementwise]
+            self._clipping.clip(whole, self.norm)
 
     def gradients(self) -> Mapping[Any, torch.Tensor]:
         """Returns what this member updates by."""

@@ -49,7 +49,6 @@ from elastic_dp.errors import GroupError, LossError, ModelError
 
 _gradient = attrgetter("grad")
 _hooks_of = attrgetter("_post_accumulate_grad_hooks")
-_is_sparse = attrgetter("is_sparse")
 
 
 class SubtreeSum(NamedTuple):
@@ -267,7 +266,7 @@ class GradientReducer:
 
     def check_after_loss(self) -> None:
         """Raises LossError if the loss function left a gradient."""
-        if any(map(is_given, map(_gradient, self._all))):
+        if [*map(_gradient, self._all)].count(None) < len(self._all):
             p = next(p for p in self._all if p.grad is not None)
             raise LossError(
                 f"the loss function left a gradient in model.{self._names[p]}.grad: it called "
@@ -371,18 +370,27 @@ class GradientReducer:
             )
 
     def _take(self, parameters: Sequence[torch.nn.Parameter]) -> Gradients:
-        """Takes the gradients of these parameters. Raises ModelError."""
+        """Takes the gradients of these parameters."""
         gradients: Gradients = list(map(_gradient, parameters))
         for p in parameters:
             p.grad = None
         if self._sharded:
             pairs = zip(gradients, parameters, strict=True)
             gradients = [local_of(placed_like(gradient, p)) for gradient, p in pairs]
-        if True in map(_is_sparse, filter(is_given, gradients)):
-            there = zip(parameters, gradients, strict=True)
-            name = next(self._names[p] for p, g in there if g is not None and g.is_sparse)
-            raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
         return gradients
+
+    def _addresses(self, gradients: Gradients, first: int) -> set[int]:
+        """Returns where gradients, of parameters from `first` on, begin in memory. An empty one has
+        the address 0, and no memory. Raises ModelError."""
+        try:
+            return {*map(torch.Tensor.data_ptr, filter(is_given, gradients))} - {0}  # type: ignore[arg-type]
+        except RuntimeError:
+            for p, gradient in zip(self._layout.parameters[first:], gradients, strict=False):
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise ModelError(
+                        f"model.{self._names[p]} has a sparse gradient; use Embedding(sparse=False)"
+                    ) from None
+            raise
 
     def _note_used(self, gradients: Gradients, first: int) -> bool:
         """Notes which parameters, from `first` on, have a gradient. Returns whether all have."""
@@ -397,7 +405,7 @@ class GradientReducer:
 
     def _push(self, own: Gradients, is_complete: bool) -> None:
         """Adds a leaf, or a finished node in its place, to the sums that it completes."""
-        addresses = _addresses(own)
+        addresses = self._addresses(own, 0)
         self._check_memory(own, addresses, 0)
         node, completed = self._node, self._stack[len(self._stack) - self._merges :]
         gradients = own
@@ -420,7 +428,7 @@ class GradientReducer:
         if completed and completed[0].is_complete:
             addresses = completed[0].addresses  # which all was added to
         elif not all(map(operator.is_, gradients, own)):
-            addresses = _addresses(gradients)
+            addresses = self._addresses(gradients, 0)
         self._stack.append(SubtreeSum(node, gradients, addresses, is_complete))
         self._merges = 0
 
@@ -477,7 +485,7 @@ class GradientReducer:
         else:
             leaf = given[here]
         if of_subtrees:
-            self._check_memory(leaf, _addresses(leaf), bucket.first)
+            self._check_memory(leaf, self._addresses(leaf, bucket.first), bucket.first)
             below = self._stack[len(complete) :]
             self._in_last[here] = self._sum_up(bucket, of_subtrees[-1], leaf, self._node, below)
         self._next += 1
@@ -541,8 +549,3 @@ def _write(
 
 def _chosen(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [value for value, one in zip(values, chosen, strict=True) if one]
-
-
-def _addresses(gradients: Gradients) -> set[int]:
-    """Returns where gradients begin in memory. An empty one has the address 0, and no memory."""
-    return {*map(torch.Tensor.data_ptr, filter(is_given, gradients))} - {0}  # type: ignore[arg-type]

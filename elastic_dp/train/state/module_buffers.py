@@ -54,6 +54,9 @@ class LeafBuffers:
     is_read: bool = True
 
 
+_NOTHING = LeafBuffers({}, frozenset())
+
+
 class ModuleBuffers:
     """The buffers of one model."""
 
@@ -120,7 +123,7 @@ class ModuleBuffers:
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
         """Saves what this leaf wrote, and undoes it. Raises ModelError for what it may not
         write."""
-        left = self._take()
+        left = self._take() if self._own else _NOTHING
         if left.written:
             self.attributes.undo(
                 {id(module) for i in left.written for module, _ in self._own[i].slots}
