@@ -262,7 +262,7 @@ BUDGETS = {
     "coordinator": (4_600, 4_200),
     "data": (7_840, 5_600),
     "dataprep": (1_540, 1_100),
-    "device": (682, 620),
+    "device": (830, 620),
     "distributed": (4_175, 3_100),
     "extensions": (4_130, 3_300),
     "integrations": (1_620, 950),

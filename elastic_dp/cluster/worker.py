@@ -39,6 +39,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
+from elastic_dp.device.admission import admit
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
@@ -207,8 +208,15 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> str:
-        # First of all: a worker without its GPU ends, and another is started.
+        # First of all: a worker without a GPU that works ends, and another is started.
         device = pick_device(self._spec.scaling.resources_per_worker)
+        admit(
+            device,
+            self._spec.scaling.resources_per_worker,
+            self._spec.scaling.label_selector,
+            exact=self._spec.exact,
+            shared=self._job.shares_gpu,
+        )
         self._link.post(WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
             if self._control.orphaned_in_s() <= 0:

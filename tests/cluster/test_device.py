@@ -12,6 +12,7 @@ import torch
 
 from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.cluster.worker import Worker
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.device.gpu import pick_device
@@ -85,6 +86,25 @@ def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
     outcome, _ = group(dataclasses.replace(spec, failure=failure), train, url=str(tmp_path))
     assert outcome.step == 0 and type(error_of(outcome)) is ClusterError
     assert "finds no CUDA device" in (tmp_path / "logs" / "w1.last.log").read_text()
+
+
+def test_a_worker_whose_gpu_fails_a_check_ends_before_it_is_announced(cuda, monkeypatch):
+    posted, checked = [], []
+
+    def refuse(*args, **named):
+        checked.append((*args, named))
+        raise ClusterError("the GPU of a fails the check 'ecc'")
+
+    cuda(1)
+    monkeypatch.setattr("elastic_dp.cluster.worker.admit", refuse)
+    worker = object.__new__(Worker)
+    worker._spec = spec_of(workers=1, resources_per_worker={"CPU": 1, "GPU": 1})
+    worker._job = types.SimpleNamespace(shares_gpu=True)
+    worker._link = types.SimpleNamespace(post=posted.append)
+    with pytest.raises(ClusterError, match="'ecc'"):
+        worker._run()
+    how = {"exact": True, "shared": True}
+    assert (posted, checked) == ([], [(torch.device("cuda", 0), {"CPU": 1, "GPU": 1}, {}, how)])
 
 
 def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):

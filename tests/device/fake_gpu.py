@@ -285,7 +285,11 @@ class _Cuda:
 
     @staticmethod
     def get_device_properties(device: Any) -> Any:
-        return types.SimpleNamespace(name="fake GPU", total_memory=80 << 30)
+        return types.SimpleNamespace(name="fake GPU", total_memory=80 << 30, uuid="8932f937")
+
+    @staticmethod
+    def mem_get_info(device: Any) -> tuple[int, int]:
+        return 79 << 30, 80 << 30
 
     @staticmethod
     def cudart() -> Any:

@@ -35,6 +35,7 @@ from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
 from elastic_dp.data import Index, open_data
+from elastic_dp.device.admission import admit
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
@@ -113,7 +114,9 @@ def follow(
     set_nccl_environment(os.environ)  # the first process says what is overridden
     use_interface(address)
     # Before the first process waits for this one to connect: it hears why this one ends.
-    device = pick_device(spec.scaling.resources_per_worker)
+    resources, labels = spec.scaling.resources_per_worker, spec.scaling.label_selector
+    device = pick_device(resources)
+    admit(device, resources, labels, exact=spec.exact, shared=shares_gpu)
     control = FollowerControl(leader)
     rendezvous = Rendezvous(identity, secret, control.tell, number)
     control.follow(rendezvous.deliver)
