@@ -57,7 +57,8 @@ CONNECTING_S = 50.0
 # on a GPU is on a fake one, which is slow.
 WAIT_S, WAIT_ON_GPU_S, WAIT_ON_FAKE_S = 100.0, 60.0, 240.0
 STEP_S = 140.0  # for the cases of the check of the step
-ROUNDS_S = 40.0  # in which communicators are made again and again
+ROUNDS_S = 15.0  # in which communicators are made again and again
+ABORT_S = 0.9  # that an abort takes: an H200 needed 0.5 to 0.9
 NOTES = "notes.jsonl"
 
 
@@ -169,7 +170,9 @@ def train(ctx: Any) -> None:
     how |= {"precision": config["precision"], "clip_norm": 1.0}
     for step in ctx.steps(model, optimizer, loss_fn, **how):
         ctx.log({"loss": step.loss})
-        if config.get("connects"):
+        if config.get("kills"):
+            note_body(ctx)
+        elif config.get("connects"):
             see_connected(ctx, step.number)
         time.sleep(config["body_s"])
 
@@ -195,6 +198,22 @@ def see_connected(ctx: Any, step: int) -> None:
         time.sleep(0.02)
     if step == 4 and not transport.switched:
         raise Wrong("gradients do not use the device's communicator")
+
+
+def note_body(ctx: Any) -> None:
+    """Write when the body began, and in which generation; see `pause`. In a group that is whole,
+    wait until its devices are connected. After the last kill, end the run."""
+    kills, transport = ctx.config["kills"], ctx._session._groups.main.on_device
+    with open(Path(kills[0]).parent / f"bodies-{os.getpid()}", "a") as file:
+        file.write(f"{time.time_ns()} {ctx.generation}\n")
+    until = time.monotonic() + CONNECTING_S
+    while ctx.config.get("connects") and ctx.world_size == 3 and not transport.connected:
+        if time.monotonic() > until or ctx._session.control._over():
+            break
+        time.sleep(0.02)
+    died_in = [int(Path(kill).read_text() or "0") for kill in kills if Path(kill).exists()]
+    if len(died_in) == len(kills) and min(died_in) > 0 and ctx.generation > max(died_in):
+        ctx.stop("measured")
 
 
 def fail_once(kind: str, file: Path, device: torch.device) -> None:
@@ -969,6 +988,47 @@ def connected_run(setup: Setup) -> dict[str, Any]:
     return facts | same({name: outcome.digest for name, outcome in outcomes.items()})
 
 
+def pause(setup: Setup) -> dict[str, Any]:
+    """From the SIGKILL of one of three workers to the next step that the others commit: while they
+    use the device's communicator, over Gloo on the same GPU, and on CPUs. The communicator is
+    aborted off the way: the pause is shorter than that takes."""
+    facts = share_the_gpu(setup)
+    device = None if setup.on_gpu else SimulatedDevice(abort_s=ABORT_S, reports_failures=True)
+    on_cpus = dataclasses.replace(setup, device="cpu")
+    cases: dict[str, tuple[Setup, dict[str, Any], SimulatedDevice | None]] = {
+        "connected": (setup, {"connects": True}, device),
+        "gloo": (setup, {}, None),
+        **({"cpu": (on_cpus, {}, None)} if setup.on_gpu else {}),
+    }
+    for name, (where, how, simulated) in cases.items():
+        folder = setup.folder / name
+        folder.mkdir()
+        files = [str(folder / f"kill-{i}") for i in range(2)]
+        dies: dict[str, Any] = {"rank": 1, "world_size": 3, "settled": True}
+        kills = tuple(
+            WorkerFault("gather", once=file, after=tuple(files[:i]), **dies)
+            for i, file in enumerate(files)
+        )
+        spec = job(where, workers=3, steps=100_000, body_s=0.02, kills=files, **how)
+        spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, min_workers=2))
+        spec = on_whole_gpus(setup, spec) if how else spec
+        outcome, _ = group(spec, kills, device=simulated)
+        if outcome.workers_lost != len(files):
+            raise Wrong(f"{name}: {outcome.workers_lost} of {len(files)} workers were lost")
+        facts |= setup.note(**{f"{name}_ms": [pause_ms(folder, Path(file)) for file in files]})
+    if max(facts["connected_ms"]) > 1e3 * ABORT_S:
+        raise Wrong(f"the pause contains an abort: {facts}")
+    return facts
+
+
+def pause_ms(folder: Path, kill: Path) -> int:
+    """From the kill, before which this file was written, to the first body of a later
+    generation."""
+    died_in, at_ns = int(kill.read_text()), kill.stat().st_mtime_ns
+    lines = [line.split() for path in folder.glob("bodies-*") for line in path.open()]
+    return round((min(int(ns) for ns, g in lines if int(g) > died_in) - at_ns) / 1e6)
+
+
 _PRECISIONS = (None, "bf16", "fp16")
 _EXACT = {
     f"exact-{model}-{precision or 'fp32'}": Check(
@@ -987,6 +1047,7 @@ CHECKS: dict[str, Check] = {
     "communicators": Check(communicators, 80.0),
     "several-ranks": Check(several_ranks, 90.0),
     "connected-run": Check(connected_run, 110.0),
+    "pause": Check(pause, 150.0),
     "exact-gpt-fp32": _EXACT["exact-gpt-fp32"],
     "exact-conv-fp32": _EXACT["exact-conv-fp32"],
     "faults": Check(faults, 80.0),
