@@ -78,8 +78,6 @@ def updates_equal_in_pieces(
         [0, unit, 2 * unit, 2 * unit + 1027],
         [0, CUT_ELEMENTS, 4 * CUT_ELEMENTS, 5 * CUT_ELEMENTS + 33],
         [0, CUT_ELEMENTS, CUT_ELEMENTS + 1],
-        # As small pieces are updated as one tensor; see `PieceUpdates`.
-        [0, CUT_ELEMENTS, 16 * CUT_ELEMENTS, 512 * CUT_ELEMENTS],
     ):
         draws = [torch.randn(cuts[-1], generator=make).to(device, dtype) for _ in range(_STEPS + 1)]
         whole = _updated(make_optimizer, options, draws)

@@ -320,34 +320,6 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
     check_equal(members, plain_after(members[0].step))
 
 
-def test_small_pieces_are_updated_as_one_tensor_unless_their_steps_differ(monkeypatch):
-    """The first parameter has no gradient in the second step, so its state counts fewer steps."""
-    monkeypatch.setitem(globals(), "SHAPES", [(64,)] * 2 + [(128,), (192,), (65,)])
-    updated: list[list[int]] = []
-    step = torch.optim.AdamW.step
-
-    def counts(optimizer, *given):
-        updated.append([p.numel() for p in optimizer.param_groups[0]["params"]])
-        return step(optimizer, *given)
-
-    member = new_member()
-    sharding, numbers = member.sharding, range(5)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", counts)
-        for _ in range(3):
-            member.step += 1
-            given = dict(enumerate(member.gradients(member.step)))
-            given = {n: gradient for n, gradient in given.items() if gradient is not None}
-            tensors = {
-                n: p.detach() for n, p in enumerate(member.parameters.values()) if n in given
-            }
-            sharding._updates.run(tensors, given, sharding.held)
-    assert updated == [[448, 65], [384, 65], [64, 384, 65]]
-    check_held(member, plain_after(3))
-    steps = [sharding.held[n]["step"] for n in numbers]
-    assert len({one.data_ptr() for one in steps}) == len(steps)
-
-
 def test_parameters_without_dimensions_are_clipped_as_in_a_run_that_is_not_sharded():
     """By a norm in fp64, torch scales them in fp64, and those with dimensions in fp32."""
     given = ADAM, [(), (64,)] * 8, (torch.float32, torch.float64, torch.float32)
