@@ -20,13 +20,6 @@ def fused_sgd(model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_sgd_is_refused_where_it_does_not_train(dtype):
     """In torch 2.13 it leaves parameters of 16 bits on a processor as they are."""
-    model = classifier().to(dtype)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = model[0].weight.detach().clone()
-    fused_sgd(model).step()
-    if not torch.equal(before, model[0].weight):
-        pytest.skip("this version of torch trains them")
     words = ["optimizer is SGD with fused=True", str(dtype), "MasterWeights"]
     fails(ModelError, words, model=lambda: classifier().to(dtype), optimizer=fused_sgd)
 

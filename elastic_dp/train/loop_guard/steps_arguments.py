@@ -4,7 +4,6 @@ solution."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Mapping
 from numbers import Real
@@ -194,27 +193,17 @@ def check_optimizer(name: str, optimizer: torch.optim.Optimizer, model: nn.Modul
 
 
 def _check_fused_sgd(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ModelError where torch's fused SGD does not train parameters of 16 bits on processors
+    """Raises ModelError for what torch's fused SGD does not train on processors
     (https://github.com/pytorch/pytorch/issues/191763)."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for p in group["params"] if group.get("fused") else ():
-            narrow = p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
-            if narrow and not _fused_sgd_updates(p.dtype):
+            if p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16):
                 raise ModelError(
-                    f"{name} is SGD with fused=True, which in torch {torch.__version__} does not "
-                    f"update parameters of type {p.dtype} on a processor, and writes memory that "
-                    "was never set to their momentum: leave fused out, or use "
-                    "elastic_dp.MasterWeights, whose masters are in fp32"
+                    f"{name} is SGD with fused=True, which on a processor does not update "
+                    f"parameters of type {p.dtype}, and writes memory that was never set to their "
+                    "momentum: leave fused out, or use elastic_dp.MasterWeights, whose masters are "
+                    "in fp32"
                 )
-
-
-@functools.cache
-def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """Returns whether fused SGD updates each element of a parameter on a processor."""
-    p = nn.Parameter(torch.zeros(256, dtype=dtype))
-    p.grad = torch.ones_like(p)
-    torch.optim.SGD([p], lr=1.0, fused=True).step()
-    return bool(p.all())
 
 
 def _check_scheduler(scheduler: Any) -> None:
