@@ -87,20 +87,44 @@ class TrialRun:
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
         """Runs a micro-batch twice, on the worker that provides the initial state.
 
-        Raises DataError, LossError and ModelError.
+        `because` holds the reasons so far why the run is not exact; the probe adds to it. Raises
+        DataError, LossError and ModelError.
         """
+        kernels = bool(because) or is_gpu(self.device)  # they may be the reason for a difference
+        left: Facts = {}
+        kept: Facts = {}
+        first = second = None
         try:
-            probe(self, because, say, self._tolerates)
-            if self._written is not None:
-                raise ModelError(
-                    f"a hook on the AccumulateGrad node of model.{self._written} writes to its "
-                    "gradient, where it would find sums of as many micro-batches as this worker "
-                    "happens to run. Use register_hook of the parameter, which sees the gradient "
-                    "of each micro-batch, or for that of the step clip_norm=, or "
-                    "optimizer.register_step_pre_hook"
-                )
+            with self._tolerates():  # user code that raises here raises again in a step
+                left, kept = self.holds()
+                first = self.run_trial()
+                second = self.run_trial()
         finally:
             self._undo()
+        for text in _settings_undone(self.device) if self.exact else ():
+            because.append(text)
+            say(f"WARNING: not exact: {text}")
+        if first is not None and second is not None:
+            changing = _differences(first.kept, second.kept)
+            error = _judge(left, first, second, _differences(kept, first.kept) or changing)
+            results = _differences(first.result, second.result)
+            if error is None:
+                _warn(_differences(first.metrics, second.metrics), changing, say)
+            elif not self.exact:
+                say(f"WARNING: {error}")
+            elif kernels and results:
+                because.append(f"one micro-batch, run twice, gave {_listed(results)}")
+                say(f"WARNING: not exact: {because[-1]}. If no kernel is the reason: {error}")
+            else:
+                raise error
+        if self._written is not None:
+            raise ModelError(
+                f"a hook on the AccumulateGrad node of model.{self._written} writes to its "
+                "gradient, where it would find sums of as many micro-batches as this worker "
+                "happens to run. Use register_hook of the parameter, which sees the gradient "
+                "of each micro-batch, or for that of the step clip_norm=, or "
+                "optimizer.register_step_pre_hook"
+            )
 
     def run_trial(self) -> ProbeOutcome | None:
         """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
@@ -169,59 +193,21 @@ class TrialRun:
         self._buffers.undo(tried=tried)
 
 
-def probe(
-    runs: TrialRun,
-    because: list[str],
-    say: Callable[[str], None],
-    tolerates: Callable[[], AbstractContextManager[None]] = suppress_errors_of_code,
-) -> None:
-    """Runs the probe. Raises DataError and LossError.
-
-    `because` holds the reasons so far why the run is not exact; the probe adds to it. `tolerates`
-    is what user code may raise meanwhile.
-    """
-    kernels = bool(because) or is_gpu(
-        runs.device
-    )  # kernels may be the reason for different results
-    left: Facts = {}
-    kept: Facts = {}
-    first = second = None
-    with tolerates():  # user code that raises here raises again in a step
-        left, kept = runs.holds()
-        first = runs.run_trial()
-        second = runs.run_trial()
-    for text in _settings_undone(runs.device) if runs.exact else ():
-        because.append(text)
-        say(f"WARNING: not exact: {text}")
-    if first is None or second is None:
-        return
-    changing = _differences(first.kept, second.kept)
-    error = _judge(left, first, second, _differences(kept, first.kept) or changing)
-    if error is None:
-        if metrics := _differences(first.metrics, second.metrics):
-            say(
-                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as the "
-                "time of a clock does. All workers get the same value, but a step that is "
-                "repeated has another one: log it in the loop's body, and let nothing depend on it"
-            )
-        if changing:
-            say(
-                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins "
-                "or starts again begins with a value of its own, and how often it changes "
-                "depends on the number of workers. If the loss depends on it, make it a buffer "
-                "of the model, or an object that is passed as state= and changed in the loop's "
-                "body"
-            )
-        return
-    if not runs.exact:
-        say(f"WARNING: {error}")
-    elif kernels and _differences(first.result, second.result):
-        because.append(
-            f"one micro-batch, run twice, gave {_listed(_differences(first.result, second.result))}"
+def _warn(metrics: list[str], changing: list[str], say: Callable[[str], None]) -> None:
+    if metrics:
+        say(
+            f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as the "
+            "time of a clock does. All workers get the same value, but a step that is "
+            "repeated has another one: log it in the loop's body, and let nothing depend on it"
         )
-        say(f"WARNING: not exact: {because[-1]}. If no kernel is the reason: {error}")
-    else:
-        raise error
+    if changing:
+        say(
+            f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins "
+            "or starts again begins with a value of its own, and how often it changes "
+            "depends on the number of workers. If the loss depends on it, make it a buffer "
+            "of the model, or an object that is passed as state= and changed in the loop's "
+            "body"
+        )
 
 
 def _settings_undone(device: torch.device) -> list[str]:

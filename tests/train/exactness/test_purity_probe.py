@@ -1,5 +1,6 @@
 """What is made of a micro-batch that gives another result when it is run again."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -10,18 +11,19 @@ from torch.optim import lr_scheduler
 
 from elastic_dp.errors import LossError
 from elastic_dp.train.exactness.facts import Look, facts_of
-from elastic_dp.train.step.trial_run import ProbeOutcome, probe
+from elastic_dp.train.step.trial_run import ProbeOutcome, TrialRun
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-class Unsteady:
-    """In the place of a `TrialRun`; each run has another loss."""
+class Unsteady(TrialRun):
+    """Each run has another loss."""
 
     def __init__(self, exact=True, device=CPU):
         self.exact, self.device, self.runs = exact, device, 0
+        self._written, self._tolerates = None, contextlib.nullcontext
 
     def run_trial(self):
         self.runs += 1
@@ -29,6 +31,9 @@ class Unsteady:
 
     def holds(self):
         return {}, {}
+
+    def _undo(self, *, tried=False):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +45,13 @@ def _settings():
 
 def test_probe_with_another_loss_is_refused_by_name():
     with pytest.raises(LossError, match=r"gave the loss \(1, then 2\)"):
-        probe(Unsteady(), [], print)
+        Unsteady().probe([], print)
 
 
 @pytest.mark.parametrize(("device", "because"), [(GPU, []), (CPU, ["scatter has no such kernel"])])
 def test_probe_with_another_loss_on_nondeterministic_kernels_makes_the_run_inexact(device, because):
     told, before = [], len(because)
-    probe(Unsteady(device=device), because, told.append)
+    Unsteady(device=device).probe(because, told.append)
     assert because[before:] == ["one micro-batch, run twice, gave the loss (1, then 2)"]
     assert len(told) == 1 and "not exact" in told[0]
 
@@ -56,7 +61,7 @@ def test_cudnn_benchmark_makes_a_run_on_a_gpu_inexact(monkeypatch):
     for device, found in ((CPU, 0), (GPU, 1)):
         runs, because = Unsteady(device=device), []
         runs.run_trial = lambda: None
-        probe(runs, because, print)
+        runs.probe(because, print)
         assert because == ["torch.backends.cudnn.benchmark was turned on"] * found
 
 
@@ -84,7 +89,7 @@ def test_a_count_of_an_object_that_is_the_loss_function_is_said(of):
 
 def test_probe_with_another_loss_in_fast_mode_warns():
     told, because = [], []
-    probe(Unsteady(exact=False), because, told.append)
+    Unsteady(exact=False).probe(because, told.append)
     assert because == [] and "gave the loss (1, then 2)" in told[0]
 
 
