@@ -8,14 +8,15 @@ package pytorch_optimizer; the code of others cannot be looked into.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from elastic_dp.checkpoint.layout import is_dense
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights, class_of, master_dtype
+from elastic_dp.train.state.held_values import refuse_shared_memory
 
 _WAY_OUT = 'or leave sharding="optimizer" out'
 # As those of torch.optim, of a package that is not imported here.
@@ -99,22 +100,12 @@ def _check_epsilon(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_memory(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
     """Raises ModelError for parameters that do not have memory of their own."""
-    names = {id(p): name for name, p in parameters.items()}
-    spans = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            reach = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            if p.numel() and (reach != p.numel() or any(s == 0 for s in p.stride())):
-                raise ModelError(
-                    f"model.{names[id(p)]} has gaps in its memory or uses an element twice, which "
-                    f'sharding="optimizer" cannot do: make it contiguous, {_WAY_OUT}'
-                )
-            first = p.data_ptr()
-            spans.append((first, first + p.numel() * p.element_size(), names[id(p)]))
-    spans.sort()
-    for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end:
+    names = {id(p): f"model.{name}" for name, p in parameters.items()}
+    optimized = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+    for name, p in optimized:
+        if not is_dense(p):
             raise ModelError(
-                f"model.{one} and model.{other} share memory and are two parameters, which "
-                f'sharding="optimizer" cannot do: make them one parameter, {_WAY_OUT}'
+                f"{name} has gaps in its memory or uses an element twice, which "
+                f'sharding="optimizer" cannot do: make it contiguous, {_WAY_OUT}'
             )
+    refuse_shared_memory((name, name, p.detach()) for name, p in optimized)

@@ -1,58 +1,442 @@
-"""All checks of one loop body, from its start to its end."""
+"""Checks each body of the loop: what it changes and a worker that joins would lack is named, or an
+error. What it writes to the model and the optimizer: loop_body_guard.py.
+
+Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
+train function that exist when the first body begins or that a body may read before it assigns them,
+those that the loss function refers to, globals that either code names, the attributes of users' own
+objects, and plain attributes and hooks of the model's modules. What lies deeper (objects in
+objects, what functions keep, the environment) is not. If it sets the rate of a parameter group, the
+members find that out before the next step; see parameter_groups.py. A change is one warning per
+run, by the names of the variables. A body that uses a scheduler of the run's optimizers, or one of
+torch's averaged models, without passing it to `ctx.steps` raises LoopError.
+
+A GradScaler that the body or the loss function uses is refused, and so is a second call of
+`scheduler.step()`. With `staleness=1`, whose leaves may run again after the body, the loss function
+may refer to nothing that the body or the step changes.
+
+Not named are readings of a clock, and what objects of installed packages keep for themselves
+(timers, loggers, progress bars).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import bisect
+import contextlib
+import dis
+import inspect
+import itertools
+import operator
+import re
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from elastic_dp.errors import LoopError
-from elastic_dp.train.loop_guard.body_variables import BodyVariables
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_dp.errors import LoopError, LossError
+from elastic_dp.module_pickling import is_installed
+from elastic_dp.train.exactness.facts import (
+    MOST,
+    PLAIN,
+    Facts,
+    Look,
+    listed,
+    variables_of,
+    with_values,
+)
 from elastic_dp.train.state.module_buffers import ModuleBuffers, changed_by_body
 from elastic_dp.train.state.train_state import TrainState
 
+_TENSORS = 8  # of a module
+_NAMED = 8  # variables in one warning
+_NBYTES = 65_536  # of arrays and tensors whose content is compared
+_OF_TORCH = frozenset(vars(nn.Module()))
+_OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
+_MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
+
 
 class LoopGuard:
-    """Checks each loop body for changes that a worker that joins would miss."""
+    """Checks the bodies of one loop, and what its loss function refers to. Raises LossError where
+    that may not be used."""
 
     def __init__(
         self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any, inner_optimizer: Any = None
     ) -> None:
         self._buffers, self._body = buffers, state.loop_body_guard
-        optimizers, scheduler = state.optimizers.all, state.scheduler
-        delays = state.previous is not None
-        self._variables = BodyVariables(
-            state.model,
-            optimizers,
-            loss_fn,
-            scheduler,
-            state.user,
-            modules=buffers.attributes,
-            delays=delays,
-        )
-        if delays:
-            changing = {f"state[{key!r}]": value for key, value in state.user.items()}
-            changing |= {f"optimizer {number}": one for number, one in enumerate(optimizers)}
-            changing["scheduler="] = scheduler
+        model, scheduler, passed = state.model, state.scheduler, state.user
+        self._optimizers, self._scheduler = list(state.optimizers.all), scheduler
+        ids = {id(module) for module in model.modules()}
+        # What these hold counts as passed.
+        for one in [*passed.values(), scheduler, *self._optimizers]:
+            held = one.modules() if isinstance(one, nn.Module) else _attributes(one).values()
+            for value in [one, *held]:
+                if type(value) in PLAIN:  # small integers are one object each
+                    continue
+                inner = value.modules() if isinstance(value, nn.Module) else ()
+                ids |= {id(value), *map(id, inner)}
+        self._passed = ids
+        self._look = Look(_NBYTES, ids, self._of_others)
+        self._loss, self._delays = loss_fn, state.previous is not None
+        self._root: str | None = None  # the package of the train function
+        self._compared: dict[types.CodeType, _Compared] = {}
+        self._named: set[str] = set()
+        self._before: Facts | None = None  # outside of a body
+        self._clocks: list[float] = []
+        self._epoch: Any = None
+        functions = getattr(scheduler, "lr_lambdas", ())  # those that its state_dict lacks
+        self._schedules = [one for one in functions if isinstance(one, types.FunctionType)]
+        self._after: Facts = {}  # of the schedules, at the end of the last body
+        if self._delays:
+            changing = {f"state[{key!r}]": value for key, value in passed.items()}
+            changing |= {f"optimizer {n}": one for n, one in enumerate(self._optimizers)}
             for function in (loss_fn, inner_optimizer):
-                self._variables.check_delayed(function, changing)
-        self._body.watch_others(self._variables.other_optimizers())
+                self._check_delayed(function, changing | {"scheduler=": scheduler})
+        self._body.watch_others(
+            {
+                name: value
+                for name, value in variables_of(loss_fn).items()
+                if isinstance(value, torch.optim.Optimizer) and id(value) not in ids
+            }
+        )
 
     def loss_tried(self) -> None:
         """Checks what the loss function used when it was tried. Raises LossError."""
-        self._variables.check_loss()
+        for name, value in variables_of(self._loss).items():
+            for one in (value, *_attributes(value).values()):
+                scales = isinstance(one, torch.amp.GradScaler) and one.is_enabled()
+                if scales and one._scale is not None:
+                    raise LossError(_scales("loss function", name))
 
     def body_begins(self, step: int) -> None:
+        """Records the state and the variables at the start of the body of `step`."""
         self._body.begin(step)
-        self._variables.begin()
+        for name, value in self._of_schedules().items():
+            if self._after.get(name, value) != value:
+                raise _schedule_counts(with_values(name, self._after[name], value))
+        self._before, self._clocks = self._facts(), _clocks()
+        self._buffers.attributes.body_begins()
+        self._epoch = getattr(self._scheduler, "last_epoch", None)
 
     def body_ended(self, warn: Callable[[str], None]) -> None:
         """Checks the body that has ended. Passes warnings to `warn`. Raises LoopError."""
         self._body.check()
-        for warning in self._variables.check():
-            warn(warning)
+        if self._before is not None:
+            self._compare(self._before, warn)
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(changed_by_body(written))
 
     def close(self) -> None:
         self._body.close()
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _check_delayed(self, function: Any, held: Mapping[str, Any]) -> None:
+        """Raises LossError if `function`, of leaves of delayed gradients, refers to what is in
+        `held`: the body or the step changes it before they run again."""
+        names = {id(value): name for name, value in held.items() if value is not None}
+        for path, value in variables_of(function).items():
+            if id(value) in names:
+                raise _changes_while_delayed(path, f"is {names[id(value)]}")
+
+    def _compare(self, before: Facts, warn: Callable[[str], None]) -> None:
+        """Compares the variables at the end of a body with those `before`."""
+        now, self._before = self._facts(), None
+        self._after = self._of_schedules()
+        if getattr(self._scheduler, "last_epoch", None) != self._epoch:
+            raise LoopError(
+                "the body of the loop over ctx.steps called scheduler.step(), and so does the "
+                "loop, since the scheduler is passed as scheduler=: leave out one of the two, or "
+                'pass it as state={"scheduler": scheduler} and call it in the body'
+            )
+        changed = {
+            name: (before[name], value)
+            for name, value in now.items()
+            if before.get(name, value) != value
+        }
+        of_model = self._buffers.attributes.changed_by_body()
+        changed |= {name: (repr(was), repr(value)) for name, (was, value) in of_model.items()}
+        clocks = list(zip(self._clocks, _clocks(), strict=True))
+        new: dict[str, str] = {}  # the fact now, by what a message names
+        for name, (was, value) in changed.items():
+            if value.startswith(_USED):
+                raise _not_passed(value.removeprefix(_USED).partition(" ")[0], _variable(name))
+            variable = _variable(name)
+            if variable not in self._named and not _is_clock(value, clocks):
+                self._named.add(variable)
+                new[with_values(name, was, value) if name == variable else variable] = value
+        if self._delays:
+            of_loss = tuple(f"{name}." for name in variables_of(self._loss))
+            for name in map(_variable, changed):
+                if f"{name}.".startswith(("model.", *of_loss)):
+                    raise _changes_while_delayed(name, "was changed by the body")
+        if new:
+            warn(_warning(new))
+
+    def _facts(self) -> Facts:
+        facts: Facts = {}
+        variables = list(self._variables())
+        for name, value in variables:
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise LoopError(_scales("body of the loop over ctx.steps", name))
+        for name, value in [*variables_of(self._loss).items(), *variables]:
+            if name not in self._named:
+                facts |= self._facts_of(name, value)
+        return facts
+
+    def _of_schedules(self) -> Facts:
+        variables = [pair for one in self._schedules for pair in variables_of(one).items()]
+        return {k: v for pair in variables for k, v in self._look.facts_of(*pair).items()}
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        """Yields the variables of the frames that run the loop, from the train function inwards."""
+        frames = []
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None and (module := frame.f_globals.get("__name__", "")) != _OUTSIDE:
+            if not module.startswith("elastic_dp."):
+                frames.append(frame)
+            frame = frame.f_back
+        if frame is None:  # the loop runs in a thread of its own
+            return
+        if self._root is None and frames:
+            self._root = frames[-1].f_globals.get("__name__", "").partition(".")[0]
+        for user in reversed(frames):
+            code, globals_ = user.f_code, user.f_globals
+            if not code.co_flags & inspect.CO_OPTIMIZED or not self._is_users(
+                globals_.get("__name__", ""), code.co_filename
+            ):
+                continue
+            held = user.f_locals
+            if code not in self._compared:
+                self._compared[code] = _Compared.of(user)
+            compared = self._compared[code]
+            yield from ((name, held[name]) for name in compared.present if name in held)
+            yield from ((name, held.get(name)) for name in compared.made)
+            yield from ((name, globals_[name]) for name in compared.globals if name in globals_)
+
+    def _is_users(self, module: str, file: str) -> bool:
+        return module.partition(".")[0] == self._root or not is_installed(file)
+
+    def _facts_of(self, name: str, value: Any) -> Facts:
+        if id(value) in self._passed or isinstance(value, types.FunctionType):
+            return {}
+        found = self._look.facts_of(name, value)
+        if not found and not isinstance(value, nn.Module) and self._has_users_type(value):
+            for key, item in [*_attributes(value).items()][:MOST]:
+                found |= self._look.facts_of(f"{name}.{key}", item)
+        return found
+
+    def _has_users_type(self, value: Any) -> bool:
+        kind = value if isinstance(value, type) else type(value)
+        if kind in (argparse.Namespace, types.SimpleNamespace):
+            return True
+        name = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__ or ""
+        if name.partition(".")[0] in ("elastic_dp", "builtins"):
+            return False
+        return self._is_users(name, getattr(sys.modules.get(name), "__file__", None) or "")
+
+    def _of_others(self, name: str, value: Any) -> Iterator[tuple[str, str]]:
+        """Yields facts about what a body may use beside plain values; see `Look`."""
+        match value:
+            case AveragedModel():
+                yield name, f"{_USED}{type(value).__name__} {value.n_averaged._version}"
+            case LRScheduler():
+                if any(value.optimizer is one for one in self._optimizers):
+                    yield name, f"{_USED}{type(value).__name__} {value.last_epoch}"
+            case nn.Module():
+                if not any(id(one) in self._passed for one in value.modules()):
+                    tensors = itertools.chain(value.parameters(), value.buffers())
+                    some = [t for t in itertools.islice(tensors, _TENSORS) if not t.is_inference()]
+                    own = dict(vars(value))
+                    own = {key: x for key, x in own.items() if key not in _OF_TORCH}
+                    versions = [(id(t), t._version) for t in some]
+                    yield name, f"{_MODULE} {id(value)} {versions} {self._look.facts_of('', own)}"
+            case types.GeneratorType():
+                if value.gi_frame and not value.gi_running:
+                    held = self._look.facts_of("", [*value.gi_frame.f_locals.values()])
+                    yield name, f"#{value.gi_frame.f_lasti} {held}"
+            case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+                if (left := operator.length_hint(value, -1)) >= 0:
+                    yield name, f"#{left}"
+
+
+def _variable(name: str) -> str:
+    """Returns the name of a variable, or of its attribute, of which this is a part."""
+    return name.removeprefix("len(").partition("[")[0].rstrip(")")
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, Mapping):
+        return held
+    slots = itertools.chain(*(getattr(kind, "__slots__", ()) for kind in type(value).__mro__))
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+def _clocks() -> list[float]:
+    seconds = [time.time(), time.perf_counter(), time.monotonic(), time.process_time()]
+    return [*seconds, *(1e9 * s for s in seconds)]
+
+
+def _is_clock(fact: str, clocks: list[tuple[float, float]]) -> bool:
+    with contextlib.suppress(ValueError):
+        return any(a <= float(fact) <= b for a, b in clocks)
+    return False
+
+
+def _warning(changed: Mapping[str, str]) -> str:
+    name, fact = next(iter(changed.items()))
+    of_model = name.startswith("model.")
+    name = re.split(r"\W", name)[0]
+    remedy = f"c = ctx.carry({name}=…) before the loop, c.{name} in it"
+    if fact.startswith(_MODULE):
+        remedy = f'state={{"{name}": {name}}} of ctx.steps'
+    if of_model:
+        remedy = "make it a buffer"
+    names = listed([*changed], _NAMED)
+    return (
+        f"WARNING: the body of the loop over ctx.steps changes {names}. A worker that joins or "
+        "starts again begins with values of its own. If the loss or a decision depends on them, "
+        f"let them travel: {remedy}. ctx.carry takes numbers, strings, tensors and containers of "
+        "them, state= objects with state_dict; step.number counts the steps"
+    )
+
+
+def _scales(where: str, name: str) -> str:
+    return (
+        f"the {where} uses {name}, a GradScaler: its factor would stay in the loss and in the "
+        'gradients. Write ctx.steps(…, precision="fp16"), which scales the loss and skips steps '
+        'that overflow, or "bf16", and return the loss itself'
+    )
+
+
+def _not_passed(kind: str, name: str) -> LoopError:
+    averages = kind == AveragedModel.__name__
+    word = "ema" if averages else "scheduler"
+    by_hand = averages or kind == "ReduceLROnPlateau"
+    alone = "" if by_hand else ", or as scheduler= and leave the call to the loop"
+    return LoopError(
+        f"the body of the loop over ctx.steps changed a {kind} that is not passed to ctx.steps "
+        f"({name}): a worker that joins or starts again would start it from the beginning. Pass it "
+        f'as state={{"{word}": {name}}}{alone}'
+    )
+
+
+def _schedule_counts(what: str) -> LoopError:
+    return LoopError(
+        f"scheduler= changes {what}, a variable of its function, whenever it "
+        "is called: a worker that joins or starts again begins with a value of its own. Compute "
+        "the rate from the argument of the function, the number of the step, alone"
+    )
+
+
+def _changes_while_delayed(name: str, what: str) -> LossError:
+    return LossError(
+        f"the loss function or the inner optimizer refers to {name}, which {what}. With "
+        "staleness=1 a micro-batch whose worker is lost runs again after the loop's body and the "
+        "scheduler, and must see what it saw: derive the value from the batch or the step of "
+        "inner_optimizer, make it a buffer that forward changes, or leave out staleness"
+    )
+
+
+# -------------------------------------------------------------------------------- what code names
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What is compared of a frame. `present`: variables that exist when the first body begins and
+    are read later. `made`: those that a body makes, and a later one may read first."""
+
+    present: Sequence[str]
+    made: Sequence[str]
+    globals: Sequence[str]
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _Compared:
+        code, held = frame.f_code, frame.f_locals
+        read = _read_from(code, frame.f_lasti, leaves=True)
+        read |= {*code.co_cellvars, *code.co_freevars}  # functions read these
+        present = [name for name in held if name in read]
+        targets = [*_loop_targets(code, frame.f_lasti)]
+        made = sorted(_read_from(code, frame.f_lasti) - {*held, *targets})
+        return cls([*dict.fromkeys(present + targets)], made, _globals_of(code, frame.f_globals))
+
+
+def _globals_of(code: types.CodeType, held: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the globals that code names, with functions of its module that it uses."""
+    names: dict[str, Any] = {}
+    pending = [code]
+    while pending:
+        for name in _names_in(pending.pop()):
+            if name not in names and name in held:
+                names[name] = value = held[name]
+                if isinstance(value, types.FunctionType) and value.__globals__ is held:
+                    pending.append(value.__code__)
+    return list(names)
+
+
+def _read_from(code: types.CodeType, at: int, *, leaves: bool = False) -> set[str]:
+    """Returns the variables that code may read before it assigns them, when the loop whose next
+    step is taken at `at` goes on. `leaves`: or ends."""
+    steps = list(dis.get_instructions(code))
+    index = {one.offset: n for n, one in enumerate(steps)}
+    first = bisect.bisect_right(list(index), at) - 1  # Python 3.12 may be within an instruction
+    after: list[list[int]] = []
+    for n, one in enumerate(steps):
+        following = [] if one.opname in _ENDS or n + 1 == len(steps) else [n + 1]
+        if one.opcode in _JUMPS and (leaves or n != first):
+            following.append(index[one.argval])
+        after.append(following)
+    live: list[frozenset[str]] = [frozenset()] * len(steps)
+    changes = True
+    while changes:
+        changes = False
+        for n in range(len(steps) - 1, -1, -1):
+            names = frozenset[str]().union(*(live[k] for k in after[n]))
+            for action, name in reversed([*_accesses(steps[n])]):
+                names = names | {name} if action == "LOAD" else names - {name}
+            changes |= names != live[n]
+            live[n] = names
+    return set(live[first])
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ENDS = frozenset(
+    ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
+)
+
+
+# They put aside a variable that has the name of one of a comprehension.
+_OF_COMPREHENSIONS = "LOAD_FAST_AND_CLEAR", "STORE_FAST_MAYBE_NULL"
+
+
+def _accesses(one: dis.Instruction) -> Iterator[tuple[str, str]]:
+    """Yields ("LOAD" or "STORE", variable) of an instruction, which may be several in one."""
+    actions = [word for word in one.opname.split("_") if word in ("LOAD", "STORE", "DELETE")]
+    if ("_FAST" in one.opname or "_DEREF" in one.opname) and one.opname not in _OF_COMPREHENSIONS:
+        names = [one.argval] if isinstance(one.argval, str) else one.argval
+        yield from zip(actions, names, strict=False)
+
+
+def _loop_targets(code: types.CodeType, at: int) -> Iterator[str]:
+    """Yields the variables that `for i, step in enumerate(ctx.steps(…))` assigns."""
+    for one in dis.get_instructions(code):
+        if one.offset > at and one.opname.startswith("STORE_FAST"):
+            yield from [one.argval] if isinstance(one.argval, str) else one.argval
+        stores = one.opname.startswith(("UNPACK_", "STORE_")) and "LOAD" not in one.opname
+        if one.offset > at and not stores:
+            return

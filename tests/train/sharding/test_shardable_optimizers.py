@@ -89,7 +89,7 @@ def with_gaps(model):
         (lambda model: with_a_hook(model, "register_step_pre_hook"), r"\(.*looks\).*remove it"),
         (lambda model: with_a_hook(model, "register_step_post_hook"), r"\(.*looks\).*remove it"),
         (lambda model: adamw(model, differentiable=True), "differentiable=True"),
-        (parts_of_one_memory, r"model\.one and model\.other share memory"),
+        (parts_of_one_memory, r"model\.other and model\.one share memory"),
         (with_gaps, r"model\.weight has gaps.*contiguous"),
     ],
 )
