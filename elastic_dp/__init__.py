@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         DataConfig,
         FailureConfig,
         MapStyleData,
+        Rewind,
         ScalingConfig,
     )
     from elastic_dp.distributed.gradient_rounding import DtypeRounding, GradientRounding
@@ -42,6 +43,7 @@ __all__ = [
     "MasterWeights",
     "NoiseScale",
     "Result",
+    "Rewind",
     "Run",
     "ScalingConfig",
     "Step",

@@ -11,6 +11,7 @@
     │   ├── LoopError      ctx.steps not called, or left early, or its body wrote training state
     │   ├── LossError      the loss is no scalar, not finite, or not made of weights and rows alone
     │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, …)
+    │   ├── RewindRequested    the run is to go on from an earlier step; `fit` does that
     │   ├── StateError     a value of the state cannot be stored; names its key
     │   └── StateDiffers   members hold different states; names the keys and the members
     ├── ClusterError       the operator acts: capacity, a lost controller, an exhausted budget
@@ -103,6 +104,23 @@ class LossError(TrainError):
 
 class ModelError(TrainError):
     """The model cannot be trained this way. Example: it holds a SyncBatchNorm."""
+
+
+class RewindRequested(TrainError):
+    """The run is to go on from an earlier step, without the rows of some steps. `fit` rewinds it
+    and goes on; where there is no `fit`, `elastic-dp rewind` does that.
+
+    After step `step`, for the reason `why`: to the newest checkpoint of `to_step` or earlier,
+    without the rows of steps `first` to `last`; both are 0 if none are left out.
+    """
+
+    def __init__(self, step: int, why: str, to_step: int, first: int, last: int) -> None:
+        super().__init__(step, why, to_step, first, last)
+        self.step, self.why, self.to_step, self.first, self.last = step, why, to_step, first, last
+
+    def __str__(self) -> str:
+        rows = f", without the rows of steps {self.first} to {self.last}" if self.first else ""
+        return f"step {self.step}: {self.why}; the run is rewound to step {self.to_step}{rows}"
 
 
 class StateError(TrainError):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read w
 FORMAT = 1  # version of the JSON files here
 _INDEX = "index.arrows"
 _RUN, _RESULT = "run.json", "result.json"
+LEFT_OUT = "left_out.txt"  # what each micro-batch that is left out consists of
 _RUN_AGAIN = (
     "Delete it and start the run again with the job that it was started with: the file is "
     "written again, and the checkpoints, which name their job, are compared with it"
@@ -148,21 +149,31 @@ class RunRecord:
     staleness: int | dict[str, int] = 0  # see `config.schedules.stored`
     inner_steps: int | dict[str, int] | None = None
     processes_per_worker: int = 1
+    # Steps whose rows are left out, see `checkpoint/catalog.py`: a rewind may change them.
+    left_out: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     # Digests of a few rows of a map-style dataset, by their number; see `probed_rows`.
     rows: dict[str, str] = field(default_factory=dict, compare=False)
 
     def check_or_write(self, url: str, index: Index | None) -> None:
-        """Write the record at the first start, with the data set's index; compare it at later ones.
+        """Write the record at the first start, with the data set's index; compare it at later ones,
+        and what the run leaves out with what it is to leave out.
 
         Raises RunMismatch, which names what has changed.
         """
+        from elastic_dp.checkpoint.catalog import Catalog
         from elastic_dp.data import difference
 
         store = Store(url)
         stored = _read_run(store)
+        if Catalog(store).left_out() != self.left_out:
+            raise RunMismatch(
+                f"the run at {redact_url(url)} was rewound while it was being started: start it "
+                "again"
+            )
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k != "left_out"}
         if stored is None:
             try:
-                write_json(store, _RUN, dataclasses.asdict(self), FORMAT, create_only=True)
+                write_json(store, _RUN, fields, FORMAT, create_only=True)
             except FileExistsError:  # another driver was first, perhaps with another job
                 stored = _read_run(store)
                 if stored is None:
@@ -173,7 +184,7 @@ class RunRecord:
                 if index is not None:
                     store.write(path_in(store, _INDEX), index.to_bytes())
                 return
-        values = dataclasses.asdict(self)
+        values = fields
         values["data"] = values.pop("data")  # at last: it changes with what the order depends on
         rows = values.pop("rows")
         for name, mine in values.items():
@@ -320,6 +331,12 @@ def read_result(url: str) -> Result | None:
 def write_result(url: str, result: Result, limits: RunLimits) -> None:
     content = dataclasses.asdict(result) | {_LIMITS: dataclasses.asdict(limits)}
     write_json(Store(url), _RESULT, content, FORMAT)
+
+
+def delete_result(url: str) -> None:
+    """Let the run go on: its result does not count any more."""
+    store = Store(url)
+    store.delete(path_in(store, _RESULT))
 
 
 def _read_run(store: Store) -> RunRecord | None:

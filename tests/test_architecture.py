@@ -224,7 +224,7 @@ def test_the_phase_of_a_run_changes_as_its_table_says():
 def test_public_names_are_exactly_these():
     names = (
         "CheckpointConfig DataConfig DtypeRounding ElasticTrainer FailureConfig GradientRounding "
-        "InnerMoments MapStyleData MasterWeights NoiseScale Result Run ScalingConfig "
+        "InnerMoments MapStyleData MasterWeights NoiseScale Result Rewind Run ScalingConfig "
         "Step StepParticipant StopAgreed TrainContext WeightPrediction attach load_state "
         "register_state_type"
     )

@@ -2,6 +2,8 @@
 
     <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 continues from
                                                                             step 900 of claim 3
+    <run>/checkpoints/seals/claim-….from-….without-00000950-00000960.json   … without the rows of
+                                                                            steps 950 to 960
     <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
     <run>/checkpoints/step-000000001000/<digest>.safetensors                a blob
 
@@ -11,6 +13,8 @@
   claim once, before it trains; the lease's number is the fence of the claim. A controller that was
   suspended may commit steps after its successor continued from an earlier one. Such commits are not
   part of the history.
+- A run that is rewound has a claim that continues from an earlier step. What it leaves out is left
+  out from there on, in all later claims.
 - A blob is named by its content. Blobs of different states never collide, and the same state always
   gives the same objects with the same bytes (layout.py).
 - A deletion starts with the commit record, so a crash between two deletions never leaves a
@@ -31,7 +35,7 @@ from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import ObjectMissing, Store
 
 _COMMIT = re.compile(r"step-(\d{12})\.claim-(\d{8})\.json")
-_CLAIM = re.compile(r"claim-(\d{8})\.from-(\d{8})-(\d{12})\.json")
+_CLAIM = re.compile(r"claim-(\d{8})\.from-(\d{8})-(\d{12})(?:\.without-(\d+)-(\d+))?\.json")
 _BLOB = re.compile(r"step-(\d{12})/([0-9a-f]{32})\.safetensors(\.|$)")
 
 
@@ -49,15 +53,17 @@ class Claim(NamedTuple):
     """The start of a controller's part of the history.
 
     The holder of `fence` continued from `step` of the claim `base`. Both are 0 at the start of the
-    run.
+    run. From there on, the rows of steps `left_out`, the first and the last one, are left out.
     """
 
     fence: int
     base: int
     step: int
+    left_out: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return f"claim-{self.fence:08}.from-{self.base:08}-{self.step:012}.json"
+        without = "" if self.left_out is None else ".without-{:08}-{:08}".format(*self.left_out)
+        return f"claim-{self.fence:08}.from-{self.base:08}-{self.step:012}{without}.json"
 
 
 @dataclass(frozen=True)
@@ -166,18 +172,29 @@ class Catalog:
             )
         return max(scored, key=lambda commit: _score(keep, commit.step, commit.metadata.metrics))
 
-    def claim(self, fence: int, base: CommitName | None) -> Claim:
-        """Starts to write under `fence`, continuing from `base` (None: from the start of the run).
+    def left_out(self) -> tuple[tuple[int, int], ...]:
+        """Returns the first and the last step of each stretch whose rows the run leaves out. Each
+        is counted without those before it."""
+        _, claims = self._listed()
+        return tuple(claim.left_out for claim in _chain(claims) if claim.left_out is not None)
+
+    def claim(
+        self, fence: int, base: CommitName | None, left_out: tuple[int, int] | None = None
+    ) -> Claim:
+        """Starts to write under `fence`, continuing from `base` (None: from the start of the run),
+        without the rows of steps `left_out`.
 
         Raises LeaseLost if another controller holds the same or a later fence.
         """
         assert base is None or base.fence < fence, (base, fence)
-        claim = Claim(fence, *((base.fence, base.step) if base else (0, 0)))
+        before = [claim.fence for claim in self._listed()[1] if claim.fence < fence]
+        newest = max([*before, 0 if base is None else base.fence], default=0)
+        claim = Claim(fence, newest, 0 if base is None else base.step, left_out)
         with contextlib.suppress(FileExistsError):  # our own: a fence has one holder
             content = json.dumps(claim._asdict()).encode()
             self.store.write(self.path(claim), content, create_only=True)
         _, claims = self._listed()
-        others = [other for other in claims if other.fence >= fence and other != claim]
+        others = [other for other in claims if other.fence >= claim.fence and other != claim]
         if others:
             raise LeaseLost(f"claim {max(others).fence} of {self.store.url} was made meanwhile")
         return claim
@@ -246,7 +263,8 @@ class Catalog:
             if found := _COMMIT.fullmatch(inner):
                 names.append(CommitName(*map(int, found.groups())))
             elif found := _CLAIM.fullmatch(inner):
-                claims.append(Claim(*map(int, found.groups())))
+                fence, base, step, first, last = (int(n or 0) for n in found.groups())
+                claims.append(Claim(fence, base, step, (first, last) if first else None))
         return sorted(names), sorted(claims)
 
 
@@ -277,6 +295,16 @@ def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[Commit
         limit = claim.step if limit is None else min(limit, claim.step)
         fence = claim.base if claim.base < fence else 0
     return sorted(found)
+
+
+def _chain(claims: Iterable[Claim]) -> list[Claim]:
+    """Returns the newest claim and those that it descends from, oldest first."""
+    by_fence = {claim.fence: claim for claim in claims}
+    fence, found = max(by_fence, default=0), list[Claim]()
+    while fence in by_fence:
+        found.insert(0, by_fence[fence])
+        fence = by_fence[fence].base if by_fence[fence].base < fence else 0
+    return found
 
 
 def to_keep(

@@ -31,6 +31,7 @@ from elastic_dp.cli.run_options import (
     find_live_run,
     find_run,
     name_and_path,
+    storage_options,
 )
 from elastic_dp.errors import ElasticError, Interrupted, SpecError
 from elastic_dp.wording import counted
@@ -201,8 +202,42 @@ def stop(
     _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
 
 
+def rewind(
+    name: Name,
+    to_step: Annotated[
+        int,
+        typer.Option("--to-step", min=0, help="To its newest checkpoint of this step or earlier."),
+    ],
+    leave_out: Annotated[
+        str | None,
+        typer.Option(metavar="A..B", help="Leave out the rows of these steps from there on."),
+    ] = None,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
+    """Let a run that has ended go on from an earlier checkpoint when it is started again, without
+    the rows of a bad stretch of steps. `checkpoints list` has its steps.
+    """
+    from elastic_dp.cluster.runs import rewind as rewinding
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.run_record import default_storage_path
+
+    first, _, last = (leave_out or "").partition("..")
+    if leave_out is not None and not (first.isdecimal() and last.isdecimal()):
+        raise SpecError(f"--leave-out is {leave_out!r}, must be two steps, as in 41200..41300")
+    stretch = None if leave_out is None else (int(first), int(last))
+    name, storage_path = name_and_path(name, storage_path)
+    folder = storage_path or default_storage_path()
+    url = EndedRun(name, folder, storage_options(storage_option)).url
+    step = rewinding.rewind(url, to_step, stretch)
+    rows = "" if leave_out is None else f", without the rows of steps {first} to {last}"
+    facts = {"name": name, "step": step, "leave_out": stretch}
+    _print_reply(facts, f"{name} goes on from step {step}{rows}, when it is started again", as_json)
+
+
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, logs, scale, stop):
+    for verb in (run, logs, scale, stop, rewind):
         app.command()(verb)
 
 

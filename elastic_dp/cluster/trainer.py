@@ -25,6 +25,7 @@ from elastic_dp.cluster import console
 from elastic_dp.cluster import overrides as set_options
 from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.cluster.run_handle import Run
+from elastic_dp.cluster.runs.rewind import rewind
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import (
@@ -47,9 +48,10 @@ from elastic_dp.data import MicroBatchStream, open_data
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_default_environment
-from elastic_dp.errors import Interrupted, RunMismatch, SpecError
+from elastic_dp.errors import Interrupted, RewindRequested, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.run_record import (
+    LEFT_OUT,
     Result,
     RunLimits,
     RunRecord,
@@ -61,6 +63,7 @@ from elastic_dp.run_record import (
     write_result,
 )
 from elastic_dp.storage import StorageURL, Store, redact_url
+from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
@@ -192,12 +195,17 @@ class ElasticTrainer:
         again; a second signal ends it at once. On a cluster the run continues. `fit` then raises
         Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        progress = ProgressPrinter()
-        try:
-            return self._fit_local(progress) if local else self._fit_on_ray(progress)
-        except KeyboardInterrupt as error:
-            code = error.code if isinstance(error, Interrupted) else 128 + signal.SIGINT
-            raise Interrupted(code) from None
+        while True:
+            progress = ProgressPrinter()
+            try:
+                return self._fit_local(progress) if local else self._fit_on_ray(progress)
+            except KeyboardInterrupt as error:
+                code = error.code if isinstance(error, Interrupted) else 128 + signal.SIGINT
+                raise Interrupted(code) from None
+            except RewindRequested as wish:
+                leave_out = (wish.first, wish.last) if wish.first else None
+                step = rewind(self.url, wish.to_step, leave_out)
+                progress.say(f"{wish}: going on from step {step}")
 
     def start(self, *, faults: Sequence[WorkerFault] = ()) -> Run:
         """Start the run on Ray and return at once; a live run is attached to.
@@ -248,7 +256,10 @@ class ElasticTrainer:
         return result
 
     def _adopt_fixed_fields(self) -> None:
-        """Take the fields that this job leaves open from the run's first start."""
+        """Take the fields that this job leaves open from the run's first start, and what the run
+        leaves out.
+        """
+        self.spec = dataclasses.replace(self.spec, left_out=Catalog(Store(self.url)).left_out())
         scaling = self.spec.scaling
         fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
         if fixed is None:
@@ -273,6 +284,7 @@ class ElasticTrainer:
             virtual_workers=self.spec.micro_batches_by_step,
             timeout_s=self.spec.failure.storage_timeout_s,
             known=stored_index(self.url),
+            left_out=self.spec.left_out,
             **options,
         )
 
@@ -378,8 +390,17 @@ class ElasticTrainer:
                 f"this script has two runs without a name, which would both be {self.url}: give "
                 "each a name="
             )
-        probe(Store(self.url), secrets.token_hex(8))
+        store = Store(self.url)
+        probe(store, secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
+        if self.spec.left_out:
+            rows = "".join(f"{line}\n" for line in data.left_out())
+            store.write(path_in(store, LEFT_OUT), rows.encode())
+            steps = " and ".join(f"{first} to {last}" for first, last in self.spec.left_out)
+            self._said_of_rows.append(
+                f"the run was rewound: it leaves out the rows of steps {steps}, which {LEFT_OUT} "
+                "in its folder lists"
+            )
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_of)
         before = last_start(Store(self.url))
         if before is not None and before.growth != self.spec.scaling.growth:
@@ -399,7 +420,12 @@ class ElasticTrainer:
         return int(steps) if steps < math.inf else None
 
     def _record(self, data: MicroBatchStream) -> RunRecord:
-        return RunRecord(data=data.fingerprint, rows=self._probed_rows, **job_identity(self.spec))
+        return RunRecord(
+            data=data.fingerprint,
+            left_out=self.spec.left_out,
+            rows=self._probed_rows,
+            **job_identity(self.spec),
+        )
 
     @cached_property
     def _probed_rows(self) -> dict[str, str]:

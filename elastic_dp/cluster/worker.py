@@ -229,6 +229,7 @@ class Worker:
                 self._spec.data,
                 virtual_workers=self._spec.micro_batches_by_step,
                 index=self._job.index,
+                left_out=self._spec.left_out,
                 pin=is_gpu(device),
                 timeout_s=self._spec.failure.storage_timeout_s,
                 on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),

@@ -7,7 +7,7 @@ run; everything else decides only where and how fast it runs.
 
 from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
-from elastic_dp.config.failure_config import FailureConfig
+from elastic_dp.config.failure_config import FailureConfig, Rewind
 from elastic_dp.config.job_spec import JobSpec
 from elastic_dp.config.scaling_config import ScalingConfig, label_values
 
@@ -17,6 +17,7 @@ __all__ = [
     "FailureConfig",
     "JobSpec",
     "MapStyleData",
+    "Rewind",
     "ScalingConfig",
     "label_values",
 ]

@@ -18,6 +18,32 @@ _LEAST = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewind:
+    """When the loss jumps, and what the run does then: it goes on from an earlier checkpoint,
+    without the rows of the steps around the jump. The weights are the same bits on any fleet.
+
+    - `factor`: a loss of more than so many times the median of the last `window` losses, or one
+      that is not finite.
+    - `window`: nothing is a jump before so many steps have been made.
+    - `before`, `after`: the rows of so many steps before the jump and after it are left out. The
+      run goes back to its newest checkpoint from before them.
+    - `at_most`: how often. After that, a jump changes nothing, and a loss that is not finite fails
+      the run.
+    """
+
+    factor: float = 3.0
+    window: int = 100
+    before: int = 100
+    after: int = 100
+    at_most: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("Rewind.factor", self.factor, 1.0)
+        for name, least in {"window": 1, "before": 0, "after": 0, "at_most": 1}.items():
+            whole_number(f"Rewind.{name}", getattr(self, name), least)
+
+
 @refuses_removed_names
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
@@ -41,6 +67,8 @@ class FailureConfig:
       (5), and of those that died while running the same micro-batch (5).
     - `max_user_errors`: exceptions of user code that are retried on a new worker. 0: the first one
       fails the run; errors of this package always do.
+    - `on_spike`: what to do when the loss jumps (see `Rewind`). None: nothing; a loss that is not
+      finite fails the run.
     - `storage_timeout_s`: how long a store may be unavailable at the start; during a run, how long
       before the wait is reported.
     - `run_lease_s`: how long another cluster waits before it takes over a run whose controller no
@@ -60,12 +88,17 @@ class FailureConfig:
     compare_weights_every: int | None = 50
     max_losses_without_progress: int = 50
     max_user_errors: int = 0
+    on_spike: Rewind | None = None
     storage_timeout_s: float = 60.0
     run_lease_s: float = 60.0
     orphan_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         none_only_by_default("FailureConfig", self)
+        if not isinstance(self.on_spike, Rewind | None):
+            raise SpecError(
+                f"FailureConfig.on_spike is a {type(self.on_spike).__name__}, must be a Rewind"
+            )
         for name, least_s in _LEAST_S.items():
             at_least(f"FailureConfig.{name}", getattr(self, name), least_s)
         for name, least in _LEAST.items():

@@ -74,3 +74,15 @@ def none_only_by_default(owner: str, config: Any) -> None:
     for x in fields(config):
         if getattr(config, x.name) is None and x.default is not None and x.default is not MISSING:
             raise SpecError(f"{owner}.{x.name} is None; leave it out for {x.default!r}")
+
+
+def check_rewind(to_step: int, leave_out: tuple[int, int] | None) -> None:
+    """Raises SpecError for numbers of steps that cannot be."""
+    whole_number("to_step", to_step, 0)
+    first, last = leave_out or (to_step + 1, to_step + 1)
+    whole_number("leave_out[0]", first, 1)
+    if not to_step < first <= last:
+        raise SpecError(
+            f"leave_out is {first}..{last}, must be steps after to_step={to_step}, the first one "
+            "first: what a checkpoint has learned cannot be left out of it"
+        )

@@ -68,6 +68,8 @@ class JobSpec:
     sharding: Literal["optimizer"] | None = None
     max_steps: int | None = None
     max_time_s: float | None = None
+    # First and last steps whose rows are left out, since the run was rewound.
+    left_out: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.name is None:

@@ -1,6 +1,7 @@
 """Which rows and which random numbers: pure arithmetic on (seed, step, virtual worker)."""
 
 from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder
+from elastic_dp.sampling.leaving_out import without
 from elastic_dp.sampling.mixture import Mixture, MixtureSource
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.packing import PackedOrder, Segments
@@ -20,4 +21,5 @@ __all__ = [
     "body_seed",
     "generator_for",
     "seed_for",
+    "without",
 ]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from elastic_dp.sampling.mixture import Mixture
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.packing import PackedOrder, Segments
 from elastic_dp.sampling.step_schedule import StepSchedule
+
+if TYPE_CHECKING:
+    from elastic_dp.sampling.leaving_out import LeavingOut
 
 _DEALS_KEPT = 64
 _ENDLESS = 1 << 62  # micro-batches in the epoch of a mixture, which has no end
@@ -176,7 +179,14 @@ class GrowingOrder:
         return micro_batches // size if self._drops else -(-micro_batches // size)
 
 
-AnyOrder = Order | Mixture | PackedOrder | GrowingOrder
+AnyOrder = Union[Order, Mixture, PackedOrder, GrowingOrder, "LeavingOut"]
+
+
+def base_of(order: Any) -> Order | Mixture | PackedOrder:
+    """Return the order without growth, and without steps that are left out."""
+    while hasattr(order, "base"):
+        order = order.base
+    return cast("Order | Mixture | PackedOrder", order)
 
 
 def row_groups_at_once(order: AnyOrder) -> int:

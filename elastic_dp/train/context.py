@@ -11,9 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_dp.config import DataConfig, MapStyleData
+from elastic_dp.config.field_checks import check_rewind
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.gradient_rounding import GradientRounding
-from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.errors import LoopError, LossError, RewindRequested, SpecError
 from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.micro_batch import LossFn
@@ -411,6 +412,22 @@ class TrainContext:
             self.log(metrics)
         if self._session.checkpoints is not None:
             self._session.checkpoints.request()
+
+    def rewind(self, to_step: int, *, leave_out: tuple[int, int] | None = None) -> NoReturn:
+        """Lets the run go on from its newest checkpoint of step `to_step` or earlier; 0: from the
+        start. From there on it leaves out the rows of steps `leave_out`, the first and the last
+        one, and later steps take their places.
+
+        Call it on every worker, in the same step: whether to do so must follow from what is the
+        same on all of them, as the loss is. Raises RewindRequested, which ends the train function;
+        `fit` then rewinds the run and goes on. Raises SpecError for wrong numbers, and LossError
+        inside a loss function.
+        """
+        self._refuse_in_loss("ctx.rewind")
+        check_rewind(to_step, leave_out)
+        first, last = leave_out or (0, 0)
+        step = self._session.position.step
+        raise RewindRequested(step, "ctx.rewind was called", to_step, first, last)
 
     def stop(self, reason: str) -> None:
         """Ends the run after the present step, on every worker. A call on one worker is enough.

@@ -195,6 +195,7 @@ class StepBuilder:
             "diloco": spec.inner_steps is not None,
             "sharding": spec.sharding is not None,
             "delayed": spec.delays,
+            "spikes": spec.failure.on_spike is not None,
         }
         for name in (name for name, is_wanted in wanted.items() if is_wanted):
             importlib.import_module(f"elastic_dp.extensions.{name}").extend(self)

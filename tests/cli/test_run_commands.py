@@ -15,7 +15,7 @@ from elastic_dp.errors import ClusterError
 from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
-    *("run", "status", "logs", "scale", "stop", "report", "doctor"),
+    *("run", "status", "logs", "scale", "stop", "rewind", "report", "doctor"),
     *("data convert", "data inspect"),
     *("checkpoints list", "checkpoints save", "checkpoints verify", "checkpoints export"),
 }
@@ -78,6 +78,7 @@ def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
     [
         (["report", "--output", "x.html"], "SpecError: --output names a file for the page"),
         (["scale", "--within-s", "3"], "--within-s is the time of the worker that --drain names"),
+        (["rewind", "--to-step", "7", "--leave-out", "9-12"], "must be two steps, as in"),
         (["status", "--storage-option", "=x"], "--storage-option … must be of the form NAME=VALUE"),
     ],
 )

@@ -1,6 +1,7 @@
 """The whole path on a real Ray: detached actors, a real kill, and the weights of the undisturbed
 run."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -11,7 +12,9 @@ import pytest
 import ray
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.errors import ClusterError
+from elastic_dp.storage import Store
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (
@@ -24,6 +27,7 @@ from tests.ray.jobs import (
     undisturbed,
     wait_for,
 )
+from tests.runs import PATIENT
 from tests.storage.conftest import send
 from tests.storage.servers import s3_options
 
@@ -34,6 +38,19 @@ pytestmark = pytest.mark.ray
 def cluster():
     with clusters.shared():
         yield
+
+
+def test_a_jump_of_the_loss_rewinds_the_run(tmp_path):
+    """A loss above the median of the two before it, once; the weights are those of one process."""
+    rule = edp.Rewind(factor=1.0, window=2, before=1, after=1, at_most=1)
+    failure = dataclasses.replace(PATIENT, on_spike=rule)
+    alone, jumps = (
+        trainer(tmp_path, name, steps=20, workers=2, every_steps=2, failure=failure).fit(local)
+        for name, local in (("alone", True), ("jumps", False))
+    )
+    left_out = Catalog(Store(jumps.path)).left_out()
+    assert len(left_out) == 1 and left_out == Catalog(Store(alone.path)).left_out()
+    assert jumps.weights_sha256 == alone.weights_sha256
 
 
 def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):

@@ -28,7 +28,14 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.pipeline import Pipeline
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling import GrowingOrder, Order, StepSchedule, batch_seed
+from elastic_dp.sampling import (
+    AnyOrder,
+    GrowingOrder,
+    Order,
+    StepSchedule,
+    batch_seed,
+    without,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,6 +56,7 @@ class ItemStream(MicroBatchStream):
         *,
         schedule: StepSchedule | None = None,
         evaluation: bool = False,
+        left_out: tuple[tuple[int, int], ...] = (),
         pin: bool = False,
     ) -> None:
         schedule, length = schedule or StepSchedule(1), _length(config)
@@ -60,7 +68,8 @@ class ItemStream(MicroBatchStream):
             shuffle="full" if config.shuffle and not evaluation else "none",
             tail="short" if evaluation else config.tail,
         )
-        order = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
+        order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
+        order = without(order, left_out)
         workers = 0 if evaluation else config.workers
         super().__init__(config, order, workers=workers, pin=pin)
         identity = f"evaluation {config.micro_batch_size}" if evaluation else order.identity

@@ -18,9 +18,10 @@ rows are numbered by their place in the data set + the number of row groups.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import AnyOrder, batch_seed
 from elastic_dp.sampling.growing_order import row_groups_at_once
+from elastic_dp.sampling.leaving_out import LeavingOut
 from elastic_dp.storage import redact_url
 
 if TYPE_CHECKING:
@@ -131,6 +133,16 @@ class MicroBatchStream(ABC):
     @abstractmethod
     def describe(self, step: int, virtual_worker: int) -> str:
         """What the micro-batch consists of, for error messages."""
+
+    def left_out(self) -> Iterator[str]:
+        """What each micro-batch of the steps that are left out consists of, the last stretch
+        first."""
+        view = copy.copy(self)
+        while isinstance(order := view._order, LeavingOut):
+            view._order = order.base
+            for step in range(order.first, order.last + 1):
+                for v in range(order.virtual_workers):
+                    yield f"step {step}, virtual worker {v}: {view.describe(step, v)}"
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         """A hint: from `step` on, this worker runs these. Calling it again moves it, and keeps what

@@ -29,8 +29,9 @@ from elastic_dp.sampling import (
     Order,
     PackedOrder,
     StepSchedule,
+    without,
 )
-from elastic_dp.sampling.growing_order import row_groups_at_least
+from elastic_dp.sampling.growing_order import base_of, row_groups_at_least
 from elastic_dp.storage import redact_url
 
 
@@ -43,6 +44,7 @@ def open_data(
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
     known: Index | None = None,
+    left_out: tuple[tuple[int, int], ...] = (),
 ) -> MicroBatchStream:
     """Opens training data.
 
@@ -50,6 +52,7 @@ def open_data(
     - `index`: None: read it, which raises StorageError if the store cannot be reached for
       `timeout_s` seconds.
     - `known`: without `index`, one of an earlier start, which is used if nothing has changed.
+    - `left_out`: steps whose rows are left out; see `elastic_dp.sampling.without`.
     - `pin`: tensors are in pinned memory.
     - `on_wait(message)`: called when the store cannot be reached for longer than `timeout_s` later,
       and when it can be again. Without it, the first is a StorageError.
@@ -60,10 +63,11 @@ def open_data(
     if isinstance(config, MapStyleData):
         from elastic_dp.data.datasets.map_style import ItemStream
 
-        return ItemStream(config, schedule=schedule, pin=pin)
+        return ItemStream(config, schedule=schedule, left_out=left_out, pin=pin)
     index = index or read_index(config, timeout_s=timeout_s, known=known)
     base = _order(config, index, schedule.least)
     order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
+    order = without(order, left_out)
     check_decoded(config.decode, leaves(index.delivered))
     row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, order, config.memory_bytes)
@@ -98,8 +102,7 @@ def stream_of(
     config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
 ) -> ShardStream:
     """`options`: of the stream."""
-    base = order.base if isinstance(order, GrowingOrder) else order
-    if isinstance(base, PackedOrder):
+    if isinstance(base_of(order), PackedOrder):
         from elastic_dp.data.datasets.packed_micro_batches import PackedStream
 
         return PackedStream(config, row_groups, order, **options)

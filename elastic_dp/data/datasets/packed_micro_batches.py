@@ -34,7 +34,8 @@ from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import AnyOrder, GrowingOrder, PackedOrder, Segments
+from elastic_dp.sampling import AnyOrder, PackedOrder, Segments
+from elastic_dp.sampling.growing_order import base_of
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)
@@ -110,7 +111,7 @@ class PackedStream(ShardStream):
         order: AnyOrder,
         **options: Any,
     ) -> None:
-        packed = order.base if isinstance(order, GrowingOrder) else order
+        packed = base_of(order)
         assert isinstance(packed, PackedOrder)
         row_bytes = packed_row_bytes(config, row_groups.nbytes, packed)
         copy_bytes = int(row_groups.nbytes.max()) if packed.has_order_of_documents else 0

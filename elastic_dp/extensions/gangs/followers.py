@@ -138,6 +138,7 @@ def follow(
             spec.data,
             virtual_workers=spec.micro_batches_by_step,
             index=index,
+            left_out=spec.left_out,
             pin=is_gpu(device),
             timeout_s=spec.failure.storage_timeout_s,
         )

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import JobSpec
 from elastic_dp.config.schedules import stored
 from elastic_dp.errors import RunMismatch
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import OWN, TrainState
 from elastic_dp.wording import counted
 
 GROWTH = "growth"  # `ScalingConfig.growth`, beside `job_identity` in a checkpoint
@@ -167,8 +167,12 @@ def _compared(
     yield "a scheduler", held["scheduler"] is not None, state.scheduler is not None
     yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
     yield "staleness", int("previous" in step), int(state.previous is not None)
-    yield "the keys of state=", sorted(body["user"]), sorted(state.user)
+    yield "the keys of state=", _without_own(body["user"]), _without_own(state.user)
     yield from _kinds(step, state.optimizer, names)
+
+
+def _without_own(keys: Iterable[str]) -> list[str]:
+    return sorted(key for key in keys if not key.startswith(OWN))
 
 
 def _kinds(

@@ -32,6 +32,7 @@ from elastic_dp.train.step.precision import LossScale
 if TYPE_CHECKING:
     from elastic_dp.train.state.previous_step import PreviousStep
 
+OWN = "elastic_dp."  # begins the keys of `state=` that an extension adds
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
 
@@ -266,7 +267,8 @@ class TrainState:
         self.kinds = list(step["kinds"])
         if body:
             for key, value in tree["body"]["user"].items():
-                self.user[key].load_state_dict(value)
+                if key in self.user or not key.startswith(OWN):
+                    self.user[key].load_state_dict(value)
             for p, flag in zip(
                 self.parameters.values(), tree["body"]["requires_grad"], strict=True
             ):

@@ -1,0 +1,86 @@
+"""Rewinds the run when the loss jumps: see `Rewind`, the value of `FailureConfig.on_spike`.
+
+The rule depends on the losses alone, and they are the same bits on all members. The losses that it
+compares with are part of the training state, so joiners and later starts decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from elastic_dp.config.failure_config import Rewind
+from elastic_dp.errors import RewindRequested
+from elastic_dp.train.state.train_state import OWN, TrainState
+from elastic_dp.train.step.loss_result import mean
+from elastic_dp.train.step.participants import Results, StepParticipant, Verdict
+from elastic_dp.train.training_parts import StepBuilder
+
+
+def extend(build: StepBuilder) -> None:
+    """Looks at the loss of each step."""
+    rule, recent = build.spec.failure.on_spike, RecentLosses()
+    assert rule is not None
+    state = {**build.given.state, f"{OWN}losses": recent}
+    build.given = replace(build.given, state=state)
+    left = rule.at_most - len(build.spec.left_out)
+    build.new_participants.append(lambda: SpikeRule(rule, left, recent, build.state, build.results))
+
+
+class RecentLosses:
+    """The losses of the last steps, oldest first."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": [*self.values]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = [*state["values"]]
+
+
+class SpikeRule(StepParticipant):
+    """Ends the step where the loss jumps, on all members."""
+
+    name = "spikes"
+
+    def __init__(
+        self, rule: Rewind, left: int, recent: RecentLosses, state: TrainState, results: Results
+    ) -> None:
+        """`left`: how often the run may still be rewound."""
+        self._rule, self._left, self._recent = rule, left, recent
+        self._state, self._results = state, results
+        self._loss = 0.0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def agree(self, proposals: Sequence[bytes]) -> Verdict:
+        """Raises RewindRequested. A loss that is not finite would fail the run later in the
+        step."""
+        of_all = self._results.of_all.values()
+        self._loss = mean([(one.loss, one.weight) for one in of_all])
+        why = self._why()
+        if why and self._left > 0:
+            rule, step = self._rule, self._step
+            to_step = max(0, step - rule.before - 1)
+            raise RewindRequested(step, why, to_step, to_step + 1, step + rule.after)
+        return None
+
+    def _why(self) -> str:
+        """Returns what is wrong with the loss, or an empty text."""
+        loss, recent, rule = self._loss, self._recent.values, self._rule
+        if not math.isfinite(loss):  # with a loss scale, the step is left out
+            return f"the loss is {loss}" if self._state.loss_scale is None else ""
+        if len(recent) < rule.window or loss <= rule.factor * median(recent):
+            return ""
+        usual = f"{median(recent):.6g}, the median of the {rule.window} before it"
+        return f"the loss is {loss:.6g}, more than {rule.factor:g} times {usual}"
+
+    def commit(self) -> None:
+        if math.isfinite(self._loss):
+            self._recent.values = [*self._recent.values, self._loss][-self._rule.window :]

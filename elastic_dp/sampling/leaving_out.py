@@ -1,0 +1,65 @@
+"""The order of rows without those of some steps: later steps take their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elastic_dp.errors import DataError
+from elastic_dp.sampling.growing_order import GrowingOrder
+
+if TYPE_CHECKING:
+    from elastic_dp.sampling.growing_order import AnyOrder
+
+
+class LeavingOut:
+    """The interface of `Order`, over `base` without its steps `first` to `last`. Raises DataError
+    for an order whose batch grows: its steps cannot take each other's places."""
+
+    def __init__(self, base: AnyOrder, first: int, last: int) -> None:
+        assert 1 <= first <= last, (first, last)
+        if isinstance(base, GrowingOrder):
+            raise DataError(
+                "the run leaves out the rows of some steps since it was rewound, and its batch "
+                "grows (ScalingConfig.virtual_workers or inner_steps by step): use one number for "
+                "all steps, or a new name= for a new run"
+            )
+        self.base, self.first, self.last = base, first, last
+        self.identity: str = base.identity
+        self.num_rows: int = base.num_rows
+        self.virtual_workers: int = base.virtual_workers
+        self.micro_batch_size: int = base.micro_batch_size
+        self.steps_per_epoch: int = base.steps_per_epoch
+        self.open_row_groups: Callable[[int], int] = base.open_row_groups
+
+    def steps_of(self, epochs: int) -> int:
+        """Return how many steps the first `epochs` epochs have together."""
+        count = self.base.steps_of(epochs)
+        return min(count, max(self.first - 1, count - (self.last - self.first + 1)))
+
+    def epoch_of(self, step: int) -> int:
+        return self.base.epoch_of(self._in_base(step))
+
+    def ends_epoch(self, step: int) -> bool:
+        return self.epoch_of(step + 1) > self.epoch_of(step)
+
+    def rows(self, step: int, virtual_worker: int) -> int:
+        return self.base.rows(self._in_base(step), virtual_worker)
+
+    def locate(self, step: int, virtual_worker: int) -> Any:
+        """Return what the `locate` of the base order returns."""
+        return self.base.locate(self._in_base(step), virtual_worker)
+
+    def locate_each(self, steps: range, virtual_worker: int) -> list[Any]:
+        return [self.locate(step, virtual_worker) for step in steps]
+
+    def _in_base(self, step: int) -> int:
+        return step if step < self.first else step + self.last - self.first + 1
+
+
+def without(order: AnyOrder, steps: tuple[tuple[int, int], ...]) -> AnyOrder:
+    """Return `order` without some steps: pairs of the first and the last one, each counted in the
+    order that the pairs before it leave."""
+    for first, last in steps:
+        order = LeavingOut(order, first, last)
+    return order
