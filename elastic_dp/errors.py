@@ -120,7 +120,7 @@ class RewindRequested(TrainError):
 
     def __str__(self) -> str:
         rows = f", without the rows of steps {self.first} to {self.last}" if self.first else ""
-        return f"step {self.step}: {self.why}; the run is rewound to step {self.to_step}{rows}"
+        return f"step {self.step}: {self.why}; the run is to go on from step {self.to_step}{rows}"
 
 
 class StateError(TrainError):

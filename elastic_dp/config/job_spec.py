@@ -103,6 +103,7 @@ class JobSpec:
         check_schedule("staleness", self.staleness, "as in {0: 0, 2000: 1}", _check_delay)
         check_schedule("inner_steps", self.inner_steps, "as in {0: 1, 2000: 8}", _at_least_one)
         self._check_together()
+        self._check_rewind()
         whole_number("max_steps", self.max_steps, 1)
         at_least("max_time_s", self.max_time_s, 0.001)
         if self.data.epochs is None and self.max_steps is None and self.max_time_s is None:
@@ -134,6 +135,26 @@ class JobSpec:
     def delays(self) -> bool:
         """Whether any gradient is applied in a later step."""
         return any(self.staleness_by_step.values())
+
+    def _check_rewind(self) -> None:
+        """Refuse a rule for which no old checkpoint would be there."""
+        rule, checkpoint = self.failure.on_spike, self.checkpoint
+        if rule is None:
+            return
+        if not checkpoint.enabled:
+            raise SpecError(
+                "FailureConfig.on_spike goes back to a checkpoint, and the job makes none: set "
+                "CheckpointConfig.every_steps or every_s"
+            )
+        keep, every = checkpoint.num_to_keep, checkpoint.every_steps
+        if keep is None or every is None or checkpoint.keep_every is not None:
+            return
+        if (steps := (keep - 1) * every) < rule.before:
+            raise SpecError(
+                f"FailureConfig.on_spike goes back {rule.before} steps, and the {keep} checkpoints "
+                f"that are kept go back {steps}: raise CheckpointConfig.num_to_keep (None: all), "
+                "or lower Rewind.before"
+            )
 
     def _check_together(self) -> None:
         processes = self.scaling.processes_per_worker

@@ -53,6 +53,7 @@ AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are mad
 # 1 / SLACK_PART of the memory is for what Arrow's allocator keeps in addition to row groups: 50 MiB
 # for 220 MiB in row groups of 1 to 5 MiB.
 SLACK_PART = 6
+_LISTED_STEPS = 10_000
 ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
 
 
@@ -136,11 +137,14 @@ class MicroBatchStream(ABC):
 
     def left_out(self) -> Iterator[str]:
         """What each micro-batch of the steps that are left out consists of, the last stretch
-        first."""
+        first, and of each at most `_LISTED_STEPS`."""
         view = copy.copy(self)
         while isinstance(order := view._order, LeavingOut):
             view._order = order.base
-            for step in range(order.first, order.last + 1):
+            last = min(order.last, order.first + _LISTED_STEPS - 1)
+            if last < order.last:
+                yield f"steps {last + 1} to {order.last}: too many to list"
+            for step in range(order.first, last + 1):
                 for v in range(order.virtual_workers):
                     yield f"step {step}, virtual worker {v}: {view.describe(step, v)}"
 

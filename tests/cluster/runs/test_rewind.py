@@ -137,6 +137,22 @@ def test_any_fleet_rewinds_alike(workers, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("checkpoint", "text"),
+    [
+        ({}, "and the job makes none"),
+        ({"every_steps": 20}, "the 3 checkpoints that are kept go back 40"),
+    ],
+)
+def test_rule_for_which_no_checkpoint_would_be_old_enough_is_refused(checkpoint, text):
+    with pytest.raises(SpecError, match=text):
+        dataclasses.replace(
+            spec_of(),
+            checkpoint=CheckpointConfig(**checkpoint),
+            failure=edp.FailureConfig(on_spike=edp.Rewind(before=41)),
+        )
+
+
+@pytest.mark.parametrize(
     ("to_step", "leave_out", "error", "text"),
     [
         (10, (10, 12), SpecError, "must be steps after to_step=10"),
