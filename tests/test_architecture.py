@@ -264,14 +264,14 @@ BUDGETS = {
     "dataprep": (1_540, 1_100),
     "device": (830, 620),
     "distributed": (4_175, 3_100),
-    "extensions": (4_130, 3_300),
+    "extensions": (4_010, 3_300),
     "integrations": (1_620, 950),
     "report": (1_310, 800),
     "sampling": (1_235, 1_000),
     "storage": (1_780, 1_250),
     "telemetry": (1_000, 750),
     "testing": (815, 600),
-    "train": (11_300, 6_000),
+    "train": (11_270, 6_000),
     "ui": (315, 400),
 }
 

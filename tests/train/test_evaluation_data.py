@@ -1,4 +1,5 @@
-"""A worker that trains for long keeps few data sets of evaluations."""
+"""A worker that trains for long keeps few data sets of evaluations. An evaluation leaves the model
+as the body has it."""
 
 import types
 
@@ -6,7 +7,8 @@ import torch
 
 from elastic_dp import DataConfig, MapStyleData
 from elastic_dp.train import context
-from tests.runs import Points, spec_of
+from tests.runs import Points, group, spec_of, texts_of
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 
 def test_evaluation_data_that_a_body_makes_each_time_is_opened_once_and_little_of_it_is_kept(
@@ -31,3 +33,18 @@ def test_evaluation_data_that_a_body_makes_each_time_is_opened_once_and_little_o
         newest = MapStyleData(Points(), micro_batch_size=4)
         assert made._opened(newest) == len(opened)
     assert made._opened(newest) == 102 and len(made._evaluation_data) == context._EVALUATIONS_KEPT
+
+
+def test_evaluation_does_not_undo_what_the_body_has_set():
+    def train(ctx):
+        model = classifier()
+        model.warmth = 1.0
+        for step in ctx.steps(model, adamw(model), lambda m, b: cross_entropy(m, b) * m.warmth):
+            model.warmth = 0.9**step.number
+            ctx.evaluate(cross_entropy, ctx.config["eval"])
+            assert model.warmth == 0.9**step.number
+
+    data = MapStyleData(Points(30), micro_batch_size=8)
+    outcome, run = group(spec_of(steps=3, workers=1, config={"eval": data}), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("changes model.warmth (1.0, then 0.9)" in text for text in texts_of(run))

@@ -80,6 +80,7 @@ class ModuleAttributes:
         self._made: int | None = None  # hooks of this process, when those of the modules were found
         self._hooks: dict[str, Any] = {}  # where a module has some, by name
         self._of_hooks: dict[str, int] = {}  # their numbers, when the body began
+        self._by_body: dict[str, tuple[Any, Any]] = {}  # changed before its last evaluation
         self._take()
 
     def begin(self) -> None:
@@ -124,11 +125,17 @@ class ModuleAttributes:
 
     def body_begins(self) -> None:
         """Counts the hooks. The attributes are as the step began."""
-        self._of_hooks = self._count_hooks()
+        self._of_hooks, self._by_body = self._count_hooks(), {}
+
+    def evaluation_begins(self) -> None:
+        """What the body has changed so far is not undone with what an evaluation changes."""
+        if self._changed():
+            self._by_body = self.changed_by_body()
+            self._take()
 
     def changed_by_body(self) -> dict[str, tuple[Any, Any]]:
         """Returns what the body has changed, by name: before and now."""
-        found: dict[str, tuple[Any, Any]] = {}
+        found = dict(self._by_body)
         for place, key in self._changed():
             was, now = self._all[place].get(key), self._dicts[place].get(key)
             is_named = type(was) in _NAMED and (key in self._all[place] or type(now) in _NAMED)

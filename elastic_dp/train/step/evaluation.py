@@ -60,6 +60,7 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
+    session.transaction.leaves.buffers.attributes.evaluation_begins()
     progress = session.progress
     index = progress.evaluation_begins()
     known: Results = {}
