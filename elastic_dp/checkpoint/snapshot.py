@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -51,16 +52,18 @@ class SnapshotMemory:
         self._on_device = self._is_used = False
         self._changing = threading.Lock()  # held while this changes, or a piece is made ready
 
-    def make_room(self, nbytes: int, *, on_device: bool) -> None:
-        """Replaces the memory unless it is large enough. `on_device`: a device holds some of what
-        is copied."""
+    def make_room(self, nbytes: int, *, on_device: bool) -> int:
+        """Replaces the memory unless it is large enough. Returns how many bytes are new.
+        `on_device`: a device holds some of what is copied."""
         with self._changing:
-            if nbytes > self.content.numel():
+            grows = nbytes > self.content.numel()
+            if grows:
                 self.copies.unregister()
                 self.content = torch.empty(0, dtype=torch.uint8)  # not two of them at once
                 self.content = _aligned(nbytes)
                 self._pieces, self._is_used = list(self.content.split(PIECE_BYTES)), False
             self._on_device = on_device
+            return nbytes if grows else 0
 
     def make_ready(self) -> None:
         """Has the pages of new memory found, and registers the memory with the device. Each piece
@@ -141,16 +144,18 @@ class Snapshot:
         self._hashing = threading.Lock()
 
     def prepare(self, tree: Any, held: HeldState | None = None) -> int:
-        """Takes memory for snapshots of such a state. Returns how many bytes are not ready; then
+        """Takes memory for snapshots of such a state. Returns how many bytes are new; then
         `memory.make_ready` may run. Raises StateError."""
         _, tensors = encode(tree)
-        self._lay_out(tensors, _encoded(held))
-        return self.memory.content.numel()
+        return self._lay_out(tensors, _encoded(held))
 
     @torch.no_grad()
-    def take(self, step: int, tree: Any, held: HeldState | None = None) -> None:
+    def take(
+        self, step: int, tree: Any, held: HeldState | None = None, *, most_new: float = math.inf
+    ) -> bool:
         """Copies the tree, and what this member holds of a divided optimizer state. The caller may
-        change both again when this returns.
+        change both again when this returns. If more than `most_new` bytes of new memory are needed,
+        it only takes those, like `prepare`, and returns False.
 
         Raises StateError if it cannot be encoded, and then keeps the previous snapshot.
         """
@@ -165,7 +170,9 @@ class Snapshot:
                 )
             entries[piece.parameter] = known or piece.entry
         self._manifest = None
-        self._lay_out(tensors, pieces)
+        if self._lay_out(tensors, pieces) > most_new:
+            self.step = -1
+            return False
         self.step, self._entries = step, tuple(entries)
         self._common = StateTree(encoded, tuple(TensorSpec.of(*named) for named in tensors))
         self.memory.use()
@@ -179,6 +186,7 @@ class Snapshot:
             for number, part in self._sources
         ]
         self.memory.copies.copy(self._targets, sources)
+        return True
 
     @property
     def copied_s(self) -> float:
@@ -224,12 +232,13 @@ class Snapshot:
         content: Any = next(c.content for c in self._blobs if c.blob.name == name).numpy()
         return memoryview(content)
 
-    def _lay_out(self, tensors: Sequence[NamedTensor], pieces: Sequence[_EncodedPiece]) -> None:
-        """Arranges the memory, unless it has the blobs of such tensors and pieces."""
+    def _lay_out(self, tensors: Sequence[NamedTensor], pieces: Sequence[_EncodedPiece]) -> int:
+        """Arranges the memory, unless it has the blobs of such tensors and pieces. Returns how many
+        bytes are new."""
         kinds = [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
         kinds += [piece.kind for piece in pieces]
         if kinds == self._kinds:
-            return
+            return 0
         self._kinds, self._blobs, self._targets, self._sources = [], [], [], []
         specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors}
         numbers = {name: number for number, name in enumerate(specs)}
@@ -246,7 +255,7 @@ class Snapshot:
         lists += [(holders, some) for holders, all_ in of_holders.items() for some in pack(all_)]
         blobs = [(holders, Blob.of(units, specs)) for holders, units in lists]
         starts = list(accumulate((_in_pages(blob.nbytes) for _, blob in blobs), initial=0))
-        self.memory.make_room(
+        new = self.memory.make_room(
             starts[-1], on_device=any(spec.device != "cpu" for spec in specs.values())
         )
         for (holders, blob), start in zip(blobs, starts, strict=False):
@@ -271,6 +280,7 @@ class Snapshot:
                         self._sources.append((number, slice(first, first + part.numel())))
                         first += part.numel()
         self._kinds = kinds
+        return new
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +82,9 @@ class Uploader:
         time: until then it is late. Raises StateError."""
         with self._copying:
             nbytes = self.snapshot.prepare(tree, held)
+        self._make_ready(nbytes)
+
+    def _make_ready(self, nbytes: int) -> None:
         self._making = self._one.submit(self.snapshot.memory.make_ready)
         if nbytes > SOON_READY_BYTES:
             self._last = self._making
@@ -93,9 +97,11 @@ class Uploader:
         writer: str,
         members: Sequence[str],
         held: HeldState | None = None,
-    ) -> float:
+        must: bool = True,
+    ) -> float | None:
         """Copies the state and starts to write what `writer` is to write, one of `members`. Returns
-        how long that blocked training, in seconds.
+        how long that blocked training, in seconds; None: the state has grown, and the memory for it
+        is made ready first, unless the checkpoint `must` be taken.
 
         `held`: see `Snapshot.take`. Raises StateError if the state cannot be stored, or the error
         of the previous upload.
@@ -104,8 +110,12 @@ class Uploader:
         self.wait()
         if self._making is not None:
             self._making.result()
+        most_new = math.inf if must else SOON_READY_BYTES
         with self._copying:
-            self.snapshot.take(step, tree, held)
+            taken = self.snapshot.take(step, tree, held, most_new=most_new)
+        if not taken:
+            self._make_ready(self.snapshot.memory.content.numel())
+            return None
         self._writer, self._members = writer, members
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write)

@@ -277,6 +277,40 @@ def test_no_step_waits_for_the_memory_of_the_first_snapshot(tmp_path, monkeypatc
     assert 6 <= taken[0] <= 10
 
 
+def test_no_step_waits_for_the_memory_of_a_state_that_has_grown(tmp_path, monkeypatch):
+    monkeypatch.setattr("elastic_dp.checkpoint.uploader.SOON_READY_BYTES", 1 << 20)
+    found, is_ready, taken = threading.Event(), threading.Event(), []
+    make_ready, take = SnapshotMemory.make_ready, Uploader.take
+    held = {"x": torch.zeros(4)}
+
+    def slow(self):
+        if self.content.numel() > 1 << 20:
+            assert found.wait(PATIENCE_S)
+            is_ready.set()
+        make_ready(self)
+
+    def takes(self, step, *rest, **named):
+        stall_s = take(self, step, *rest, **named)
+        taken.extend([] if stall_s is None else [step])
+        return stall_s
+
+    def train(ctx):
+        model = classifier()
+        holder = types.SimpleNamespace(state_dict=lambda: held, load_state_dict=held.update)
+        for step in ctx.steps(model, adamw(model), cross_entropy, state={"held": holder}):
+            if step.number == 3:
+                held["x"] = torch.zeros(1 << 20)
+            if step.number == 7:
+                found.set()
+                assert is_ready.wait(PATIENCE_S)
+
+    monkeypatch.setattr(SnapshotMemory, "make_ready", slow)
+    monkeypatch.setattr(Uploader, "take", takes)
+    spec = dataclasses.replace(spec_of(steps=14), checkpoint=CheckpointConfig(every_steps=1))
+    local(spec, train, url=str(tmp_path / "run"))
+    assert taken[0] <= 2 and not {3, 4, 5, 6} & {*taken} and {*range(7, 11)} & {*taken}
+
+
 def test_snapshots_are_prepared_for_after_the_first_step(tmp_path, monkeypatch):
     """Then the optimizer has its state, and there is time until the first checkpoint."""
     calls = []

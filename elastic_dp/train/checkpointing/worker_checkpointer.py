@@ -167,8 +167,11 @@ class WorkerCheckpointer:
             # The members skip it while an upload of one of them is late, as its header said.
             ready = is_last or ((writers or not record.late) and self._is_ready(step, writers))
             if ready:
-                self._take(step, tuple(writers) or session.weights.members)
-            elif is_due:  # a later step may satisfy it; the controller itself requests it again
+                members = tuple(writers) or session.weights.members
+                ready = self._take(step, members, must=bool(writers or is_last))
+            if (
+                not ready and is_due
+            ):  # a later step may satisfy it; the controller itself requests it again
                 self._requested = False
                 control.request_checkpoint()
             session.weights.wanted = step  # other members may have taken it
@@ -195,18 +198,23 @@ class WorkerCheckpointer:
         if self._uploader.ready(must=bool(writers)):
             return True
         if not was_late:
-            before = self._uploader.snapshot.step
-            self._link.say(
-                f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
-                "still being written; training goes on"
-                if before >= 0
-                else f"{self._worker}: no checkpoint of step {step} yet: the memory for it is "
-                "still being made ready; training goes on"
-            )
+            self._say_not_ready(step)
         return False
 
-    def _take(self, step: int, members: tuple[WorkerId, ...]) -> None:
-        """Takes a snapshot and starts to write this member's share.
+    def _say_not_ready(self, step: int) -> None:
+        before = self._uploader.snapshot.step
+        what = (
+            f"that of step {before} is still being written"
+            if before >= 0
+            else "the memory for it is still being made ready"
+        )
+        self._link.say(
+            f"{self._worker}: no checkpoint of step {step} yet: {what}; training goes on"
+        )
+
+    def _take(self, step: int, members: tuple[WorkerId, ...], *, must: bool) -> bool:
+        """Takes a snapshot and starts to write this member's share. Returns whether it did: memory
+        for a state that has grown is made ready first, unless it `must`.
 
         Raises StateError if something in the state cannot be stored and the job takes checkpoints
         of its own. If only others requested the checkpoint, it is skipped, and the user gets a
@@ -223,17 +231,24 @@ class WorkerCheckpointer:
         tree = self._gathered_tree()
         self._members, self._lineage_id = members, progress.lineage_id
         try:
-            self._stall_s = self._uploader.take(
+            stall_s = self._uploader.take(
                 step,
                 tree,
                 writer=self._worker,
                 members=members,
                 held=state.holders.to_write(self._worker, self._holders),
+                must=must,
             )
         except StateError as error:
             if by_job:
                 raise
             self._link.say(f"{self._worker}: no checkpoint of step {step}: {error}")
+            return True
+        if stall_s is None:
+            self._say_not_ready(step)
+            return False
+        self._stall_s = stall_s
+        return True
 
     @property
     def busy(self) -> bool:
