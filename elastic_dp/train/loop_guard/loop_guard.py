@@ -81,7 +81,7 @@ class LoopGuard:
                     continue
                 inner = value.modules() if isinstance(value, nn.Module) else ()
                 ids |= {id(value), *map(id, inner)}
-        self._passed = ids
+        self._passed, self._installed = ids, list[Any]()
         self._look = Look(_NBYTES, ids, self._of_others)
         self._loss, self._delays = loss_fn, state.previous is not None
         self._root: str | None = None  # the package of the train function
@@ -231,6 +231,9 @@ class LoopGuard:
         if not found and not isinstance(value, nn.Module) and self._has_users_type(value):
             for key, item in [*_attributes(value).items()][:MOST]:
                 found |= self._look.facts_of(f"{name}.{key}", item)
+        elif isinstance(value, type | types.ModuleType):  # of an installed package
+            self._installed.append(value)  # so that its identity stays its own
+            self._passed.add(id(value))
         return found
 
     def _has_users_type(self, value: Any) -> bool:
