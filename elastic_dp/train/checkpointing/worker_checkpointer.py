@@ -203,13 +203,12 @@ class WorkerCheckpointer:
 
     def _say_not_ready(self, step: int) -> None:
         before = self._uploader.snapshot.step
-        what = (
-            f"that of step {before} is still being written"
-            if before >= 0
-            else "the memory for it is still being made ready"
-        )
         self._link.say(
-            f"{self._worker}: no checkpoint of step {step} yet: {what}; training goes on"
+            f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
+            "still being written; training goes on"
+            if before >= 0
+            else f"{self._worker}: no checkpoint of step {step} yet: the memory for it is "
+            "still being made ready; training goes on"
         )
 
     def _take(self, step: int, members: tuple[WorkerId, ...], *, must: bool) -> bool:
