@@ -1,11 +1,11 @@
 """The package of this tree beside that of another commit, in pairs.
 
-    python -m benchmarks.against_commit COMMIT [--part step pause data memory] [--case TEXT …]
+    python -m benchmarks.against_commit COMMIT [--part step pause data] [--case TEXT …]
 
 `elastic_dp` of COMMIT is exported to a temporary folder. The same workloads (`benchmarks/paired`)
 run with it and with this tree's, side by side: both are started, and then take turns, and every
 round the other one begins. Quoted: the median of the paired ratios, now by then, of a round's
-medians; for memory, of the paired differences in bytes. Both sides run in this Python environment.
+medians. Both sides run in this Python environment.
 
 The results of each commit and case are kept in `benchmarks/results/against_commit.json`, where a
 case that runs again replaces its last result. Ends with 1, and says why, if a target was missed:
@@ -38,7 +38,7 @@ from benchmarks.report import exit_code, hardware, median_interval, recorded, wr
 
 ROOT = Path(__file__).parent.parent
 NAME = "against_commit"
-ROUNDS = {"step": 30, "pause": 7, "data": 12, "memory": 4}
+ROUNDS = {"step": 30, "pause": 7, "data": 12}
 TURN_S = 180.0
 TARGET_RATIO = {"step": 1.01, "pause": 1.0, "data": 1.0}
 
@@ -114,15 +114,11 @@ def compare(
     return found
 
 
-def summary(pairs: Sequence[tuple[float, float]], unit: str) -> dict[str, Any]:
+def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     then, now = (statistics.median(values) for values in zip(*pairs, strict=True))
-    if unit == "bytes":
-        middle, low, high = median_interval([b - a for a, b in pairs])
-        compared = {"more_bytes": round(middle), "interval": [round(low), round(high)]}
-    else:
-        middle, low, high = median_interval([b / a for a, b in pairs])
-        compared = {"ratio": round(middle, 4), "interval": [round(low, 4), round(high, 4)]}
-    return {"unit": unit, "then": then, "now": now, **compared, "rounds": len(pairs)}
+    middle, low, high = median_interval([b / a for a, b in pairs])
+    compared = {"ratio": round(middle, 4), "interval": [round(low, 4), round(high, 4)]}
+    return {"unit": "s", "then": then, "now": now, **compared, "rounds": len(pairs)}
 
 
 def export(commit: str, folder: Path, repository: Path = ROOT) -> Path:
@@ -160,8 +156,6 @@ def keep(commit: str, part: str, case: str, found: dict[str, Any]) -> None:
 
 def targets(results: dict[str, Any]) -> dict[str, bool]:
     """Missed is what is worse beyond doubt: with all of its interval."""
-    from benchmarks.paired.memory import GRADIENT_BYTES
-
     met = {}
     for commit, parts in results.items():
         for part in ROUNDS:
@@ -169,11 +163,8 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
                 for name, one in found["measured"].items():
                     what = f"{commit}, {part}, {case}: {name}, "
                     low = one["interval"][0]
-                    if one["unit"] == "bytes":
-                        met[f"{what}one gradient more"] = low <= GRADIENT_BYTES
-                    else:
-                        limit = TARGET_RATIO[part]
-                        met[f"{what}{limit} of then"] = low <= limit
+                    limit = TARGET_RATIO[part]
+                    met[f"{what}{limit} of then"] = low <= limit
     return met
 
 
@@ -198,14 +189,13 @@ def main() -> int:
                     Path(options.shards).mkdir(parents=True, exist_ok=True)
                     (work / "shards").symlink_to(Path(options.shards).absolute())
                 module.prepare(work / "shards")
-            unit = "bytes" if part == "memory" else "s"
             for case in module.CASES:
                 if not any(text in case for text in options.case):
                     continue
                 busy = outside_load(1.0)
                 rounds = options.rounds or ROUNDS[part]
                 pairs = compare(module.__name__, case, trees, rounds, work)
-                found = {name: summary(values, unit) for name, values in pairs.items()}
+                found = {name: summary(values) for name, values in pairs.items()}
                 print(part, case, json.dumps(found, indent=1), flush=True)
                 case_found = {"cores_busy_with_other_work": busy, "measured": found}
                 results[commit].setdefault(part, {})[case] = case_found

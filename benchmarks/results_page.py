@@ -91,6 +91,33 @@ def more_rows() -> Iterator[Row]:
                     f"{store[order]['median']:.2f}",
                     "data --part store",
                 )
+    found = read("memory")["results"]
+    systems = [name for name in found[0] if name != "workers"]
+    yield Row(
+        "Bytes a parameter in fp32 with AdamW, {} workers".format(
+            "/".join(str(one["workers"]) for one in found)
+        ),
+        ", ".join(f"{name} {'/'.join(str(one[name]) for one in found)}" for name in systems),
+        "memory",
+    )
+    pauses = {
+        name: one["pause"]["median_ms"]
+        for name, one in read("join")["results"].items()
+        if "as chosen" in name
+    }
+    if pauses:
+        yield Row(
+            "Pause of two members while a third joins, by state",
+            ", ".join(f"{name.split(', as')[0][9:]} {ms:.0f} ms" for name, ms in pauses.items()),
+            "join",
+        )
+    most = read("coordinator_scale")["results"][-1]
+    change = most["kill and join"]
+    yield Row(
+        f"Coordinator, a kill and a join among {most['workers']:,} workers",
+        f"{change['seconds']:.1f} s, {change['messages']:,} messages",
+        "",
+    )
     for one in read("sharding")["results"]:
         yield Row(
             f"Step with a sharded optimizer, {one['parameters']} parameters, {one['workers']} "

@@ -147,19 +147,20 @@ def session_of(rank: int, port: int, spec: JobSpec, data: RandomTokens) -> Worke
     )
 
 
-def timed_on_workers(*args: Any) -> list[Any]:
-    """Runs `worker(rank, port, path, *args, out)` in processes. Returns what each of them tells, by
-    rank. Raises RuntimeError if one ends without a word."""
-    context = multiprocessing.get_context("spawn")
+def on_workers(worker: Any, world: int, *args: Any) -> list[Any]:
+    """Runs `worker(rank, port, path, *args, out)` in so many processes. Returns what each of them
+    tells, by rank. Raises RuntimeError if one ends without a word."""
+    context = multiprocessing.get_context("forkserver")  # they import torch once
+    context.set_forkserver_preload([worker.__module__])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         given = (store.port, f"{folder}/store", *args, out)
-        processes = [context.Process(target=worker, args=(r, *given)) for r in range(WORLD)]
+        processes = [context.Process(target=worker, args=(r, *given)) for r in range(world)]
         for process in processes:
             process.start()
         found: dict[int, Any] = {}
-        while len(found) < WORLD:
+        while len(found) < world:
             ended = [r for r, process in enumerate(processes) if process.exitcode is not None]
             while not out.empty():
                 rank, told = out.get()
@@ -171,7 +172,7 @@ def timed_on_workers(*args: Any) -> list[Any]:
             time.sleep(0.05)
         for process in processes:
             process.join()
-    return [found[rank] for rank in range(WORLD)]
+    return [found[rank] for rank in range(world)]
 
 
 def ddp_step(
@@ -189,7 +190,7 @@ def ddp_step(
 
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
-    (ours, theirs), *_ = timed_on_workers(size, exact, per_worker, pairs)
+    (ours, theirs), *_ = on_workers(worker, WORLD, size, exact, per_worker, pairs)
     skip = 5  # first steps allocate
     ours, theirs = ours[skip:], theirs[skip : skip + len(ours) - skip]
     ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
