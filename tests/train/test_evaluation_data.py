@@ -3,11 +3,13 @@ as the body has it."""
 
 import types
 
+import pytest
 import torch
 
 from elastic_dp import DataConfig, MapStyleData
+from elastic_dp.errors import LoopError
 from elastic_dp.train import context
-from tests.runs import Points, group, spec_of, texts_of
+from tests.runs import Points, group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 
@@ -48,3 +50,27 @@ def test_evaluation_does_not_undo_what_the_body_has_set():
     outcome, run = group(spec_of(steps=3, workers=1, config={"eval": data}), train)
     assert outcome.error is None, outcome.traceback
     assert any("changes model.warmth (1.0, then 0.9)" in text for text in texts_of(run))
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_evaluation_keeps_buffers_written_after_the_loop_and_refuses_those_of_a_body(after):
+    data = MapStyleData(Points(30), micro_batch_size=8)
+
+    def train(ctx):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.BatchNorm1d(4))
+
+        def write_and_evaluate():  # as torch.optim.swa_utils.update_bn does
+            model[1].running_mean.fill_(7.0)
+            ctx.evaluate(cross_entropy, data)
+            assert model[1].running_mean.eq(7.0).all()
+
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            if not after:
+                write_and_evaluate()
+        write_and_evaluate()
+
+    if after:
+        local(spec_of(steps=2), train)
+    else:
+        with pytest.raises(LoopError, match="running_mean"):
+            local(spec_of(steps=2), train)

@@ -25,6 +25,7 @@ from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
+from elastic_dp.train.state.module_buffers import changed_by_body
 from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_device
 from elastic_dp.train.worker_session import WorkerSession
@@ -60,7 +61,12 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
-    session.transaction.leaves.buffers.attributes.evaluation_begins()
+    buffers = session.transaction.leaves.buffers
+    buffers.attributes.evaluation_begins()
+    if (written := buffers.written_outside()) is not None:
+        if not session.loop.exhausted:
+            raise LoopError(changed_by_body(written))
+        buffers.reload()  # after the loop: what the code has written stays
     progress = session.progress
     index = progress.evaluation_begins()
     known: Results = {}
