@@ -4,12 +4,15 @@ and so on). It must have KubeRay's CRDs, and no namespace "training"."""
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from tests.k8s.manifests import build
-from tests.kubernetes.server import kubectl
+from tests.k8s.manifests import ROOT, build
+from tests.kubernetes.server import build_image, kubectl
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,16 @@ def made_cluster():
         subprocess.run([program, "down"], check=True)
 
 
+@pytest.fixture(scope="session")
+def image(made_cluster):
+    """The image elastic-dp:cpu is on all nodes."""
+    if made_cluster:
+        missing = [name for name in ("buildah", "debootstrap") if not shutil.which(name)]
+        if missing:
+            pytest.skip(f"makes the image: apt-get install {' '.join(missing)}")
+        build_image(Path(tempfile.mkdtemp()), ROOT, os.environ["KUBE_CLUSTER"])
+
+
 @pytest.fixture(scope="module", autouse=True)
 def namespace(made_cluster):
     """What the platform team applies once. It is deleted in the end."""
@@ -51,6 +64,7 @@ def namespace(made_cluster):
 def has_priorities():
     """Whether KubeRay is 1.7. An older one has no `priority` of worker groups."""
     _, said = kubectl("get", "crd", "rayclusters.ray.io", "-o", "json")
-    fields = json.loads(said)["spec"]["versions"][-1]["schema"]["openAPIV3Schema"]["properties"]
+    versions = {version["name"]: version for version in json.loads(said)["spec"]["versions"]}
+    fields = versions["v1"]["schema"]["openAPIV3Schema"]["properties"]
     groups = fields["spec"]["properties"]["workerGroupSpecs"]["items"]["properties"]
     return "priority" in groups

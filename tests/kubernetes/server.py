@@ -30,6 +30,9 @@ def for_kuberay(objects: list[dict[str, Any]], has_priorities: bool) -> list[dic
             group.pop("priority", None)
         for name in ("command", "args"):
             cluster(objects)["autoscalerOptions"].pop(name, None)
+        options = cluster(objects).get("gcsFaultToleranceOptions", {})
+        if "redisAddress" in options:  # it knows nothing but Redis
+            del options["backend"]
     return objects
 
 

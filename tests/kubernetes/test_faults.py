@@ -9,28 +9,23 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from datetime import datetime
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.k8s.manifests import ROOT, _kubectl, build, ray_object
-from tests.kubernetes.server import build_image, for_kuberay, kubectl
+from tests.kubernetes.runs import PATIENCE_S, RESULTS, TOKEN, prepared, run_alone, until, where
+from tests.kubernetes.server import for_kuberay, kubectl
 
 PROGRAM = os.environ.get("KUBE_CLUSTER", "")
-RESULTS = ROOT / "benchmarks/results/kubernetes.json"
-PATIENCE_S = 420.0
-PORT, TOKEN = 18265, "0123456789abcdef" * 4
+PORT = 18265
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),  # the first test waits for the image
     pytest.mark.skipif(not PROGRAM, reason="faults of nodes: set KUBE_CLUSTER"),
 ]
 
@@ -220,103 +215,9 @@ FAULTS = {
 NOT_DONE = {
     "a node is out of memory or disk": "the nodes share those of one machine; a volume over its "
     "size takes the same way",
-    "Ray's state in Redis": "tests/chaos/test_head.py kills such a head, without Kubernetes",
 }
 IN_PICTURE = list(FAULTS)[:3]
 done = {}
-
-
-class Run:
-    """The run `digits` on the cluster. `folder` is the volume of all its pods."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pictured = []  # (begin, all workers again, fault)
-        self.kubernetes = []  # its events until all workers were there again
-
-    def timeline(self):
-        """What Kubernetes did with the pods, and how many workers trained, during the first faults:
-        seconds since the first one."""
-        zero, end = self.pictured[0][0] - 20, self.pictured[-1][1] + 20
-        pods = {}
-        for event in self.kubernetes:
-            at = datetime.fromisoformat(event["firstTimestamp"] or event["eventTime"]).timestamp()
-            reason, about, said = event["reason"], event["involvedObject"], event["message"]
-            deleted = reason in ("DeletedWorkerPod", "DeletedHeadPod")
-            name = re.search(r"training/([\w-]+)", said)[1] if deleted else about["name"]
-            pod = pods.setdefault(name, {"name": name})
-            if reason == "Scheduled":
-                pod |= {"from": at, "node": said.split()[-1]}
-            elif reason == "Started" and "{ray-" in about["fieldPath"]:
-                pod["ready"] = at
-            elif deleted or reason in ("Killing", "NodeNotReady"):
-                pod["ending"] = min(at, pod.get("ending", at))
-        sizes = []
-        steps = [step for step in self.lines("metrics", zero) if step["time"] < end]
-        for before, after in itertools.pairwise(steps):
-            if after["time"] - before["time"] > 2:
-                sizes.append((before["time"], 0))
-            if not sizes or sizes[-1][1] != after["size"]:
-                sizes.append((after["time"], after["size"]))
-
-        def relative(value):
-            return round(value - zero, 1) if isinstance(value, float) else value
-
-        seen = [pod for pod in pods.values() if "from" in pod and pod["from"] < end]
-        return {
-            "end": relative(end),
-            "faults": [[relative(field) for field in fault] for fault in self.pictured],
-            "workers": [[relative(at), size] for at, size in sizes],
-            "pods": [
-                {key: relative(value) for key, value in pod.items()}
-                for pod in sorted(seen, key=lambda pod: pod["from"])
-            ],
-        }
-
-    def lines(self, name, since):
-        path = self.folder / "digits" / f"{name}.jsonl"
-        texts = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(text) for text in texts if text.endswith("\n")]
-        return [line for line in found if line["time"] >= since]
-
-    def told(self, pattern, since):
-        texts = [line["text"] for line in self.lines("events", since) if "text" in line]
-        return next((text for text in texts if re.search(pattern, text)), None)
-
-    def full_since(self, since, new_generation=True):
-        """When all workers trained, in a new generation: a step of two that no step of one
-        follows."""
-        events, steps = self.lines("events", since), self.lines("metrics", since)
-        formed = [event["time"] for event in events if event.get("command") == "FormGeneration"]
-        after = max([since, *formed, *(step["time"] for step in steps if step["size"] < 2)])
-        full = [step["time"] for step in steps if step["size"] == 2 and step["time"] > after]
-        return full[0] if full and (formed or not new_generation) else None
-
-
-def where():
-    """The variables of faults: where the run's pods are. The worker is one apart from the head.
-    None while a third worker, which came for one that drained, is idle."""
-    label = "ray.io/node-type,app.kubernetes.io/instance=digits"
-    running = "--field-selector=status.phase=Running", "-l", label, "-o", "json"
-    code, said = kubectl("get", "pods", "-n", "training", *running)
-    assert code == 0, said
-    pods = [pod for pod in json.loads(said)["items"] if "deletionTimestamp" not in pod["metadata"]]
-    labels = [pod["metadata"]["labels"] for pod in pods]
-    places = [(pod["metadata"]["name"], pod["spec"]["nodeName"]) for pod in pods]
-    kinds = [has["ray.io/node-type"] for has in labels]
-    if sorted(kinds) != ["head", "worker", "worker"]:
-        return None
-    at = kinds.index("head")
-    head, head_node = places.pop(at)
-    worker, node = min(places, key=lambda place: place[1] == head_node)
-    _, nodes = kubectl("get", "nodes", "-o", "name")
-    return {
-        **{"HEAD": head, "HEAD_NODE": head_node, "WORKER": worker, "NODE": node, "N": node[2:]},
-        "GONE": next((n for n in "123" if f"kn{n}\n" not in nodes), ""),
-        "CLUSTER": labels[at]["ray.io/cluster"],
-        "WORKERS_ON_NODE": str(sum(place[1] == node for place in places)),
-        "STATE": str(Path(os.environ["KUBECONFIG"]).parent),
-    }
 
 
 def change_crd(operation, value):
@@ -333,14 +234,6 @@ def change_crd(operation, value):
 def shell(lines, names):
     functions = FUNCTIONS % {"kubectl": _kubectl(), "program": PROGRAM}
     return subprocess.Popen(["bash", "-c", functions + lines], cwd=ROOT, env=os.environ | names)
-
-
-def until(found, what):
-    end = time.monotonic() + PATIENCE_S
-    while (value := found()) is None:
-        assert time.monotonic() < end, what()
-        time.sleep(0.5)
-    return value
 
 
 def write_objects(folder, objects):
@@ -366,45 +259,22 @@ def write_objects(folder, objects):
 
 
 @pytest.fixture(scope="module")
-def run(made_cluster, namespace, has_priorities):
+def run(image, namespace, has_priorities):
     """The run, when both of its workers train."""
-    if made_cluster:
-        missing = [name for name in ("buildah", "debootstrap") if not shutil.which(name)]
-        if missing:
-            pytest.skip(f"makes the image: apt-get install {' '.join(missing)}")
-        build_image(Path(tempfile.mkdtemp()), ROOT, PROGRAM)
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o777)
-    shutil.copy(Path(__file__).with_name("job.py"), folder)
     objects = for_kuberay(build("overlays/cpu-smoke"), has_priorities)
-    write_objects(folder, objects)
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "runs"},
-        "spec": {
-            "capacity": {"storage": "2Gi"},
-            "accessModes": ["ReadWriteOnce"],
-            "hostPath": {"path": str(folder)},
-            "claimRef": {"namespace": "training", "name": "runs"},
-        },
-    }
-    secret = "generic", "elastic-dp-auth", f"--from-literal=auth_token={TOKEN}"
-    kubectl("create", "secret", "-n", "training", *secret)
-    code, said = kubectl("apply", "-f", "-", objects=[volume, *objects])
-    assert code == 0, said
-    if not has_priorities:
-        change_crd("add", {"type": "integer"})
-    there = Run(folder)
-    try:
-        until(lambda: there.full_since(0), lambda: kubectl("get", "pods", "-n", "training")[1])
-        yield there
-    finally:
+    with prepared() as there:
+        write_objects(there.folder, objects)
+        code, said = kubectl("apply", "-f", str(there.folder / "job.yaml"))
+        assert code == 0, said
         if not has_priorities:
-            change_crd("remove", None)
-        delete(folder)
-        kubectl("delete", "pv", "runs", "--timeout=60s")
-        shutil.rmtree(folder)
+            change_crd("add", {"type": "integer"})
+        try:
+            until(lambda: there.full_since(0), lambda: kubectl("get", "pods", "-n", "training")[1])
+            yield there
+        finally:
+            if not has_priorities:
+                change_crd("remove", None)
+            delete(there.folder)
 
 
 def delete(folder):
@@ -472,16 +342,8 @@ def test_run_goes_on_after(run, name):
 
 
 def test_weights_are_those_of_one_process(run, tmp_path):
-    (run.folder / "digits-data/finish").touch()
-
-    def ended():
-        path = run.folder / "digits/result.json"
-        return json.loads(path.read_text()) if path.exists() else None
-
-    result = until(ended, lambda: kubectl("get", "rayjob", "-n", "training")[1])
-    command = [sys.executable, ROOT / "tests/kubernetes/job.py", "--local", "--data", tmp_path]
-    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result["weights_sha256"] in alone.stdout
+    result = run.finish(lambda: kubectl("get", "rayjob", "-n", "training")[1])
+    assert result["weights_sha256"] in run_alone(tmp_path)
     _, versions = kubectl("version")
     RESULTS.write_text(
         json.dumps(
