@@ -46,6 +46,13 @@ class Scenario:
             self.note(self.coordinator.start(0.0))
 
     @classmethod
+    def training(cls, *workers: str, size: int = 0, step: int = 0, **config: Any) -> Scenario:
+        """These run the first generation. `size`: their number, unless it is given."""
+        scenario = cls(size=size or len(workers), **config)
+        scenario.running(*workers, step=step)
+        return scenario
+
+    @classmethod
     def recovered(cls, workers: list[str], highest: int, **config: Any) -> Scenario:
         scenario = cls(begin=False, **config)
         scenario.coordinator, commands = Coordinator.recover(scenario.config, workers, highest, 0.0)
@@ -132,14 +139,28 @@ class Scenario:
         )
 
     def stopped(
-        self, worker: str, step: int = 0, has_state: bool = True, **more: Any
-    ) -> list[m.Command]:
-        generation = more.pop("generation", self.coordinator.generation)
-        position = more.pop("position", TrainingPosition(step))
-        return self.tell(m.WorkerStopped(worker, generation, position, has_state, "asked", **more))
+        self,
+        *workers: str,
+        step: int = 0,
+        has_state: bool = True,
+        generation: int = -1,
+        position: TrainingPosition | None = None,
+        **more: Any,
+    ) -> None:
+        at = TrainingPosition(step) if position is None else position
+        for worker in workers:
+            left = self.coordinator.generation if generation < 0 else generation
+            self.tell(m.WorkerStopped(worker, left, at, has_state, "asked", **more))
 
-    def lost(self, worker: str) -> list[m.Command]:
-        return self.tell(m.WorkerLost(worker, "killed"))
+    def change(self, step: int = 1) -> None:
+        """The members stop as asked, and those who join make the next generation run."""
+        self.stopped(*self.members, step=step)
+        self.hear(*self.members, step=step)
+        assert self.coordinator.phase == "running", self.coordinator.reason
+
+    def lost(self, *workers: str) -> None:
+        for worker in workers:
+            self.tell(m.WorkerLost(worker, "killed"))
 
     def of(self, kind: type[C]) -> list[C]:
         """The commands of this kind in the last answer."""
@@ -156,6 +177,4 @@ class Scenario:
 
 def trio(**config: Any) -> Scenario:
     """Three members that train."""
-    scenario = Scenario(size=3, **config)
-    scenario.running("w1", "w2", "w3")
-    return scenario
+    return Scenario.training("w1", "w2", "w3", **config)

@@ -19,14 +19,6 @@ def joins(scenario: Scenario) -> bool:
     return scenario.coordinator.phase == "ending"
 
 
-def change(scenario: Scenario) -> None:
-    """The members stop as asked, and those who join make the next generation run."""
-    for worker in scenario.members:
-        scenario.stopped(worker, step=1)
-    scenario.hear(*scenario.members, step=1)
-    assert scenario.coordinator.phase == "running", scenario.coordinator.reason
-
-
 # ------------------------------------------------------------------------------------ coming
 
 
@@ -39,7 +31,7 @@ def test_a_joiner_waits_for_who_builds_and_for_nobody_else() -> None:
     scenario.ready("w3")
     scenario.wait(0.1, "w1")
     assert joins(scenario), "w4 may never come"
-    change(scenario)
+    scenario.change()
     assert scenario.members == ["w1", "w2", "w3"]
 
 
@@ -69,10 +61,10 @@ def test_five_nodes_in_three_seconds_make_two_changes() -> None:
         here.append(late)
         scenario.wait(0.6, *here, step=1)
         if joins(scenario):
-            change(scenario)
+            scenario.change()
     scenario.wait(5.0, *here, step=1)
     if joins(scenario):
-        change(scenario)
+        scenario.change()
     assert len(scenario.members) == 6
     assert scenario.coordinator.generation - before == 2
 
@@ -95,12 +87,14 @@ def placed(scenario: Scenario, **nodes: str) -> None:
         scenario.tell(m.WorkerPlaced(worker, WorkerLocation(node, spot=node.startswith("s"))))
 
 
-def stay_after(size: int, **nodes: str) -> list[str]:
-    scenario = Scenario(size=len(nodes))
-    scenario.running(*nodes)
+def stay_after(size: int, *drained: str, **nodes: str) -> list[str]:
+    """Who stays when these are told to go, and then the run is made smaller."""
+    scenario = Scenario.training(*nodes)
     placed(scenario, **nodes)
+    for worker in drained:
+        scenario.tell(m.DrainNoticed(worker, None))
     scenario.tell(m.SizeRequested(size))
-    change(scenario)
+    scenario.change()
     return scenario.members
 
 
@@ -114,21 +108,10 @@ def test_scale_down_releases_spot_workers_first() -> None:
     assert stay_after(3, w1="a", w2="s1", w3="s1", w4="a") == ["w1", "w2", "w4"]
 
 
-def stay_after_a_drain(size: int, **nodes: str) -> list[str]:
-    """w1 is told to go, and then the run is made smaller."""
-    scenario = Scenario(size=len(nodes))
-    scenario.running(*nodes)
-    placed(scenario, **nodes)
-    scenario.tell(m.DrainNoticed("w1", None))
-    scenario.tell(m.SizeRequested(size))
-    change(scenario)
-    return scenario.members
-
-
 def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
     """Before spot ones, and before those with more workers."""
-    assert stay_after_a_drain(3, w1="a", w2="a", w3="b", w4="s1", w5="b") == ["w3", "w4", "w5"]
-    assert stay_after_a_drain(3, w1="a", w2="a", w3="a", w4="b", w5="b") == ["w2", "w4", "w5"]
+    assert stay_after(3, "w1", w1="a", w2="a", w3="b", w4="s1", w5="b") == ["w3", "w4", "w5"]
+    assert stay_after(3, "w1", w1="a", w2="a", w3="a", w4="b", w5="b") == ["w2", "w4", "w5"]
 
 
 def test_scale_down_releases_from_the_node_with_the_fewest_workers() -> None:
@@ -151,8 +134,7 @@ def test_scale_down_releases_workers_without_a_node_first() -> None:
 
 
 def test_standbys_leave_by_node_too() -> None:
-    scenario = Scenario(size=2, standby=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", standby=2)
     scenario.ready("w3", "w4")
     placed(scenario, w1="a", w2="a", w3="b", w4="a")
     scenario.tell(m.SizeRequested(1))

@@ -1,7 +1,5 @@
 """Scenarios of checkpoints: requested ones, and the last one of workers that drain."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic_dp.coordinator import messages as m
@@ -26,8 +24,7 @@ def stopped(*workers: str, step: int = 6, **config: object) -> Scenario:
     scenario = falling(**config)
     scenario.wait(7.1, "w1", "w2", step=step)
     assert told(scenario, m.EndGeneration)[:2] == ["w1", "w2"]
-    for worker in workers or ("w1", "w2"):
-        scenario.stopped(worker, step=step)
+    scenario.stopped(*workers or ("w1", "w2"), step=step)
     return scenario
 
 
@@ -52,8 +49,7 @@ def test_drain_that_leaves_enough_workers_takes_no_checkpoint() -> None:
     scenario = falling(min_workers=1)
     assert not scenario.ever(m.TakeCheckpoint)
     scenario.wait(7.1, "w1", "w2", step=5)
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=6)
+    scenario.stopped("w1", "w2", step=6)
     assert scenario.members == ["w1"] and not scenario.ever(m.WriteDrainCheckpoint)
 
 
@@ -72,8 +68,7 @@ def test_draining_worker_leaves_when_its_state_is_committed() -> None:
 
 
 def test_the_last_of_all_leave_the_run_to_others() -> None:
-    scenario = Scenario(size=1, checkpointing=True, drain_margin_s=3.0)
-    scenario.running("w1", step=4)
+    scenario = Scenario.training("w1", step=4, checkpointing=True, drain_margin_s=3.0)
     scenario.tell(m.DrainNoticed("w1", scenario.now + 10.0))
     scenario.wait(7.1, "w1", step=5)
     scenario.stopped("w1", step=7)
@@ -113,16 +108,16 @@ def test_joiner_meanwhile_ends_the_wait_for_the_commit() -> None:
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_second_notice_later_lets_the_worker_with_time_left_go_on(checkpointing: bool) -> None:
     """The worker that has time left goes on alone, if one is enough."""
-    scenario = Scenario(size=2, checkpointing=checkpointing, drain_margin_s=3.0)
-    scenario.running("w1", "w2", step=4)
+    scenario = Scenario.training(
+        "w1", "w2", step=4, checkpointing=checkpointing, drain_margin_s=3.0
+    )
     scenario.tell(m.DrainNoticed("w2", scenario.now + 10.0))
     assert not scenario.of(m.TakeCheckpoint)
     scenario.tell(m.DrainNoticed("w1", scenario.now + 60.0))
     assert told(scenario, m.TakeCheckpoint) == (["w1", "w2"] if checkpointing else [])
     scenario.wait(7.1, "w1", "w2", step=5)
     assert told(scenario, m.EndGeneration)[:2] == ["w1", "w2"]
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=7)
+    scenario.stopped("w1", "w2", step=7)
     assert scenario.members == ["w1"] and not scenario.ever(m.WriteDrainCheckpoint)
 
 
@@ -132,8 +127,7 @@ def test_drain_without_a_step_or_a_storage_lets_training_go_on(checkpointing: bo
     scenario.wait(9.0, "w1", "w2", step=0 if checkpointing else 4)
     assert not scenario.ever(m.EndGeneration)
     assert bool(scenario.ever(m.TakeCheckpoint)) is checkpointing
-    scenario.stopped("w1", step=0 if checkpointing else 6)
-    scenario.stopped("w2", step=0 if checkpointing else 6)
+    scenario.stopped("w1", "w2", step=0 if checkpointing else 6)
     assert not scenario.ever(m.WriteDrainCheckpoint)
     assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2
 
@@ -155,8 +149,7 @@ def test_the_end_of_the_run_is_not_held_up() -> None:
 def test_commit_before_a_restore_does_not_count() -> None:
     """The newest one was damaged: the run goes on from the one before it, and makes the same steps
     again."""
-    scenario = Scenario(size=1, checkpointing=True, drain_margin_s=3.0)
-    scenario.running("w1", step=4)
+    scenario = Scenario.training("w1", step=4, checkpointing=True, drain_margin_s=3.0)
     scenario.committed = 9
     scenario.tell(m.CheckpointCommitted(9))
     scenario.lost("w1")
@@ -193,16 +186,13 @@ def test_checkpoint_requested_while_no_worker_trains_is_taken_later() -> None:
 
 def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
     """All who were to go on without it are lost before they made a step."""
-    scenario = Scenario(size=2, min_workers=2, checkpointing=True)
-    scenario.running("w1", "w2", step=4)
+    scenario = Scenario.training("w1", "w2", step=4, min_workers=2, checkpointing=True)
     for worker in ("w1", "w2"):
         scenario.tell(m.DrainNoticed(worker, scenario.now + 30.0))
     scenario.ready("w3", "w4")
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=6)
+    scenario.stopped("w1", "w2", step=6)
     assert scenario.members == ["w1", "w3", "w4"]
-    for worker in scenario.members:
-        scenario.lost(worker)
+    scenario.lost(*scenario.members)
     scenario.wait(26.0, "w2", phase="wait", step=6)
     assert told(scenario, m.WriteDrainCheckpoint)[:1] == ["w2"]
     assert not scenario.ever(m.ReleaseWorker)
@@ -213,8 +203,7 @@ def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed(
 
 def test_many_notices_at_once_ask_two_members_once() -> None:
     workers = [f"w{n}" for n in range(1, 9)]
-    scenario = Scenario(size=8, min_workers=8, checkpointing=True)
-    scenario.running(*workers, step=4)
+    scenario = Scenario.training(*workers, step=4, size=8, min_workers=8, checkpointing=True)
     for worker in workers[:6]:
         scenario.tell(m.DrainNoticed(worker, scenario.now + 30.0))
     asked = [command.worker for command in scenario.ever(m.TakeCheckpoint)]
@@ -236,8 +225,7 @@ def test_a_notice_that_comes_nearer_counts() -> None:
 
 
 def test_the_first_stop_counts() -> None:
-    scenario = Scenario(size=1)
-    scenario.running("w1", step=1)
+    scenario = Scenario.training("w1", step=1)
     scenario.tell(m.StopRequested("enough"))
     assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
     scenario.tell(m.StopRequested("once more"))
@@ -262,8 +250,7 @@ def test_head_that_goes_away_takes_no_step_with_it() -> None:
     assert not scenario.ever(m.EndGeneration), "there is time to train on"
     scenario.wait(0.2, "w1", "w2", step=900)
     assert set(told(scenario, m.EndGeneration)) == {"w1", "w2"}, "twice a commit, and the margin"
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=901)
+    scenario.stopped("w1", "w2", step=901)
     assert scenario.of(m.WriteDrainCheckpoint) == [
         m.WriteDrainCheckpoint(w, 1, ("w1", "w2")) for w in ("w1", "w2")
     ]
@@ -279,8 +266,7 @@ def test_head_that_goes_away_takes_no_step_with_it() -> None:
 def test_head_that_stays_after_its_deadline_lets_training_go_on() -> None:
     scenario = head_leaves()
     scenario.wait(36.0, "w1", "w2", step=9)
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=9)
+    scenario.stopped("w1", "w2", step=9)
     scenario.wait(33.0, "w1", "w2", phase="wait", step=9)
     assert scenario.coordinator.generation == 1
     scenario.wait(1.1)
@@ -306,8 +292,7 @@ def test_head_with_no_deadline_or_one_too_near() -> None:
 
 def test_run_that_is_stopped_ends_although_the_head_goes_away() -> None:
     scenario = head_leaves(4.0)
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=4)
+    scenario.stopped("w1", "w2", step=4)
     scenario.tell(m.StopRequested("enough"))
     scenario.wait(0.1)
     assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2

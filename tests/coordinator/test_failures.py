@@ -1,8 +1,10 @@
-"""Losses and errors of user code: their budgets, and what fails the run."""
+"""Losses and errors of user code: their budgets, what is counted again when the cause is known, and
+what fails the run."""
 
-from __future__ import annotations
+import pytest
 
 from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import Cause
 from tests.coordinator.scenarios import Scenario, trio
 
 
@@ -22,8 +24,7 @@ def test_losses_at_once_are_one_incident() -> None:
     scenario = Scenario(size=8, max_losses_without_progress=2)
     names = [f"w{n}" for n in range(1, 9)]
     scenario.running(*names)
-    for name in names[1:]:
-        scenario.lost(name)
+    scenario.lost(*names[1:])
     assert not scenario.ever(m.FailRun)
     scenario.stopped("w1")
     assert scenario.coordinator.phase == "forming", scenario.coordinator.reason
@@ -44,8 +45,7 @@ def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
     assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w1", "w2"]
     assert not scenario.ever(m.FailRun)
     scenario.stopped("w3")
-    scenario.lost("w1")
-    scenario.lost("w2")
+    scenario.lost("w1", "w2")
     scenario.wait(1.0, "w3", phase="wait")
     assert scenario.members == ["w3"]
     scenario.hear("w3", step=1)
@@ -55,8 +55,7 @@ def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
 
 
 def test_user_errors_have_a_budget_of_their_own() -> None:
-    scenario = Scenario(size=2, max_user_errors=2, max_losses_without_progress=1)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", max_user_errors=2, max_losses_without_progress=1)
     for number in (2, 3, 4):
         assert not scenario.ever(m.FailRun)
         scenario.tell(m.WorkerFailed(f"w{number}", f"KeyError: {number}", "tb"))
@@ -92,35 +91,29 @@ def die_one_by_one(scenario: Scenario, times: int, *how: object, step: int = 0) 
     return times
 
 
-def test_preemptions_count_against_no_budget() -> None:
-    scenario = Scenario(size=2, max_losses_without_progress=1)
-    assert die_one_by_one(scenario, 5, m.Cause.PREEMPTED) == 5
-    assert not scenario.ever(m.FailRun)
+BLAMED = "4 workers died one after another while running virtual worker 5 of step 8"
 
 
-def test_out_of_memory_has_a_budget_and_words_of_its_own() -> None:
-    scenario = Scenario(size=2, max_out_of_memory=2)
-    assert die_one_by_one(scenario, 9, m.Cause.OUT_OF_MEMORY) == 3
-    assert "out of memory 3 times" in scenario.ever(m.FailRun)[0].error
-
-
-def test_a_micro_batch_that_ends_whoever_runs_it_is_named() -> None:
-    scenario = Scenario(size=2, max_losses_of_micro_batch=3)
-    assert die_one_by_one(scenario, 9, m.Cause.UNKNOWN, (8, 5), step=7) == 4
-    assert (
-        "4 workers died one after another while running virtual worker 5 of step 8"
-        in scenario.ever(m.FailRun)[0].error
-    )
-
-
-def test_a_micro_batch_that_was_passed_once_is_not_blamed() -> None:
-    scenario = Scenario(size=2, max_losses_of_micro_batch=1)
-    assert die_one_by_one(scenario, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
+@pytest.mark.parametrize(
+    ("limits", "times", "how", "step", "died", "said"),
+    [
+        ({"max_losses_without_progress": 1}, 5, [Cause.PREEMPTED], 0, 5, None),
+        ({"max_out_of_memory": 2}, 9, [Cause.OUT_OF_MEMORY], 0, 3, "out of memory 3 times"),
+        ({"max_losses_of_micro_batch": 3}, 9, [Cause.UNKNOWN, (8, 5)], 7, 4, BLAMED),
+        ({"max_losses_of_micro_batch": 1}, 4, [Cause.UNKNOWN, (7, 5)], 7, 4, None),
+    ],
+    ids=["preemptions count nowhere", "memory", "a micro-batch", "one that was passed once"],
+)
+def test_budgets_of_losses_one_by_one(
+    limits: dict[str, int], times: int, how: list[object], step: int, died: int, said: str | None
+) -> None:
+    scenario = Scenario(size=2, **limits)
+    assert die_one_by_one(scenario, times, *how, step=step) == died
+    assert said in scenario.ever(m.FailRun)[0].error if said else not scenario.ever(m.FailRun)
 
 
 def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
-    scenario = Scenario(size=3, max_losses_without_progress=1)
-    scenario.running("w1", "w2", "w3")
+    scenario = Scenario.training("w1", "w2", "w3", max_losses_without_progress=1)
     scenario.tell(m.WorkerLost("w2", "its process ended with 70"))
     scenario.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
     assert not scenario.ever(m.FailRun)
@@ -134,8 +127,7 @@ def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
 
 
 def test_loss_out_of_memory_delays_the_replacement() -> None:
-    scenario = Scenario(size=2, max_out_of_memory=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", max_out_of_memory=2)
     scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
     assert not scenario.of(m.StartWorker)
     scenario.stopped("w1")
@@ -146,8 +138,7 @@ def test_loss_out_of_memory_delays_the_replacement() -> None:
 def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> None:
     """A step that kills everyone, again and again, though a few steps lie between it and the
     checkpoint."""
-    scenario = Scenario(size=1, max_losses_without_progress=4)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", max_losses_without_progress=4)
     scenario.committed = 5
     scenario.hear("w1", step=9)
     for number in range(1, 6):
@@ -162,16 +153,14 @@ def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> Non
 
 
 def test_a_loss_that_costs_no_pause_ends_none() -> None:
-    scenario = Scenario(size=3, max_out_of_memory=5)
-    scenario.running("w1", "w2", "w3")
+    scenario = Scenario.training("w1", "w2", "w3", max_out_of_memory=5)
     scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
     scenario.lost("w3")
     assert not scenario.of(m.StartWorker)
 
 
 def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None:
-    scenario = Scenario(size=3, max_losses_of_micro_batch=1)
-    scenario.running("w1", "w2", "w3")
+    scenario = Scenario.training("w1", "w2", "w3", max_losses_of_micro_batch=1)
     scenario.tell(m.WorkerLost("w2", "killed", micro_batch=(8, 5)))
     scenario.hear("w1", "w3", step=7)
     scenario.tell(m.WorkerLost("w3", "killed", micro_batch=(8, 5)))
@@ -180,8 +169,7 @@ def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None
 
 def test_worker_whose_code_fails_before_it_joins_is_replaced_and_harms_no_healthy_run() -> None:
     """A mount may be missing on its node. One that has failed again and again is not replaced."""
-    scenario = Scenario(size=2, min_workers=1)
-    scenario.running("w1", step=3)
+    scenario = Scenario.training("w1", step=3, size=2, min_workers=1)
     for number in range(2, 7):
         worker = f"w{number}"
         scenario.tell(m.WorkerStarted(worker))
@@ -203,3 +191,42 @@ def test_worker_whose_code_fails_before_anybody_trains_fails_the_run() -> None:
     scenario.tell(m.WorkerStarted("w1"))
     scenario.tell(m.WorkerFailed("w1", "OSError: no such file", "traceback"))
     assert [c.error for c in scenario.of(m.FailRun)] == ["OSError: no such file"]
+
+
+def counted(scenario: Scenario) -> tuple[int, int]:
+    budgets = scenario.coordinator._failures.budgets
+    return budgets.losses.incidents, budgets.memory.incidents
+
+
+@pytest.mark.parametrize(
+    ("cause", "then"), [(Cause.PREEMPTED, (1, 0)), (Cause.OUT_OF_MEMORY, (1, 1))]
+)
+def test_loss_is_counted_again_when_its_cause_is_known(cause: Cause, then: tuple[int, int]) -> None:
+    scenario = Scenario.training("w1", "w2")
+    scenario.lost("w1")
+    assert counted(scenario) == (1, 0)
+    scenario.tell(m.WorkerLost("w1", "node gone", cause))
+    assert counted(scenario) == then
+    scenario.tell(m.WorkerLost("w1", "node gone", cause))
+    assert counted(scenario) == then, "once"
+
+
+def test_micro_batch_reported_after_the_death_counts_once() -> None:
+    """A worker's pipe may end before its last heartbeat arrives, or after; the loss counts once."""
+    scenario = Scenario.training("w1", "w2", max_losses_of_micro_batch=1)
+    for worker, reports in (("w1", [None, (1, 3), (1, 3)]), ("w2", [(1, 3), None])):
+        assert "died while" not in scenario.coordinator.reason
+        for at in reports:
+            scenario.tell(m.WorkerLost(worker, "reset", micro_batch=at))
+    assert (
+        "2 workers died one after another while running virtual worker 3 of step 1"
+        in scenario.coordinator.reason
+    )
+
+
+def test_a_step_ends_the_pause_after_losses() -> None:
+    scenario = Scenario.training("w1", "w2")
+    scenario.coordinator._failures.retry_at = scenario.now + 20.0
+    scenario.hear("w1", step=1)
+    scenario.lost("w1")
+    assert scenario.of(m.StartWorker)

@@ -1,7 +1,5 @@
 """How a run ends: finished, stopped, or out of members."""
 
-from __future__ import annotations
-
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario, trio
@@ -30,8 +28,7 @@ def test_run_finishes_when_all_living_members_have() -> None:
 
 
 def test_member_that_did_not_finish_is_brought_to_the_end() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.tell(finished("w1"))
     scenario.stopped("w2", step=6)
     assert scenario.members == ["w1", "w2"]
@@ -42,16 +39,14 @@ def test_member_that_did_not_finish_is_brought_to_the_end() -> None:
 
 
 def test_weights_that_differ_are_said_aloud() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.tell(finished("w1", "D"))
     scenario.tell(finished("w2", "E"))
     assert scenario.ever(m.FinishRun)[0].digests_differ
 
 
 def test_a_stop_is_told_and_told_again() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.tell(m.StopRequested("enough"))
     assert len(scenario.of(m.StopTraining)) == 2
     assert m.StopTraining("w1", "enough") in scenario.hear("w1", step=1)
@@ -61,8 +56,7 @@ def test_a_stop_is_told_and_told_again() -> None:
 
 
 def test_stop_with_one_survivor_ends_the_run_without_new_workers() -> None:
-    scenario = Scenario(size=2, min_workers=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=2)
     scenario.tell(m.StopRequested("enough"))
     scenario.lost("w2")
     scenario.stopped("w1", step=2)

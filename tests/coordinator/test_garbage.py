@@ -33,8 +33,12 @@ def garbage_of(run: Callable[[], None]) -> int:
 
 def live() -> None:
     """Losses, a drain, fewer workers, more, and the end of the run."""
-    scenario = Scenario(size=WORKERS, virtual_workers=2 * WORKERS, standby=1)
-    scenario.running(*(f"w{n}" for n in range(1, WORKERS + 1)))
+    scenario = Scenario.training(
+        *(f"w{n}" for n in range(1, WORKERS + 1)),
+        size=WORKERS,
+        virtual_workers=2 * WORKERS,
+        standby=1,
+    )
     for round_ in range(1, 9):
         members = scenario.members
         scenario.hear(*members, step=4 * round_)

@@ -1,7 +1,5 @@
 """How generations form, end and follow each other."""
 
-from __future__ import annotations
-
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.workers.worker_state import Stage
 from tests.coordinator.scenarios import Scenario, trio
@@ -55,8 +53,7 @@ def test_claim_that_was_sent_while_members_left_is_waited_for() -> None:
     scenario = trio(min_workers=2)
     scenario.claims = False
     scenario.lost("w2")
-    scenario.stopped("w1", step=4)
-    scenario.stopped("w3", step=4)
+    scenario.stopped("w1", "w3", step=4)
     assert scenario.coordinator.phase == "claiming" and not scenario.of(m.ClaimGeneration)
     scenario.tell(m.GenerationClaimed(2))
     assert scenario.members == ["w1", "w3"]
@@ -94,8 +91,7 @@ def test_members_who_are_others_than_was_likely_connect_when_the_generation_form
     scenario = trio(min_workers=1)
     scenario.lost("w2")
     scenario.ready("w4")
-    scenario.stopped("w1", step=4, at_head=False)
-    scenario.stopped("w3", step=4, at_head=False)
+    scenario.stopped("w1", "w3", step=4, at_head=False)
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.prepared == 0
 
 
@@ -103,8 +99,7 @@ def test_preparation_of_an_earlier_generation_does_not_count() -> None:
     """The same two form another one: the first failed before it was formed."""
     scenario = trio(min_workers=2)
     scenario.lost("w2")
-    for worker in ("w1", "w3", "w1", "w3"):
-        scenario.stopped(worker, step=4)
+    scenario.stopped("w1", "w3", "w1", "w3", step=4)
     membership = scenario.coordinator.membership
     assert (membership.generation, scenario.members) == (3, ["w1", "w3"])
     assert membership.prepared == 0
@@ -119,8 +114,7 @@ def test_members_connect_only_when_it_is_known_who_stays() -> None:
 
 
 def test_joiner_connects_when_the_first_member_has_left() -> None:
-    scenario = Scenario(size=3)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", size=3)
     scenario.ready("w3")
     assert scenario.of(m.EndGeneration) and not scenario.ever(m.PrepareGroup)
     scenario.stopped("w1", step=scenario.ever(m.EndGeneration)[-1].after_step)
@@ -128,8 +122,7 @@ def test_joiner_connects_when_the_first_member_has_left() -> None:
 
 
 def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
-    scenario = Scenario(size=2, steps_ahead=2)
-    scenario.running("w1", step=4)
+    scenario = Scenario.training("w1", step=4, size=2, steps_ahead=2)
     scenario.ready("w2")
     ends = [c for c in scenario.said if isinstance(c, m.EndGeneration)]
     assert ends and ends[0].after_step >= 6
@@ -145,8 +138,7 @@ def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
 def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals() -> None:
     """A loop body may last minutes, in which its worker is heard, and need not be told every
     second."""
-    scenario = Scenario(size=2)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2)
     scenario.ready("w2")
     told = len(scenario.ever(m.EndGeneration))
     scenario.wait(100.0, "w1", "w2", phase="body", step=1)
@@ -160,8 +152,7 @@ def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals() -> None
 
 
 def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
-    scenario = Scenario(size=3)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", size=3)
     scenario.ready("w3")
     scenario.wait(40.0, "w1", "w2", "w3", phase="body", step=1)
     scenario.lost("w2")
@@ -170,16 +161,14 @@ def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
 
 
 def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
-    scenario = Scenario(size=3, gather_timeout_s=4.0)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", size=3, gather_timeout_s=4.0)
     scenario.ready("w3")
     after = scenario.ever(m.EndGeneration)[-1].after_step
     scenario.stopped("w1", step=after)
     assert not scenario.ever(m.AbortGeneration)
     scenario.wait(5.0, "w1", "w2", "w3", phase="collective")
     assert [c.worker for c in scenario.ever(m.AbortGeneration)][:1] == ["w2"]
-    early = Scenario(size=3)
-    early.running("w1", "w2")
+    early = Scenario.training("w1", "w2", size=3)
     early.ready("w3")
     early.stopped("w1", step=0)
     assert [c.worker for c in early.of(m.AbortGeneration)] == ["w2"]
@@ -199,16 +188,14 @@ def test_joiner_that_fails_twice_is_replaced() -> None:
 
 
 def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_second_try() -> None:
-    scenario = Scenario(size=2, min_workers=1)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2, min_workers=1)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
     assert scenario.members == ["w1", "w2"]
     scenario.stopped("w2", has_state=False, unreachable=("w1",))
     scenario.stopped("w1", step=3)
     assert scenario.members == ["w1"], "void and out of reach: without it for now"
-    both = Scenario(size=2)
-    both.running("w1", "w2")
+    both = Scenario.training("w1", "w2")
     for expected in (["w1", "w2"], ["w1", "w2"], ["w1"]):
         both.stopped("w1", step=3, unreachable=("w2",))
         both.stopped("w2", step=3)
@@ -218,36 +205,30 @@ def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_secon
 def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None:
     """The other one fails, and is followed, by facts that were held until it was clear who
     leads."""
-    scenario = Scenario(size=3, min_workers=1)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", size=3, min_workers=1)
     scenario.ready("w3")
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=3)
+    scenario.stopped("w1", "w2", step=3)
     all_three = scenario.members
     scenario.stopped("w3", has_state=False, unreachable=("w1",))
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=3)
+    scenario.stopped("w1", "w2", step=3)
     assert all_three == ["w1", "w2", "w3"] and scenario.members == ["w1", "w2"]
     scenario.wait(5.5, "w1", "w2", "w3", phase="form", step=3)  # w3 may join again
     scenario.claims = False
     scenario.wait(3.0)
-    for worker in ("w1", "w2"):
-        scenario.stopped(worker, step=3)
+    scenario.stopped("w1", "w2", step=3)
     assert not scenario.said and scenario.coordinator.phase == "forming"
     scenario.tell(m.GenerationClaimed(4))
     assert scenario.of(m.AbortGeneration) and scenario.members == all_three
     scenario.claims = True
     for evicted in ([], ["w3"]):
         assert scenario.members == all_three
-        for worker in ("w1", "w2"):
-            scenario.stopped(worker, step=3)
+        scenario.stopped("w1", "w2", step=3)
         scenario.stopped("w3", has_state=False)
         assert [c.worker for c in scenario.ever(m.EvictWorker)] == evicted
 
 
 def test_member_that_never_enters_is_left_out_of_the_next_generation() -> None:
-    scenario = Scenario(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
     assert scenario.members == ["w1", "w2"]
@@ -260,8 +241,7 @@ def test_member_that_never_enters_is_left_out_of_the_next_generation() -> None:
 
 
 def test_a_large_state_may_take_long_to_arrive() -> None:
-    scenario = Scenario(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
     scenario.wait(60.0, "w1", "w2", phase="receive", step=3)
@@ -269,8 +249,7 @@ def test_a_large_state_may_take_long_to_arrive() -> None:
 
 
 def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
-    scenario = Scenario(size=3, min_workers=1)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=3, min_workers=1)
     scenario.ready("w2", "w3")
     scenario.stopped("w1", step=3)
     assert scenario.members == ["w1", "w2", "w3"]
@@ -285,14 +264,12 @@ def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
 
 
 def test_a_lost_report_ends_the_generation() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     assert m.AbortGeneration("w2", 1) in scenario.hear("w1", phase="wait")
 
 
 def test_member_two_steps_behind_is_evicted() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.stopped("w1", step=9)
     scenario.stopped("w2", step=7)
     assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w2"]

@@ -13,8 +13,7 @@ LIMIT_S = 30.0
 
 def training(*workers: str, step: int = 5, **config: Any) -> Scenario:
     """These have made some steps."""
-    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **config)
-    scenario.running(*workers)
+    scenario = Scenario.training(*workers, hang_timeout_s=LIMIT_S, **config)
     scenario.hear(*workers, step=step)
     return scenario
 
@@ -52,8 +51,7 @@ def test_worker_that_has_not_entered_the_collective_is_the_suspect() -> None:
     evicted = scenario.ever(m.EvictWorker)[0]
     assert evicted.stuck
     assert evicted.reason == "stuck: makes no progress for 31 s, in phase 'compute' after step 5"
-    scenario.stopped("w1", step=5)
-    scenario.stopped("w3", step=5)
+    scenario.stopped("w1", "w3", step=5)
     assert scenario.members == ["w1", "w3"]
 
 
@@ -136,8 +134,7 @@ def test_a_process_that_computes_has_longer() -> None:
 def test_the_first_step_of_a_process_has_longer() -> None:
     """The first step may compile, in processes of its own. A joiner's first step is not the
     run's."""
-    scenario = Scenario(size=2, hang_timeout_s=LIMIT_S)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", hang_timeout_s=LIMIT_S)
     at = {"w1": ("collective", 0), "w2": ("compute", 0)}
     assert stay(scenario, SLOW_FACTOR * LIMIT_S - 2, **at) == []
     scenario.hear("w1", "w2", step=7)
@@ -201,8 +198,7 @@ def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> Non
 
 
 def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     progress = scenario.coordinator._hang_detector
     assert progress.limit_s == MIN_LIMIT_S
     for step in range(1, 20):

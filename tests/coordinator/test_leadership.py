@@ -1,7 +1,5 @@
 """Claims, controllers that slept, and the events that are held until a claim confirms who leads."""
 
-from __future__ import annotations
-
 from elastic_dp.coordinator import messages as m
 from tests.coordinator.scenarios import Scenario
 
@@ -33,8 +31,7 @@ def test_a_lost_claim_silences_for_good() -> None:
 
 
 def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.claims = False
     scenario.now += 60.0
     assert scenario.hear("w1") == [m.ClaimGeneration(2)]
@@ -61,8 +58,7 @@ def test_claims_are_made_one_after_the_other() -> None:
 
 
 def test_a_superseded_coordinator_finds_out_before_it_acts() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.claims = False
     scenario.wait(6.0)  # the workers follow another controller
     assert scenario.said == [m.ClaimGeneration(2)]
@@ -78,8 +74,7 @@ def test_a_controller_that_slept_over_the_search_asks_whether_it_leads() -> None
 
 def held(*facts: m.Event, at_once: int = 2) -> Scenario:
     """A coordinator that slept while these came, and has confirmed since that it leads."""
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.coordinator._leadership.at_once = at_once
     scenario.claims = False
     scenario.now += 60.0

@@ -1,14 +1,11 @@
 """Silence, eviction, and the leases that the next generation waits for."""
 
-from __future__ import annotations
-
 from elastic_dp.coordinator import messages as m
 from tests.coordinator.scenarios import Scenario
 
 
 def test_silence_is_judged_unless_the_group_makes_steps() -> None:
-    scenario = Scenario(size=2, heartbeat_timeout_s=5.0)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", heartbeat_timeout_s=5.0)
     for step in range(1, 20):  # w2 is silent, and yet the steps go on
         scenario.wait(1.0, "w1", step=step)
     assert not scenario.ever(m.EvictWorker)
@@ -17,8 +14,7 @@ def test_silence_is_judged_unless_the_group_makes_steps() -> None:
 
 
 def test_the_evicted_get_no_answer_but_an_end() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.wait(9.0, "w1")
     assert [type(c) for c in scenario.hear("w2")] == [m.EvictWorker]
     assert [type(c) for c in scenario.hear("w77")] == [m.EvictWorker]
@@ -62,8 +58,7 @@ def test_a_member_that_was_answered_long_ago_still_has_its_lease() -> None:
 
 
 def test_silence_is_not_judged_while_more_waits_to_be_read() -> None:
-    scenario = Scenario(size=2, heartbeat_timeout_s=5.0)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", heartbeat_timeout_s=5.0)
     for _ in range(5):
         scenario.now += 1.0
         scenario.hear("w1")

@@ -62,8 +62,7 @@ def test_no_split_is_faster_by_more_than_the_margin(seed):
 
 
 def pair(**config):
-    scenario = Scenario(**({"size": 2, "virtual_workers": 12} | config))
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", virtual_workers=12, **config)
     scenario.hear("w1", "w2", step=1)
     return scenario
 
@@ -73,13 +72,6 @@ def measured(scenario, w1=0.01, w2=0.02, step=20):
     scenario.hear("w2", step=step, virtual_s=w2)
     scenario.wait(1.0, step=step)
     scenario.hear("w1", "w2", step=step)
-
-
-def change(scenario, step=20):
-    for worker in scenario.members:
-        scenario.stopped(worker, step=step)
-    scenario.hear(*scenario.members, step=step)
-    assert scenario.coordinator.phase == "running", scenario.coordinator.reason
 
 
 def assigned(scenario):
@@ -92,7 +84,7 @@ def test_a_generation_ends_for_a_faster_split():
     assert scenario.ever(m.EndGeneration) and not scenario.ever(m.AbortGeneration)
     assert "from 120 ms to 80 ms" in scenario.coordinator.reason
     assert scenario.coordinator.reason.startswith("generation 1 ends: w2 needs 20 ms for a virtual")
-    change(scenario)
+    scenario.change(step=20)
     assert assigned(scenario) == [8, 4]
 
 
@@ -109,7 +101,7 @@ def test_speeds_are_kept_in_the_next_generation():
     scenario.hear("w2", step=20, virtual_s=0.03)
     scenario.ready("w3")
     scenario.wait(0.1, "w1", "w2", step=20)
-    change(scenario)
+    scenario.change(step=20)
     assert scenario.members == ["w1", "w2", "w3"]
     assert assigned(scenario) == [7, 2, 3], "w3 counts as 20 ms"
 
@@ -122,7 +114,7 @@ def test_rebalance_waits_for_a_worker_that_joins_soon():
     assert scenario.coordinator.phase == "running", "w4 is about to be ready"
     scenario.wait(6.0, "w1", "w2", "w3", "w4", step=20)
     assert scenario.coordinator.phase == "ending"
-    change(scenario)
+    scenario.change(step=20)
     assert scenario.members == ["w1", "w2", "w3"]
 
 

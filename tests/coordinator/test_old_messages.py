@@ -1,7 +1,5 @@
 """Messages of earlier generations and dead workers change nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,8 +35,7 @@ OLD = [
 def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
     scenario = trio(min_workers=2)
     scenario.lost("w3")
-    scenario.stopped("w1", step=4)
-    scenario.stopped("w2", step=4)
+    scenario.stopped("w1", "w2", step=4)
     assert scenario.coordinator.generation == 2
     if phase != "forming":
         scenario.hear("w1", "w2", step=5)

@@ -1,8 +1,6 @@
 """Workers that hold a part of a sharded state: two hold each part, so one leaves at a time; if both
 are lost, the run goes back to its newest checkpoint."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic_dp.coordinator import messages as m
@@ -15,8 +13,7 @@ FOUR = ("w1", "w2", "w3", "w4")
 
 
 def training(**config: object) -> Scenario:
-    scenario = Scenario(size=4, min_workers=1, **config)
-    scenario.running(*FOUR)
+    scenario = Scenario.training(*FOUR, size=4, min_workers=1, **config)
     scenario.hear(*FOUR, step=3)
     return scenario
 
@@ -26,8 +23,7 @@ def sizes_until(scenario: Scenario, size: int, *, partial: bool) -> list[int]:
     sizes, step = [], 3
     while len(scenario.members) != size and len(sizes) < 5:
         step += 1
-        for worker in scenario.members:
-            scenario.stopped(worker, step=step, partial=partial)
+        scenario.stopped(*scenario.members, step=step, partial=partial)
         scenario.wait(0.2)
         sizes.append(len(scenario.members))
         scenario.hear(*scenario.members, step=step)
@@ -71,14 +67,11 @@ def test_no_more_become_members_than_there_are_virtual_workers() -> None:
 def lost_both(committed: int | None) -> Scenario:
     scenario = training()
     scenario.committed = committed
-    scenario.lost("w1")
-    scenario.lost("w2")
-    for worker in ("w3", "w4"):
-        scenario.stopped(worker, step=3, partial=True)
+    scenario.lost("w1", "w2")
+    scenario.stopped("w3", "w4", step=3, partial=True)
     scenario.wait(0.2)
     assert set(scenario.members) == {"w3", "w4"}
-    for worker in ("w3", "w4"):
-        scenario.stopped(worker, step=3, partial=True, pieces_lost=True)
+    scenario.stopped("w3", "w4", step=3, partial=True, pieces_lost=True)
     return scenario
 
 
@@ -103,13 +96,11 @@ def test_run_without_a_checkpoint_fails_when_both_holders_are_lost() -> None:
 def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() -> None:
     """All of three are needed, and one must be gone in ten seconds."""
     config = {"min_workers": 3, "drain_margin_s": 3.0, "checkpointing": True}
-    scenario = Scenario(size=3, **config)
-    scenario.running("w1", "w2", "w3", step=4)
+    scenario = Scenario.training("w1", "w2", "w3", step=4, **config)
     scenario.tell(m.DrainNoticed("w2", scenario.now + 10.0))
     assert scenario.ever(m.TakeCheckpoint), "one of the next steps is to have a checkpoint"
     scenario.wait(7.1, "w1", "w2", "w3", step=6)
-    for worker in ("w1", "w2", "w3"):
-        scenario.stopped(worker, step=6, partial=True)
+    scenario.stopped("w1", "w2", "w3", step=6, partial=True)
     told = scenario.ever(m.WriteDrainCheckpoint)
     assert {one.worker for one in told} == {"w1", "w2", "w3"}
     assert {one.writers for one in told} == {("w1", "w2", "w3")}
@@ -139,8 +130,7 @@ def test_worker_does_not_leave_with_one_that_is_lost() -> None:
     scenario.tell(m.DrainNoticed("w2", scenario.now + 60.0))
     scenario.ready("w5", "w6")
     scenario.lost("w1")
-    for worker in ("w2", "w3", "w4"):
-        scenario.stopped(worker, step=3, partial=True)
+    scenario.stopped("w2", "w3", "w4", step=3, partial=True)
     scenario.wait(0.2)
     assert {"w2", "w3", "w4"} <= set(scenario.members)
     assert scenario.coordinator.membership.copies_first

@@ -17,8 +17,7 @@ def differing(
     scenario.hear("w1", "w2", "w3", step=15)
     scenario.committed, scenario.older = committed, older
     said = ReplicaMismatch(agreed, odd or ("w2",))
-    for worker in ("w1", "w3", "w2"):
-        scenario.stopped(worker, step=15, generation=1, mismatch=said)
+    scenario.stopped("w1", "w3", "w2", step=15, generation=1, mismatch=said)
     return scenario
 
 
@@ -57,8 +56,7 @@ def test_mismatch_without_an_old_enough_checkpoint_fails_the_run() -> None:
 
 
 def test_mismatch_reported_by_one_member_replaces_all() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.hear("w1", "w2", step=15)
     scenario.committed = 10
     scenario.stopped("w1", step=15, generation=1, mismatch=ReplicaMismatch(10, ("w1", "w2")))
@@ -67,13 +65,11 @@ def test_mismatch_reported_by_one_member_replaces_all() -> None:
 
 
 def test_mismatch_replaces_a_retained_worker_with_state() -> None:
-    scenario = Scenario(size=2, min_workers=1)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=1)
     scenario.hear("w1", "w2", step=4)
     scenario.committed = 3
     scenario.tell(m.SizeRequested(1))
-    scenario.stopped("w1", step=6)
-    scenario.stopped("w2", step=6)
+    scenario.stopped("w1", "w2", step=6)
     assert scenario.coordinator.workers["w2"] == "retained"
     scenario.stopped("w1", step=6, mismatch=ReplicaMismatch(3, ("w1",)))
     assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w1"]
@@ -81,8 +77,7 @@ def test_mismatch_replaces_a_retained_worker_with_state() -> None:
 
 
 def test_mismatch_keeps_a_worker_without_state() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.hear("w1", "w2", step=15)
     scenario.committed = 10
     scenario.stopped("w1", step=15, generation=1, mismatch=ReplicaMismatch(10, ("w1",)))

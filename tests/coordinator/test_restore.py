@@ -1,7 +1,5 @@
 """A run that lost all state goes back to its newest checkpoint."""
 
-from __future__ import annotations
-
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario
@@ -9,12 +7,10 @@ from tests.coordinator.scenarios import Scenario
 
 def without_any_state(**config: object) -> Scenario:
     """Three trained up to step 9, two more were about to join; then the three are lost."""
-    scenario = Scenario(size=3, **config)
-    scenario.running("w1", "w2", "w3")
+    scenario = Scenario.training("w1", "w2", "w3", **config)
     scenario.committed = 5
     scenario.hear("w1", "w2", "w3", step=9)
-    for worker in ("w1", "w2", "w3"):
-        scenario.lost(worker)
+    scenario.lost("w1", "w2", "w3")
     return scenario
 
 
@@ -37,10 +33,8 @@ def test_run_without_survivors_restores_the_newest_checkpoint() -> None:
 
 
 def test_run_without_survivors_and_checkpoint_fails() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
-    scenario.lost("w1")
-    scenario.lost("w2")
+    scenario = Scenario.training("w1", "w2")
+    scenario.lost("w1", "w2")
     assert "there is no checkpoint" in scenario.ever(m.FailRun)[0].error
 
 
@@ -94,8 +88,7 @@ def test_slots_of_rejected_workers_are_filled_again_after_a_restore() -> None:
 def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
     scenario = without_any_state(min_workers=1, lease_s=50.0)
     assert scenario.coordinator.phase == "gathering"
-    held = Scenario(size=1, lease_s=50.0)
-    held.running("w1")
+    held = Scenario.training("w1", lease_s=50.0)
     held.committed = 5
     held.wait(6.0)  # silent, evicted, perhaps alive
     assert [c.worker for c in held.ever(m.EvictWorker)] == ["w1"]

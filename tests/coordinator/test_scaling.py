@@ -1,6 +1,4 @@
-"""Draining, scaling and standbys."""
-
-from __future__ import annotations
+"""Draining, scaling and standbys, and a limit by other runs of the cluster."""
 
 import pytest
 
@@ -9,15 +7,13 @@ from tests.coordinator.scenarios import Scenario, trio
 
 
 def test_a_drained_member_leaves_when_its_replacement_is_ready() -> None:
-    scenario = Scenario(size=2, min_workers=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=2)
     scenario.tell(m.DrainNoticed("w2", 1000.0))
     assert [c.worker for c in scenario.of(m.StartWorker)] == ["w3"]
     assert not scenario.ever(m.EndGeneration)
     scenario.ready("w3")
     assert scenario.ever(m.EndGeneration)
-    scenario.stopped("w1", step=2)
-    scenario.stopped("w2", step=2)
+    scenario.stopped("w1", "w2", step=2)
     assert scenario.members == ["w1", "w3"]
     assert not scenario.ever(m.ReleaseWorker), "kept until the others have made a step"
     scenario.hear("w1", "w3", step=2)
@@ -27,13 +23,11 @@ def test_a_drained_member_leaves_when_its_replacement_is_ready() -> None:
 
 
 def test_a_deadline_forces_it_out_unless_too_few_remain() -> None:
-    scenario = Scenario(size=2, min_workers=1, drain_margin_s=3.0)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=1, drain_margin_s=3.0)
     scenario.tell(m.DrainNoticed("w2", 10.0))
     scenario.wait(8.0, "w1", "w2")
     assert scenario.ever(m.EndGeneration)
-    few = Scenario(size=2, min_workers=2, drain_margin_s=3.0)
-    few.running("w1", "w2")
+    few = Scenario.training("w1", "w2", min_workers=2, drain_margin_s=3.0)
     few.tell(m.DrainNoticed("w2", 10.0))
     few.wait(8.0, "w1", "w2")
     assert not few.ever(m.EndGeneration)
@@ -41,8 +35,7 @@ def test_a_deadline_forces_it_out_unless_too_few_remain() -> None:
 
 
 def test_departing_worker_that_alone_is_ahead_stays_for_the_hand_over() -> None:
-    scenario = Scenario(size=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2")
     scenario.tell(m.DrainNoticed("w2", None))
     scenario.ready("w3")
     scenario.stopped("w1", step=4)
@@ -53,12 +46,10 @@ def test_departing_worker_that_alone_is_ahead_stays_for_the_hand_over() -> None:
 
 def with_a_departing_worker(min_workers: int) -> Scenario:
     """w2 drains, w3 has its place, and w2 stays for its state."""
-    scenario = Scenario(size=2, min_workers=min_workers)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=min_workers)
     scenario.tell(m.DrainNoticed("w2", None))
     scenario.ready("w3")
-    scenario.stopped("w1", step=4)
-    scenario.stopped("w2", step=4)
+    scenario.stopped("w1", "w2", step=4)
     assert scenario.members == ["w1", "w3"]
     return scenario
 
@@ -92,8 +83,7 @@ def test_scaling_down_keeps_the_source() -> None:
 
 
 def test_a_drained_bystander_goes_at_once() -> None:
-    scenario = Scenario(size=1, standby=1)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", standby=1)
     scenario.ready("w2")
     scenario.tell(m.DrainNoticed("w2", None))
     assert [c.worker for c in scenario.of(m.ReleaseWorker)] == ["w2"]
@@ -130,8 +120,7 @@ def test_scaling_down_and_up() -> None:
     scenario = trio()
     scenario.tell(m.SizeRequested(2))
     assert len(scenario.of(m.EndGeneration)) == 3
-    for worker in ("w1", "w2", "w3"):
-        scenario.stopped(worker, step=3)
+    scenario.stopped("w1", "w2", "w3", step=3)
     assert scenario.members == ["w1", "w2"]
     scenario.hear("w1", "w2", step=4)
     assert [c.worker for c in scenario.ever(m.ReleaseWorker)] == ["w3"]
@@ -140,8 +129,7 @@ def test_scaling_down_and_up() -> None:
 
 
 def test_standby_replaces_a_lost_member_at_once() -> None:
-    scenario = Scenario(size=2, standby=1)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", standby=1)
     scenario.ready("w3")
     assert scenario.members == ["w1", "w2"]
     scenario.lost("w2")
@@ -150,8 +138,7 @@ def test_standby_replaces_a_lost_member_at_once() -> None:
 
 
 def test_run_below_min_workers_waits_with_a_reason_and_goes_on() -> None:
-    scenario = Scenario(size=2, min_workers=2)
-    scenario.running("w1", "w2")
+    scenario = Scenario.training("w1", "w2", min_workers=2)
     scenario.lost("w2")
     scenario.stopped("w1", step=1)
     assert scenario.coordinator.reason == "1 of at least 2 workers are ready"
@@ -165,9 +152,53 @@ def test_departing_workers_alone_take_over_when_the_run_is_being_stopped() -> No
     """A run that is being stopped takes no joiner, so there is none to wait for."""
     scenario = trio()
     scenario.tell(m.SizeRequested(1))
-    for worker in scenario.members:
-        scenario.stopped(worker, step=4)
+    scenario.stopped(*scenario.members, step=4)
     assert scenario.members == ["w1"]
     scenario.tell(m.StopRequested("enough"))
     scenario.lost("w1")
     assert scenario.members == ["w2"]
+
+
+def limited(most: int | None) -> m.SizeLimited:
+    return m.SizeLimited(most, "another run comes first")
+
+
+def test_run_shrinks_to_the_limit_at_the_end_of_a_step_and_grows_back() -> None:
+    scenario = Scenario.training("w1", "w2", "w3")
+    scenario.tell(limited(1))
+    assert scenario.ever(m.EndGeneration) and not scenario.ever(m.EvictWorker)
+    scenario.stopped("w1", "w2", "w3", step=2)
+    assert scenario.members == ["w1"]
+    scenario.hear("w1", step=3)
+    assert {c.worker for c in scenario.of(m.ReleaseWorker)} == {"w2", "w3"}
+    assert scenario.coordinator.requested_size == 3 and scenario.coordinator.size_limit == 1
+    scenario.tell(limited(None))
+    assert len(scenario.of(m.StartWorker)) == 2 and scenario.coordinator.size_limit is None
+
+
+def test_limit_below_the_minimum_keeps_the_minimum() -> None:
+    scenario = Scenario.training("w1", "w2", "w3", min_workers=2)
+    scenario.tell(limited(0))
+    scenario.stopped("w1", "w2", "w3", step=2)
+    assert scenario.members == ["w1", "w2"]
+
+
+def test_limit_above_the_requested_size_changes_nothing() -> None:
+    scenario = Scenario.training("w1", "w2")
+    assert not scenario.tell(limited(5)) and scenario.coordinator.size_limit is None
+
+
+def test_operator_changes_the_requested_size_below_and_above_a_limit() -> None:
+    scenario = Scenario(size=4, virtual_workers=8)
+    scenario.tell(limited(2))
+    scenario.tell(m.SizeRequested(6))
+    assert (scenario.coordinator.size, scenario.coordinator.requested_size) == (2, 6)
+    scenario.tell(m.SizeRequested(1))
+    assert (scenario.coordinator.size, scenario.coordinator.size_limit) == (1, None)
+
+
+def test_workers_that_wait_for_a_node_are_withdrawn_by_a_limit() -> None:
+    scenario = Scenario.training("w1", size=3)
+    scenario.tell(limited(1))
+    assert {c.worker for c in scenario.of(m.ReleaseWorker)} == {"w2", "w3"}
+    assert not scenario.ever(m.EndGeneration)

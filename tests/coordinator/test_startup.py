@@ -1,7 +1,5 @@
 """Who starts the run: the source of its first state, layouts, and joiners that do not fit."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest
@@ -126,8 +124,7 @@ def test_layout_difference_names_the_first_line_that_differs(lines: str, words: 
     [("kind", True, False), ("kind", False, True), ("data", True, False)],
 )
 def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
-    scenario = Scenario(size=2, exact=exact)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2, exact=exact)
     scenario.ready("w2", **{field: "other"})
     released = [c for c in scenario.said if isinstance(c, m.ReleaseWorker)]
     assert bool(released) is not fits
@@ -135,8 +132,7 @@ def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
 
 
 def test_misfits_are_replaced_a_bounded_number_of_times() -> None:
-    scenario = Scenario(size=2, max_rejections=2)
-    scenario.running("w1")
+    scenario = Scenario.training("w1", size=2, max_rejections=2)
     for number in range(2, 10):
         if scenario.coordinator.workers.get(f"w{number}") == "starting":
             scenario.ready(f"w{number}", kind="other")

@@ -1,7 +1,5 @@
 """A new controller takes over the workers of an earlier one."""
 
-from __future__ import annotations
-
 import pytest
 
 from elastic_dp.coordinator import messages as m

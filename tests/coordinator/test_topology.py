@@ -1,7 +1,5 @@
 """Which ranks share a node or a zone, and which virtual workers a node runs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
