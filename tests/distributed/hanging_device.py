@@ -1,7 +1,5 @@
 """A device whose communicator hangs where a test says so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where members of a test's groups meet, without a controller."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups whose members are threads of this process, and steps in which they add up gradients."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

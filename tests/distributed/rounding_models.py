@@ -1,8 +1,6 @@
 """The roundings of `wire=` written once more, in NumPy and block by block, and the tree they are
 for."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

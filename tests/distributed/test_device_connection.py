@@ -1,7 +1,5 @@
 """Connecting the devices of a generation: in time, with everybody, and again after a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import types

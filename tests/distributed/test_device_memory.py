@@ -1,7 +1,5 @@
 """What a generation on a device leaves behind for the next ones: nothing."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,8 +1,6 @@
 """Gradients between simulated devices, and the only way from a device to the host. The members are
 threads of this process."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import weakref

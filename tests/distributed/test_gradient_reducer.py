@@ -1,8 +1,6 @@
 """The gradient sum among members that are threads of this process, in every way in which it is
 exchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

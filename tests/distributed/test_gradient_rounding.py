@@ -1,8 +1,6 @@
 """Rounded gradients (`wire=`): each node of the tree is rounded, whichever worker adds it, and
 fewer bytes are sent. rounding_models.py has the roundings and the tree once more."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

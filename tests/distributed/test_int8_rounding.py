@@ -1,8 +1,6 @@
 """Sums of gradients in 8 bits: what a block is rounded to, and that neither who rounds it nor where
 it lies matters."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which part of a tensor a process of a worker holds: as torch divides it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

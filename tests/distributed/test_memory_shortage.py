@@ -1,7 +1,5 @@
 """Memory that operations of an abandoned group keep, and that the next generation needs."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

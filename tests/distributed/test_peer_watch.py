@@ -1,7 +1,5 @@
 """A member that dies while the others only wait for their devices."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 

@@ -1,7 +1,5 @@
 """Who holds which piece: two members each, balanced, on two nodes, and little moves."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What crosses from node to node in the exchange of gradients, and that the sum stays the same."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

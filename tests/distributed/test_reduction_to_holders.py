@@ -1,7 +1,5 @@
 """The exact sum where only two members need each element: its bits, and the bytes that are sent."""
 
-from __future__ import annotations
-
 import random
 import types
 from collections import defaultdict

@@ -55,30 +55,6 @@ def fit(folder, max_steps, at_step=lambda number: None):
 # ------------------------------------------------------------------------------------------ damages
 
 
-def _empty(path):
-    path.write_bytes(b"")
-
-
-def _cut_off(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _list(path):
-    path.write_text("[]")
-
-
-def _object(path):
-    path.write_text("{}")
-
-
-def _deep(path):
-    path.write_text("[" * 100_000)
-
-
-def _noise(path):
-    path.write_bytes(random.Random(0).randbytes(200))
-
-
 def _other_types(path):
     """Each value is another kind of thing."""
     if isinstance(stored := _json(path), dict):
@@ -136,15 +112,22 @@ def _canonical(value):
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-OF_FILES = [
-    *(_empty, _cut_off, _list, _object, _deep, _noise, _other_types, _more_fields),
-    *(_later_format, _missing, _folder, _link_to_itself, _pipe),
-]
-OF_FOLDERS = [_missing, _file, _link_to_itself]
-
-
-def _named(damage):
-    return damage.__name__.strip("_")
+OF_FILES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut_off": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "list": lambda path: path.write_text("[]"),
+    "object": lambda path: path.write_text("{}"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "noise": lambda path: path.write_bytes(random.Random(0).randbytes(200)),
+    "other_types": _other_types,
+    "more_fields": _more_fields,
+    "later_format": _later_format,
+    "missing": _missing,
+    "folder": _folder,
+    "link_to_itself": _link_to_itself,
+    "pipe": _pipe,
+}
+OF_FOLDERS = {"missing": _missing, "file": _file, "link_to_itself": _link_to_itself}
 
 
 # ------------------------------------------------------------------------------------------ the
@@ -221,14 +204,14 @@ def tried(runs, tmp_path, damage, kinds, max_steps, result):
     ("max_steps", "result"),
     [(4, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, False), (6, True)))],
 )
-@pytest.mark.parametrize("damage", OF_FILES, ids=_named)
+@pytest.mark.parametrize("damage", OF_FILES.values(), ids=OF_FILES)
 def test_a_start_with_a_damaged_file_ends_as_it_would_or_says_why(
     runs, tmp_path, damage, max_steps, result
 ):
     assert not tried(runs, tmp_path, damage, lambda p: p.is_file(), max_steps, result)
 
 
-@pytest.mark.parametrize("damage", OF_FOLDERS, ids=_named)
+@pytest.mark.parametrize("damage", OF_FOLDERS.values(), ids=OF_FOLDERS)
 def test_a_start_with_a_damaged_folder_ends_as_it_would_or_says_why(runs, tmp_path, damage):
     assert not tried(runs, tmp_path, damage, lambda p: p.is_dir(), 6, True)
 
@@ -240,10 +223,9 @@ IN_SHORT = ("list",)
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(damage, marks=() if _named(damage) in IN_SHORT else pytest.mark.slow)
-        for damage in OF_FILES
+        pytest.param(damage, marks=() if name in IN_SHORT else pytest.mark.slow, id=name)
+        for name, damage in OF_FILES.items()
     ],
-    ids=_named,
 )
 def test_a_file_damaged_under_a_running_job_changes_nothing_or_is_told(runs, tmp_path, damage):
     run, digests = runs
