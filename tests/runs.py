@@ -92,11 +92,12 @@ def group(
     url: str | None = None,
     device: SimulatedDevice | None = None,
     location: Callable[[WorkerId], WorkerLocation] | None = None,
+    fails: bool = False,
 ) -> tuple[RunOutcome, ProcessRun]:
     """A run on processes. `script`: at (or after) a step, post an event or call something with the
     run. `timeout_s`: for what comes behind it. `device`: what the workers compute on; any test of
     this module's runs on a simulated one with ELASTIC_DP_SIMULATED_DEVICE=1 in the environment.
-    `location`: where each worker claims to run."""
+    `location`: where each worker claims to run. Only a run that `fails` may end with an error."""
     if device is None and os.environ.get("ELASTIC_DP_SIMULATED_DEVICE"):
         device = SimulatedDevice()
     with ProcessRun(
@@ -108,7 +109,9 @@ def group(
                 run.controller.post(action)
             else:
                 action(run)
-        return run.wait(timeout_s), run
+        outcome = run.wait(timeout_s)
+    assert fails or outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    return outcome, run
 
 
 def reached(run: ProcessRun, step: int) -> bool:

@@ -38,7 +38,7 @@ def test_group_raises_the_error_of_a_local_run_and_records_it_once(mistake):
     train, kind, word = MISTAKES[mistake]
     with pytest.raises(kind, match=re.escape(word)) as alone:
         local(spec_of(), train)
-    outcome, run = group(spec_of(workers=2, min_workers=2), train)
+    outcome, run = group(spec_of(workers=2, min_workers=2), train, fails=True)
     error = error_of(outcome)
     assert (type(error), str(error)) == (kind, str(alone.value))
     assert told(run) == 1
@@ -49,7 +49,9 @@ def test_error_of_all_workers_at_one_step_is_recorded_once():
         if step.number == 3:
             raise KeyError("both of them")
 
-    outcome, run = group(spec_of(workers=2, min_workers=2), looping(body=fails_at_three))
+    outcome, run = group(
+        spec_of(workers=2, min_workers=2), looping(body=fails_at_three), fails=True
+    )
     error = error_of(outcome)
     assert type(error) is UserCodeError and error.description == "KeyError: 'both of them'"
     assert error.remote_traceback.count('raise KeyError("both of them")') == 1
@@ -111,7 +113,7 @@ def test_parameter_group_added_in_the_body_is_refused(run):
         with pytest.raises(LoopError, match="Make all groups before the loop"):
             local(spec_of(), train)
     else:
-        outcome, _ = group(spec_of(workers=1), train)
+        outcome, _ = group(spec_of(workers=1), train, fails=True)
         assert outcome.error.startswith("LoopError: the body of the loop over ctx.steps changed")
 
 

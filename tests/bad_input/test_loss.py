@@ -21,7 +21,7 @@ def test_error_of_loss_fn_is_raised_though_train_swallows_it():
 
     with pytest.raises(KeyError, match="missing key"):
         local(spec_of(), train)
-    outcome, _ = group(spec_of(workers=1), train)
+    outcome, _ = group(spec_of(workers=1), train, fails=True)
     assert outcome.error == "KeyError: 'missing key'"
 
 
@@ -49,5 +49,5 @@ def test_gradient_that_is_not_finite_is_never_applied(run):
                 local(spec_of(), train)
         else:
             sharding = "optimizer" if run == "sharded" else None
-            outcome, _ = group(dataclasses.replace(spec_of(), sharding=sharding), train)
+            outcome, _ = group(dataclasses.replace(spec_of(), sharding=sharding), train, fails=True)
             assert outcome.error.startswith("LossError: the gradient of step 1 is not finite")

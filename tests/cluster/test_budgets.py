@@ -52,7 +52,7 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever(monkeypa
         for v in range(4)
         if poison in data_of(spec).batch(step, v)["i"]
     )
-    outcome, _ = group(spec, train)
+    outcome, _ = group(spec, train, fails=True)
     assert (
         f"2 workers died one after another while running virtual worker {at[1]} of step {at[0]}"
         in outcome.error
@@ -88,7 +88,7 @@ def is_first(file):
 def test_an_error_of_user_code_is_tried_again_where_the_job_says_so(budget, tmp_path):
     spec = job(max_user_errors=budget)
     spec = dataclasses.replace(spec, config={"file": str(tmp_path / "raised")})
-    outcome, _ = group(spec, raises_once, url=str(tmp_path / "run"))
+    outcome, _ = group(spec, raises_once, url=str(tmp_path / "run"), fails=True)
     if budget:
         assert outcome.error is None, outcome.traceback
         assert outcome.digest == local(spec, raises_once).digest

@@ -83,7 +83,9 @@ def train(ctx):
 def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
     spec = spec_of(workers=1, resources_per_worker={"CPU": 1, "GPU": 1})
     failure = dataclasses.replace(spec.failure, max_losses_without_progress=1)
-    outcome, _ = group(dataclasses.replace(spec, failure=failure), train, url=str(tmp_path))
+    outcome, _ = group(
+        dataclasses.replace(spec, failure=failure), train, url=str(tmp_path), fails=True
+    )
     assert outcome.step == 0 and type(error_of(outcome)) is ClusterError
     assert "finds no CUDA device" in (tmp_path / "logs" / "w1.last.log").read_text()
 

@@ -79,7 +79,7 @@ def test_an_exit_is_an_error_of_the_job_and_not_a_death(where):
         with pytest.raises(LoopError, match=r"exit with 'no such file'.*call ctx\.stop"):
             run_local(spec_of(workers=1), exits)
         return
-    outcome, _ = group(spec_of(workers=2), exits)
+    outcome, _ = group(spec_of(workers=2), exits, fails=True)
     assert isinstance(error_of(outcome), LoopError)
     assert 'sys.exit("no such file")' in outcome.traceback
     assert outcome.workers_lost == 0
@@ -124,7 +124,7 @@ def test_worker_that_was_asked_to_leave_does_not_count_as_lost():
 
 
 def test_error_while_data_is_opened_keeps_its_type_and_message():
-    outcome, _ = group(spec_of(workers=2, rows=0), stops)
+    outcome, _ = group(spec_of(workers=2, rows=0), stops, fails=True)
     error = error_of(outcome)
     assert type(error) is DataError and "is empty" in str(error)
     assert outcome.workers_lost == 0
@@ -141,7 +141,7 @@ def test_an_error_of_ours_arrives_as_it_was(raised, kind):
     def raises(ctx):
         raise raised
 
-    error = error_of(group(spec_of(workers=1), raises)[0])
+    error = error_of(group(spec_of(workers=1), raises, fails=True)[0])
     assert type(error) is kind and error.args == raised.args
 
 
@@ -150,7 +150,7 @@ def test_error_of_user_code_in_a_data_process_is_a_user_code_error():
         raise KeyError("not a column")
 
     data = MapStyleData(Points(), micro_batch_size=4, collate_fn=collate, workers=1)
-    outcome, _ = group(dataclasses.replace(spec_of(workers=1), data=data), stops)
+    outcome, _ = group(dataclasses.replace(spec_of(workers=1), data=data), stops, fails=True)
     error = error_of(outcome)
     assert isinstance(error, UserCodeError) and error.worker == "w1"
     assert 'raise KeyError("not a column")' in error.remote_traceback
@@ -204,7 +204,7 @@ def test_models_that_differ_are_an_error_of_the_job_that_names_the_first_differe
         for step in ctx.steps(model, adamw(model), cross_entropy):
             hold(ctx, step)
 
-    outcome, _ = group(spec_of(workers=2, config={"hold": {3: 2}}), differs)
+    outcome, _ = group(spec_of(workers=2, config={"hold": {3: 2}}), differs, fails=True)
     assert type(error_of(outcome)) is ModelError
     assert str(error_of(outcome)).endswith(f"{its!r}, not {ours!r}")
 

@@ -123,7 +123,6 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
     spec = spec_of(steps=ENDLESS, workers=3, config=config)
     script = [(3, under_fire), (3, StopRequested("enough"))]
     outcome, run = group(spec, average_and_plateau, script=script)
-    assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1, [line for line in lines_of(run) if "reason" in line]
     calm = dataclasses.replace(spec, max_steps=outcome.step)
     assert outcome.digest == local(calm, average_and_plateau).digest

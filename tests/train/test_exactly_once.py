@@ -173,7 +173,6 @@ def test_rows_are_trained_on_exactly_once_by_any_number_of_workers(
     disturbances = Disturbances(rng, tmp_path / "after")
     script = [(step, disturbances.at(step)) for step in late]
     outcome, _ = group(after, train, script=script, timeout_s=WHOLE_S, index=index, url=run)
-    assert outcome.error is None, outcome.traceback
     assert disturbances.kills > 1 and outcome.generations > disturbances.kills
     assert outcome.digest == calm.digest
 

@@ -20,7 +20,7 @@ from tests.distributed.members import (
     run_and_send,
 )
 from tests.runs import local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, loop
+from tests.train.jobs import adamw, classifier, classify, cross_entropy
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 CODE: dict[str, Any] = {"edp": edp, "torch": torch}
@@ -52,8 +52,7 @@ def test_participant_reports_a_metric_and_ends_the_run() -> None:
 )
 def test_participants_that_cannot_be_used_are_refused(participants: Any, message: str) -> None:
     def train(ctx: Any) -> None:
-        model = classifier()
-        loop(ctx, model, adamw(model), participants=participants)
+        classify(ctx, participants=participants)
 
     with pytest.raises(SpecError, match=message):
         local(spec_of(steps=1), train)
@@ -82,8 +81,7 @@ def test_rounding_has_the_bits_of_one_worker_on_any_number() -> None:
 
 def test_rounding_of_a_job_rounds_its_gradients() -> None:
     def train(ctx: Any, **options: Any) -> None:
-        model = classifier()
-        loop(ctx, model, adamw(model), **options)
+        classify(ctx, **options)
 
     def rounded(ctx: Any) -> None:
         train(ctx, rounding=CODE["ScaledHalf"])
@@ -97,9 +95,8 @@ def test_rounding_of_a_job_rounds_its_gradients() -> None:
 
 def test_gradient_beyond_float16_is_an_error_that_names_the_rows() -> None:
     def train(ctx: Any) -> None:
-        model = classifier()
         loss = lambda model, batch: 1e4 * cross_entropy(model, batch)  # noqa: E731
-        loop(ctx, model, adamw(model), loss, rounding=CODE["ScaledHalf"])
+        classify(ctx, loss, rounding=CODE["ScaledHalf"])
 
     with pytest.raises(LossError, match="gradient of step 1 is not finite"):
         local(spec_of(steps=1), train)

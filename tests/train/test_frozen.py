@@ -140,13 +140,11 @@ def test_frozen_and_slow_are_told_apart(tmp_path):
 
     for where, future in slow_ones.items():  # nobody was evicted
         outcome, run, took = future.result()
-        assert outcome.error is None, outcome.traceback
         assert took > WAITS_S
         assert (len(formed_of(run)), outcome.workers_lost) == (1, 0), where
         assert not times(run, "EvictWorker", "command")
 
     outcome, run, codes, before = frozen.result()
-    assert outcome.error is None, outcome.traceback
     assert codes == [0]  # what thawed found that nobody wants it any more, and went
     [(worker, was)] = before.items()
     assert len(diary(tmp_path / worker)) <= len(was) + 1  # at most the step that it was in

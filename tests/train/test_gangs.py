@@ -36,7 +36,7 @@ from tests.runs import (
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
 from tests.train.gang.jobs import STEPS, fully_sharded, gangs, trains
 from tests.train.gang.test_kills_of_processes import calm
-from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.jobs import adamw, classifier, classify, cross_entropy, loop
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 tensor = ImportedWhenUsed("torch.distributed.tensor")
@@ -69,8 +69,7 @@ def test_gangs_with_short_batches_are_refused_by_name() -> None:
 def in_parts(ctx: Any) -> None:
     model = classifier()
     fsdp.fully_shard(model[0], mesh=ctx.mesh)
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    loop(ctx, model, adamw(model))
 
 
 def tensor_parallel(ctx: Any) -> None:
@@ -78,14 +77,11 @@ def tensor_parallel(ctx: Any) -> None:
     parallel.parallelize_module(
         model, ctx.mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
     )
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    loop(ctx, model, adamw(model))
 
 
 def not_sharded(ctx: Any) -> None:
-    model = classifier()
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    classify(ctx)
 
 
 def partly_sharded_by_hand(ctx: Any) -> None:
@@ -94,8 +90,7 @@ def partly_sharded_by_hand(ctx: Any) -> None:
     parts = tensor.distribute_tensor(model[1].bias.detach(), ctx.mesh, [tensor.Shard(0)])
     model[1].bias = nn.Parameter(parts)
     fsdp.fully_shard(model, mesh=ctx.mesh, ignored_params={model[1].bias})
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    loop(ctx, model, adamw(model))
 
 
 class Routed(nn.Module):
@@ -120,8 +115,7 @@ def other_layers_for_other_rows(ctx: Any) -> None:
         taken = ctx.mesh.get_local_rank()
         return nn.functional.cross_entropy(m(batch["x"], taken), batch["y"])
 
-    for _ in ctx.steps(model, adamw(model), loss_fn):
-        pass
+    loop(ctx, model, adamw(model), loss_fn)
 
 
 def evaluates_on_one(ctx: Any) -> None:
@@ -134,8 +128,7 @@ def evaluates_on_one(ctx: Any) -> None:
 def batch_norm(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     fsdp.fully_shard(model, mesh=ctx.mesh)
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    loop(ctx, model, adamw(model))
 
 
 def raises_on_one(ctx: Any) -> None:
@@ -146,8 +139,7 @@ def raises_on_one(ctx: Any) -> None:
             raise KeyError("on one process")
         return cross_entropy(m, batch)
 
-    for _ in ctx.steps(model, adamw(model), loss_fn):
-        pass
+    loop(ctx, model, adamw(model), loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +161,7 @@ def raises_on_one(ctx: Any) -> None:
     ],
 )
 def test_job_that_cannot_run_ends_with_its_error(train: Any, named: str) -> None:
-    outcome, _ = group(gangs(1), train)
+    outcome, _ = group(gangs(1), train, fails=True)
     assert outcome.error is not None
     assert named in outcome.error, outcome.error
 
@@ -177,12 +169,11 @@ def test_job_that_cannot_run_ends_with_its_error(train: Any, named: str) -> None
 def with_a_mesh_of_its_own(ctx: Any) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = fsdp.fully_shard(classifier(), mesh=init_device_mesh("cpu", (1,)))
-    for _ in ctx.steps(model, adamw(model), cross_entropy):
-        pass
+    loop(ctx, model, adamw(model))
 
 
 def test_sharded_model_without_a_gang_is_refused() -> None:
-    outcome, _ = group(spec_of(steps=2, workers=1), with_a_mesh_of_its_own)
+    outcome, _ = group(spec_of(steps=2, workers=1), with_a_mesh_of_its_own, fails=True)
     assert outcome.error is not None
     assert "is a DTensor" in outcome.error and "processes_per_worker" in outcome.error
 
@@ -241,8 +232,7 @@ def dies_in_a_collective(ctx: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return cross_entropy(m, batch)
 
-    for step in ctx.steps(model, adamw(model), loss_fn, clip_norm=0.5):
-        hold(ctx, step)
+    loop(ctx, model, adamw(model), loss_fn, clip_norm=0.5)
 
 
 DEATHS = 4

@@ -174,7 +174,6 @@ def test_rows_of_a_source_are_trained_on_exactly_once_under_a_kill(
     killed = dataclasses.replace(moved(spec, tmp_path / "killed"), scaling=scaling)
     fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
     outcome, _ = group(killed, train, faults=(fault,))
-    assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
     assert outcome.digest == calm.digest
     assert given(tmp_path / "killed")[0] == batches

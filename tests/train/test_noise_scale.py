@@ -14,7 +14,7 @@ from elastic_dp.errors import LoopError, SpecError
 from elastic_dp.extensions.noise_scale import SQUARE, TRACE, estimated
 from elastic_dp.train.state.train_state import StepRecord
 from tests.runs import PATIENT, local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.jobs import adamw, classifier, classify, cross_entropy, hold
 
 FEATURES, ROWS = 20, 8192
 
@@ -128,9 +128,7 @@ def job(**options):
 
 
 def quiet(ctx):
-    model = classifier()
-    for _ in ctx.steps(model, adamw(model), cross_entropy, clip_norm=0.5):
-        pass
+    classify(ctx, clip_norm=0.5)
 
 
 def test_measuring_changes_no_bit_of_the_weights():
@@ -167,9 +165,7 @@ def test_bad_decay_is_refused_by_name(decay):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_bad_interval_is_refused_by_name(every):
     def train(ctx):
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), cross_entropy, noise_scale_every=every):
-            pass
+        classify(ctx, noise_scale_every=every)
 
     with pytest.raises(SpecError, match="noise_scale_every is"):
         local(job(), train)

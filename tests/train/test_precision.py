@@ -11,7 +11,7 @@ import elastic_dp as edp
 from elastic_dp.errors import ModelError
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import Points, local, spec_of
-from tests.train.jobs import cross_entropy, hold
+from tests.train.jobs import cross_entropy, hold, loop
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 low_bit = ImportedWhenUsed("torchao.optim")
@@ -134,8 +134,7 @@ class Wraps(torch.optim.SGD):
 def test_tensor_made_of_other_objects_is_refused_by_name():
     def train(ctx):
         model = model_of("8bit")
-        for _ in ctx.steps(model, Wraps(model.parameters(), lr=0.1), loss_of):
-            pass
+        loop(ctx, model, Wraps(model.parameters(), lr=0.1), loss_of)
 
     with pytest.raises(ModelError, match=r"state\[0.weight\].wrapped is a tests.*Wrapping; only"):
         local(spec_of(steps=2), train)

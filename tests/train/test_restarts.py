@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 import elastic_dp as edp
 from elastic_dp.errors import LoopError, RunMismatch, SpecError
 from tests.runs import Points, local, spec_of
-from tests.train.jobs import classifier, cross_entropy
+from tests.train.jobs import classifier, cross_entropy, loop
 
 
 def fit(train, folder, steps):
@@ -61,8 +61,7 @@ def one_cycle(steps):
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = OneCycleLR(optimizer, 0.1, total_steps=steps or ctx.total_steps)
-        for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
-            pass
+        loop(ctx, model, optimizer, scheduler=scheduler)
 
     return train
 
@@ -99,8 +98,7 @@ def sets_a_handler(ctx):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        for _ in ctx.steps(model, optimizer, cross_entropy):
-            pass
+        loop(ctx, model, optimizer)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

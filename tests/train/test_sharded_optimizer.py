@@ -93,7 +93,6 @@ def job(steps=ENDLESS, workers=4, checkpoint=None, **options):
 
 
 def check(outcome, train, spec):
-    assert outcome.error is None, outcome.traceback
     undisturbed = not_sharded(dataclasses.replace(spec, max_steps=outcome.step), train)
     assert outcome.digest == undisturbed.digest
 
@@ -242,7 +241,7 @@ def test_run_goes_back_to_a_checkpoint_when_both_holders_of_a_piece_are_lost(tmp
 
 
 def test_run_without_a_checkpoint_fails_when_both_holders_of_a_piece_are_lost():
-    outcome, run = group(job(), in_small_units(plain), script=[(5, kill_two_members)])
+    outcome, run = group(job(), in_small_units(plain), script=[(5, kill_two_members)], fails=True)
     assert outcome.error is not None
     assert any("optimizer's state are lost" in text for text in texts_of(run))
 
@@ -256,7 +255,6 @@ def test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers(f
         other = sharded(other)
     train = never_put_off(in_small_units(average_and_plateau))
     outcome, _ = group(one, train, url=str(tmp_path))
-    assert outcome.error is None, outcome.traceback
     outcome, _ = group(other, train, url=str(tmp_path))
     check(outcome, average_and_plateau, other)
     assert (outcome.step, steps_of(tmp_path)) == (STEPS, [10, 15, 20])
@@ -268,7 +266,6 @@ def test_checkpoint_is_read_with_and_without_sharding_by_any_number_of_workers(f
 def test_checkpoints_have_the_bytes_of_those_of_a_run_that_is_not_sharded(tmp_path):
     spec, url = job(steps=5, checkpoint=EVERY_5), tmp_path / "sharded"
     outcome, _ = group(spec, never_put_off(in_small_units(plain)), url=str(url))
-    assert outcome.error is None, outcome.traceback
     assert checkpoints_of(url) == checkpoints_without_sharding(spec, plain, tmp_path)
     check_exports(url, outcome.digest)
 
@@ -313,10 +310,7 @@ def checkpoints_of(url):
 
 def checkpoints_without_sharding(spec, train, tmp_path):
     url = str(tmp_path / "not_sharded")
-    outcome, _ = group(
-        dataclasses.replace(spec, sharding=None), never_put_off(in_small_units(train)), url=url
-    )
-    assert outcome.error is None, outcome.traceback
+    group(dataclasses.replace(spec, sharding=None), never_put_off(in_small_units(train)), url=url)
     return checkpoints_of(url)
 
 

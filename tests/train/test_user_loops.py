@@ -112,7 +112,7 @@ def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, wo
     url = str(tmp_path / "run") if workers == 1 else None
     commit = f"{url}/checkpoints/seals/step-{2:012}.claim-{2:08}.json"
     spec = job(workers, killed=died, gates={6: commit} if url else {})
-    outcome, run = group(spec, held(LOOPS[name][0]), faults=faults, url=url)
+    outcome, run = group(spec, held(LOOPS[name][0]), faults=faults, url=url, fails=True)
     if error is not None:
         refusal = error_of(outcome)
         assert type(refusal) is error and words in str(refusal), outcome.traceback

@@ -46,7 +46,6 @@ def test_dead_workers_hold_no_descriptors():
     spec = spec_of(steps=ENDLESS, workers=2, config={"hold": {0: 2}, "body_s": 0.05})
     looks = [(2 + 3 * i, look) for i in range(1 + DEATHS)]
     outcome, _ = group(spec, plain, script=[*looks, (4 * DEATHS, StopRequested("enough"))])
-    assert outcome.error is None, outcome.traceback
     assert len(seen) == 1 + DEATHS and outcome.workers_lost == DEATHS
 
 

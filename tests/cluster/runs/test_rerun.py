@@ -211,7 +211,7 @@ def test_a_lower_limit_is_told(tmp_path):
 def test_workers_say_the_same_of_a_checkpoint_that_does_not_fit(tmp_path):
     fit(tmp_path)
     spec = spec_of(virtual=2, workers=1, steps=6)
-    outcome, _ = group(spec, trains(width=17), url=str(tmp_path / "again"))
+    outcome, _ = group(spec, trains(width=17), url=str(tmp_path / "again"), fails=True)
     assert outcome.error.startswith("RunMismatch: parameter 0.weight")
 
 

