@@ -4,11 +4,14 @@ drive them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from elastic_dp import ElasticTrainer, Result
 from elastic_dp.checkpoint import uploader
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, WorkerLocation
@@ -72,11 +75,29 @@ def spec_of(
     )
 
 
-def local(spec: JobSpec, train: Callable[..., None], url: str | None = None) -> LocalRun:
+def fit(train: Callable[..., None], folder: Any, steps: int, **options: Any) -> Result:
+    """Train until step `steps` of the run in this folder, in this process."""
+    virtual = options.pop("virtual", 2)
+    made: dict[str, Any] = {
+        "name": "run",
+        "storage_path": str(folder),
+        "data": MapStyleData(Points(), micro_batch_size=4),
+        "scaling": ScalingConfig(max_workers=2, virtual_workers=virtual),
+        "max_steps": steps,
+    }
+    return ElasticTrainer(train, **made | options).fit(local=True)
+
+
+def local(
+    spec: JobSpec,
+    train: Callable[..., None],
+    url: str | None = None,
+    on_say: Callable[[str], object] | None = None,
+) -> LocalRun:
     """The undisturbed run, in this process."""
     with short_plans():
         data = open_data(spec.data, virtual_workers=spec.micro_batches_by_step)
-        run = LocalRun(spec, data, torch.device("cpu"), url=url)
+        run = LocalRun(spec, data, torch.device("cpu"), url=url, on_say=on_say)
         run.run(train)
         return run
 
@@ -122,6 +143,34 @@ def goes_on(run: ProcessRun) -> None:
     status = run.controller.status
     at = status()["step"]
     eventually(lambda: status()["step"] > at or run.controller.ended.is_set(), status)
+
+
+def at_size(size: int) -> Callable[[ProcessRun], None]:
+    """Wait until so many workers train, and make steps."""
+
+    def wait(run: ProcessRun) -> None:
+        status = run.controller.status
+        eventually(lambda: (status()["world_size"], status()["phase"]) == (size, "running"), status)
+        goes_on(run)
+
+    return wait
+
+
+def in_turn(
+    deaths: Iterable[dict[str, Any]], folder: Path, **common: Any
+) -> tuple[WorkerFault, ...]:
+    """Each of these faults happens in a generation after the one before."""
+    faults: list[WorkerFault] = []
+    for number, death in enumerate(deaths):
+        before = tuple(str(fault.once) for fault in faults)
+        once = str(folder / f"fault-{number}")
+        faults.append(WorkerFault(**common, **death, once=once, after=before))
+    return tuple(faults)
+
+
+def scaled(spec: JobSpec, **fields: Any) -> JobSpec:
+    """Return the job with these other fields of `ScalingConfig`."""
+    return replace(spec, scaling=replace(spec.scaling, **fields))
 
 
 def lines_of(run: ProcessRun) -> list[dict[str, Any]]:

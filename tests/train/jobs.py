@@ -78,6 +78,19 @@ def classify(ctx: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
     loop(ctx, model, adamw(model), loss_fn, **options)
 
 
+class Kept:
+    """An object of `state=` that keeps a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
 def objects_of(model: nn.Module, optimizer: Any) -> list[int]:
     """What the user made: it stays the same objects in all generations."""
     grouped = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,7 +1,6 @@
 """A run whose workers keep what they read from the store on their disk."""
 
 import dataclasses
-import urllib.request
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +13,7 @@ from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
 from tests.storage.servers import s3_options
 from tests.train.jobs import loop
+from tests.train.test_exactly_once import send
 
 ROWS, SHARDS, STEPS = 96, 6, 12  # 24 rows in a step: three epochs of four steps
 
@@ -27,20 +27,13 @@ def train(ctx):
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn)
 
 
-def put(url, content=b""):
-    headers = {"Authorization": "AWS x:y", "Content-Type": "application/octet-stream"}
-    urllib.request.urlopen(
-        urllib.request.Request(url, data=content, headers=headers, method="PUT")
-    ).close()
-
-
 def test_workers_that_are_killed_share_a_cache_and_its_limit(moto, tmp_path):
-    put(f"{moto}/cached")
+    send(moto, "cached", b"")
     for number in range(SHARDS):
         sink = pa.BufferOutputStream()
         ids = np.arange(number * ROWS // SHARDS, (number + 1) * ROWS // SHARDS)
         pq.write_table(pa.table({"x": ids}), sink, row_group_size=4)
-        put(f"{moto}/cached/data/{number}.parquet", sink.getvalue().to_pybytes())
+        send(moto, f"cached/data/{number}.parquet", sink.getvalue().to_pybytes())
     plain = DataConfig("s3://cached/data", micro_batch_size=3, storage_options=s3_options(moto))
     folder = tmp_path / "cache"
     data = dataclasses.replace(plain, cache_dir=str(folder), cache_bytes=1 << 20)

@@ -9,8 +9,8 @@ from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.distributed import abort_limit, device_connection
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.patience import PATIENCE_S, eventually
-from tests.runs import ENDLESS, goes_on, group, lines_of, local, texts_of
+from tests.patience import PATIENCE_S
+from tests.runs import ENDLESS, at_size, group, lines_of, local, texts_of
 from tests.train.jobs import plain
 from tests.train.test_simulated_device import job, told_when_switched
 
@@ -74,15 +74,9 @@ def test_kill_while_devices_connect_ends_no_other_worker(tmp_path):
 
 def test_pause_does_not_wait_for_devices_that_connect(tmp_path):
     """A member is lost while they do, and its replacement joins."""
-
-    def is_whole(run):
-        status = run.controller.status
-        eventually(lambda: (status()["world_size"], status()["phase"]) == (3, "running"), status)
-        goes_on(run)
-
     spec = job(tmp_path, workers=3, steps=ENDLESS)
     fault = WorkerFault("backward", 6, rank=1, once=str(tmp_path / "dead"))
-    script = [(6, is_whole), (6, StopRequested("enough"))]
+    script = [(6, at_size(3)), (6, StopRequested("enough"))]
     device = SimulatedDevice(connect_s=2 * PATIENCE_S)
     outcome, _ = group(spec, plain, faults=(fault,), device=device, script=script)
     assert (outcome.error, outcome.workers_lost) == (None, 1)

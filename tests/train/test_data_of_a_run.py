@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_dp import DataConfig, ElasticTrainer, MapStyleData, ScalingConfig
+from elastic_dp import DataConfig, MapStyleData
 from elastic_dp.errors import RunMismatch
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import group, local, spec_of
+from tests.runs import fit, group, local, spec_of
 from tests.train.jobs import classify, loop
 
 
@@ -42,8 +43,7 @@ def jitter(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch | {"x": (batch["x"] + noise).astype(np.float32)}
 
 
-def train(ctx: Any) -> None:
-    classify(ctx, clip_norm=1.0)
+train = partial(classify, clip_norm=1.0)
 
 
 def test_a_transform_in_processes_gives_the_same_bits_for_any_number_of_workers(folder):
@@ -67,21 +67,11 @@ def test_a_transform_in_processes_gives_the_same_bits_for_any_number_of_workers(
     ],
 )
 def test_a_data_set_that_changed_between_two_starts(folder, tmp_path, change, said):
-    def fit(steps: int) -> Any:
-        trainer = ElasticTrainer(
-            train,
-            data=DataConfig(str(folder), micro_batch_size=4),
-            name="run",
-            storage_path=str(tmp_path / "runs"),
-            scaling=ScalingConfig(virtual_workers=2),
-            max_steps=steps,
-        )
-        return trainer.fit(local=True)
-
-    fit(2)
+    data = DataConfig(str(folder), micro_batch_size=4)
+    fit(train, tmp_path / "runs", 2, data=data)
     change(folder)
     with pytest.raises(RunMismatch, match=rf"{said}.*Use a new name="):
-        fit(4)
+        fit(train, tmp_path / "runs", 4, data=data)
 
 
 NUMBERS = [{"x": torch.full((4,), float(i))} for i in range(64)]
@@ -107,22 +97,13 @@ def half(seed: int) -> Any:
 def test_other_rows_of_a_map_style_dataset_are_refused_at_a_restart(
     first, second, options, said, tmp_path
 ):
-    def fit(dataset: Any, steps: int) -> Any:
-        return ElasticTrainer(
-            train_on_x,
-            data=MapStyleData(dataset, micro_batch_size=4, **options),
-            name="run",
-            storage_path=str(tmp_path),
-            scaling=ScalingConfig(virtual_workers=2),
-            max_steps=steps,
-        ).fit(local=True)
-
-    fit(first, 2)
+    one, other = (MapStyleData(rows, micro_batch_size=4, **options) for rows in (first, second))
+    fit(train_on_x, tmp_path, 2, data=one)
     if said:
         with pytest.raises(RunMismatch, match=said):
-            fit(second, 4)
+            fit(train_on_x, tmp_path, 4, data=other)
     else:
-        assert fit(second, 4).step == 4
+        assert fit(train_on_x, tmp_path, 4, data=other).step == 4
 
 
 def train_on_x(ctx: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,8 @@ def test_participant_reports_a_metric_and_ends_the_run() -> None:
     [([object()], "participants has a object"), ([CODE["DiskSpace"]("/", 0.0)] * 2, "disk_space")],
 )
 def test_participants_that_cannot_be_used_are_refused(participants: Any, message: str) -> None:
-    def train(ctx: Any) -> None:
-        classify(ctx, participants=participants)
-
     with pytest.raises(SpecError, match=message):
-        local(spec_of(steps=1), train)
+        local(spec_of(steps=1), partial(classify, participants=participants))
 
 
 def summed(group: Any, shares: Any) -> list[list[float]]:
@@ -80,14 +78,8 @@ def test_rounding_has_the_bits_of_one_worker_on_any_number() -> None:
 
 
 def test_rounding_of_a_job_rounds_its_gradients() -> None:
-    def train(ctx: Any, **options: Any) -> None:
-        classify(ctx, **options)
-
-    def rounded(ctx: Any) -> None:
-        train(ctx, rounding=CODE["ScaledHalf"])
-
-    spec = spec_of(steps=3)
-    assert local(spec, rounded).digest != local(spec, train).digest
+    rounded, spec = partial(classify, rounding=CODE["ScaledHalf"]), spec_of(steps=3)
+    assert local(spec, rounded).digest != local(spec, classify).digest
     fast = spec_of(steps=3, exact=False)
     with pytest.raises(SpecError, match="exact=False"):
         local(fast, rounded)

@@ -208,24 +208,12 @@ class Leaves(LeafRunner):
     def run(self, *given: Any, **more: Any) -> Any: ...
 
 
-def test_finished_work_of_the_same_inputs_is_kept():
+@pytest.mark.parametrize(("change", "step"), [("none", 6), ("none", 7), *((c, 6) for c in CHANGES)])
+def test_finished_work_is_kept_for_the_same_inputs_and_forgotten_for_others(change, step):
     leaves = Leaves()
-    leaves.run_step(6)
-    assert list(leaves._finished.nodes) == [(0, 4)]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_finished_work_of_another_input_is_forgotten(change):
-    leaves = Leaves()
-    CHANGES[change](leaves)
-    leaves.run_step(6)
-    assert leaves._finished.nodes == {}
-
-
-def test_finished_work_of_another_step_is_forgotten():
-    leaves = Leaves()
-    leaves.run_step(7)
-    assert leaves._finished.nodes == {}
+    CHANGES.get(change, lambda leaves: None)(leaves)
+    leaves.run_step(step)
+    assert list(leaves._finished.nodes) == ([(0, 4)] if (change, step) == ("none", 6) else [])
 
 
 def test_finished_work_is_forgotten_when_a_stop_is_requested():

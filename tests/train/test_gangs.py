@@ -80,10 +80,6 @@ def tensor_parallel(ctx: Any) -> None:
     loop(ctx, model, adamw(model))
 
 
-def not_sharded(ctx: Any) -> None:
-    classify(ctx)
-
-
 def partly_sharded_by_hand(ctx: Any) -> None:
     """A parameter that is sharded over the mesh, and whose gradient nobody averages."""
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
@@ -149,7 +145,7 @@ def raises_on_one(ctx: Any) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (not_sharded, "not sharded over ctx.mesh"),
+                (classify, "not sharded over ctx.mesh"),
                 (tensor_parallel, "is a DTensor over ctx.mesh, but not one of fully_shard"),
                 (partly_sharded_by_hand, "1.bias is a DTensor over ctx.mesh, but not one of"),
                 (other_layers_for_other_rows, "runs other layers for other rows"),

@@ -18,8 +18,9 @@ import elastic_dp as edp
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import RunMismatch
+from tests import runs
 from tests.data.test_packing import DOCUMENTS, document, packed
-from tests.runs import Points, group, local, spec_of
+from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, classify, cross_entropy
 
 GROWTH = {0: 4, 3: 6, 6: 12}
@@ -102,23 +103,11 @@ def test_shards_are_read_once_an_epoch_by_any_number_of_workers(make, column, ev
         assert sum(x["weight"] for x in calm.logged) == ROWS
 
 
-def trains(ctx: Any) -> None:
-    classify(ctx)
-
-
 def fit(path: Path, growth: Any, max_steps: int) -> tuple[edp.Result, list[str]]:
-    trainer = edp.ElasticTrainer(
-        trains,
-        name="grows",
-        storage_path=str(path),
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=growth),
-        checkpoint=edp.CheckpointConfig(every_steps=1, num_to_keep=None),
-        max_steps=max_steps,
-    )
+    each = edp.CheckpointConfig(every_steps=1, num_to_keep=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = trainer.fit(local=True)
+        result = runs.fit(classify, path, max_steps, virtual=growth, checkpoint=each, name="grows")
     return result, [str(w.message) for w in caught if w.category is UserWarning]
 
 

@@ -8,15 +8,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.config import CheckpointConfig, MapStyleData
-from elastic_dp.data import open_data
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
-from tests.runs import group, never_put_off, resize, spec_of, texts_of
+from tests.runs import group, local, never_put_off, resize, scaled, spec_of, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import kill_all, times_lost, when_committed
 from tests.train.habits import HABITS, autocast_loss
 from tests.train.habits import run as run_without_habits
@@ -35,10 +32,9 @@ def job(habit, workers, **config):
 
 def alone(habit):
     """On one worker, undisturbed: the run, its session, and what it said."""
-    spec, heard = job(habit, 1), []
-    data = open_data(spec.data, virtual_workers=8)
-    local = LocalRun(spec, data, torch.device("cpu"), on_say=heard.append)
-    return local, local.run(habit.train), heard
+    heard = []
+    run = local(job(habit, 1), habit.train, on_say=heard.append)
+    return run, run._session, heard
 
 
 def disturbed(habit, folder):
@@ -84,9 +80,9 @@ def test_habits_disturbed_in_ci_are_habits():
 @pytest.mark.parametrize("name", disturbed_of("exact"))
 def test_exact_habit_gives_one_digest_for_any_number_of_workers_without_a_warning(name, tmp_path):
     habit = HABITS[name]
-    local, session, heard = alone(habit)
+    undisturbed, session, heard = alone(habit)
     outcome, run = disturbed(habit, tmp_path)
-    assert outcome.digest == local.digest
+    assert outcome.digest == undisturbed.digest
     assert texts_of(run)
     assert not [text for text in [*heard, *texts_of(run)] if "WARNING" in text]
     assert not session.inexact_because and not outcome.inexact_because
@@ -129,9 +125,7 @@ def test_refused_habit_is_one_typed_error_for_one_worker(name):
 @pytest.mark.parametrize("name", disturbed_of("refused"))
 def test_refused_habit_is_one_typed_error_for_any_number_of_workers(name):
     habit = HABITS[name]
-    spec = job(habit, 3)
-    scaling = dataclasses.replace(spec.scaling, min_workers=3)
-    outcome, _ = group(dataclasses.replace(spec, scaling=scaling), habit.train, fails=True)
+    outcome, _ = group(scaled(job(habit, 3), min_workers=3), habit.train, fails=True)
     error = error_of(outcome)
     assert type(error) is habit.error and habit.words in str(error), outcome.traceback
 

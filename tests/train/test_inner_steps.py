@@ -24,7 +24,7 @@ from elastic_dp.sampling.seeds import seed_for
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold, loop
 from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points
-from tests.train.test_staleness import tree_sum, weights_of
+from tests.train.test_staleness import Moving, tree_sum, weights_of
 
 INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
@@ -214,17 +214,6 @@ def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_chang
 
 
 def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_taken() -> None:
-    class Moving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(16, 4)
-            self.register_buffer("mean", torch.zeros(16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = self.head(x - self.mean)
-            self.mean.lerp_(x.mean(0), 0.5)
-            return found
-
     moved: list[torch.Tensor] = []
 
     def train(ctx: Any) -> None:
@@ -367,9 +356,6 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
     assert sum(line["weight"] for line in run.logged) == SHARDS * GROUPS * ROWS - ROWS
     assert run._session is not None
     assert run._session.skipped == ("row group 2 of part-1.parquet",)
-
-
-# --------------------------------------------------------------------------------- for any fleet
 
 
 # ------------------------------------------------------------------------------------- is refused

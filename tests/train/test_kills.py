@@ -28,7 +28,17 @@ from elastic_dp.train.state import state_moves
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import Points, goes_on, group, lines_of, local, losses_of, spec_of
+from tests.runs import (
+    ENDLESS,
+    Points,
+    at_size,
+    group,
+    in_turn,
+    lines_of,
+    local,
+    losses_of,
+    spec_of,
+)
 from tests.train.jobs import (
     average_and_plateau,
     batch_norm,
@@ -38,7 +48,6 @@ from tests.train.jobs import (
     scheduler_in_the_body,
 )
 
-ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "sending_state", "receiving_state")
 # Where the victim has not sent all that the others need for their commit.
 NOBODY_COMMITS = POINTS[POINTS.index("before_forward") : POINTS.index("buffers")]
@@ -255,7 +264,7 @@ def hears_of_the_end_late(train, dead):
 def test_planned_end_that_cuts_a_step_has_the_local_digest(kills, tmp_path):
     reused, dead = tmp_path / "reused", str(tmp_path / "dead") if kills else None
     train = noting_what_is_reused(hears_of_the_end_late(average_and_plateau, dead), reused)
-    script = [(20, SizeRequested(2)), (20, smaller), (20, goes_on), (1, StopRequested("enough"))]
+    script = [(20, SizeRequested(2)), (20, at_size(2)), (1, StopRequested("enough"))]
     outcome, run = group(job(hold={}), train, script=script)
     check(outcome, run, average_and_plateau, kills=kills)
     lines = lines_of(run)
@@ -266,21 +275,12 @@ def test_planned_end_that_cuts_a_step_has_the_local_digest(kills, tmp_path):
     assert reused.exists()
 
 
-def smaller(run):
-    """Waits until two workers train."""
-    status = run.controller.status
-    eventually(lambda: (status()["world_size"], status()["phase"]) == (2, "running"), status)
-
-
 def test_killed_between_two_buckets_in_fast_mode(tmp_path):
     """Two virtual workers on two workers, or on the one that is left: even there both give the same
     sum."""
     deaths = [("sent", 0), ("gather", 1), ("sent", 1), ("gather", 0)]
-    files = tuple(str(tmp_path / str(i)) for i in range(len(deaths)))
-    faults = tuple(
-        WorkerFault(point, rank=rank, world_size=2, once=files[i], after=files[:i], settled=True)
-        for i, (point, rank) in enumerate(deaths)
-    )
+    each = [{"point": point, "rank": rank} for point, rank in deaths]
+    faults = in_turn(each, tmp_path, world_size=2, settled=True)
     options = {"virtual": 2, "workers": 2, "exact": False}
     spec = spec_of(steps=ENDLESS, standby=1, config={"hold": {0: 2}, "body_s": 0.02}, **options)
     outcome, _ = with_faults(spec, in_small_buckets(plain), faults)

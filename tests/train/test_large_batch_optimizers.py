@@ -4,8 +4,8 @@ on three, with a join, a kill and a restore, and for a batch that grows."""
 import pytest
 import torch
 
-import elastic_dp as edp
-from tests.runs import Points, local, spec_of
+from elastic_dp.config import CheckpointConfig
+from tests.runs import fit, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold
 from tests.train.optimizers import Both, pytorch_optimizer
 
@@ -32,6 +32,7 @@ class MuonAndAdamW(Both):
         }
 
 
+EVERY_2 = CheckpointConfig(every_steps=2)
 OPTIMIZERS = {"LARS": lars, "LAMB": lamb, "Muon": MuonAndAdamW}
 
 
@@ -51,18 +52,6 @@ def training(make):
     return train
 
 
-def fit(folder, make, max_steps):
-    return edp.ElasticTrainer(
-        training(make),
-        name="large",
-        storage_path=str(folder),
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(max_workers=2, virtual_workers={0: 4, 4: 8}),
-        checkpoint=edp.CheckpointConfig(every_steps=2),
-        max_steps=max_steps,
-    ).fit(local=True)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -71,9 +60,11 @@ def fit(folder, make, max_steps):
     ],
 )
 def test_restored_run_has_the_weights_of_the_one_at_once_and_learns(make, tmp_path):
-    at_once = fit(tmp_path / "at once", make, 12)
-    fit(tmp_path / "parts", make, 3)
-    assert fit(tmp_path / "parts", make, 12).weights_sha256 == at_once.weights_sha256
+    train, options = training(make), {"virtual": {0: 4, 4: 8}, "checkpoint": EVERY_2}
+    at_once = fit(train, tmp_path / "at once", 12, **options)
+    fit(train, tmp_path / "parts", 3, **options)
+    restored = fit(train, tmp_path / "parts", 12, **options)
+    assert restored.weights_sha256 == at_once.weights_sha256
     assert at_once.metrics["loss"] < 1.3  # of four classes, at first about 1.39
 
 

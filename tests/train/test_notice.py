@@ -15,7 +15,16 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from tests.patience import eventually
-from tests.runs import ENDLESS, formed_of, goes_on, group, lines_of, local, spec_of, texts_of
+from tests.runs import (
+    ENDLESS,
+    at_size,
+    formed_of,
+    group,
+    lines_of,
+    local,
+    spec_of,
+    texts_of,
+)
 from tests.train.jobs import plain
 
 
@@ -49,11 +58,6 @@ def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
     further."""
     seen, pause = {}, tmp_path / "pause"
 
-    def trains(run, size):
-        status = run.controller.status
-        eventually(lambda: (status()["world_size"], status()["phase"]) == (size, "running"), status)
-        goes_on(run)
-
     def ends(run, size, event):
         """The present generation, by this; and the next one, of that size, trains."""
         status = run.controller.status
@@ -62,11 +66,11 @@ def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
         run.controller.post(event)
         eventually(lambda: status()["generation"] > generation, status)
         pause.unlink()
-        trains(run, size)
+        at_size(size)(run)
         return generation
 
     def take_away(run):
-        trains(run, 3)
+        at_size(3)(run)
         seen["victim"] = run.controller.coordinator.membership.members[-1].worker
         notice = DrainNoticed(seen["victim"], time.monotonic() + 30.0)
         seen["noticed in"] = ends(run, 3, notice)

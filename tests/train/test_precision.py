@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import elastic_dp as edp
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import ModelError
+from tests import runs
 from tests.imported_when_used import ImportedWhenUsed
-from tests.runs import Points, local, spec_of
+from tests.runs import local, spec_of
 from tests.train.jobs import cross_entropy, hold, loop
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
@@ -53,15 +54,8 @@ def training(name):
 
 
 def fit(folder, train, max_steps):
-    return edp.ElasticTrainer(
-        train,
-        name="low",
-        storage_path=str(folder),
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=4),
-        checkpoint=edp.CheckpointConfig(every_steps=2),
-        max_steps=max_steps,
-    ).fit(local=True)
+    every_2 = CheckpointConfig(every_steps=2)
+    return runs.fit(train, folder, max_steps, virtual=4, checkpoint=every_2)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

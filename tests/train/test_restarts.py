@@ -8,22 +8,9 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 
-import elastic_dp as edp
 from elastic_dp.errors import LoopError, RunMismatch, SpecError
-from tests.runs import Points, local, spec_of
+from tests.runs import fit, local, spec_of
 from tests.train.jobs import classifier, cross_entropy, loop
-
-
-def fit(train, folder, steps):
-    """Runs `steps` of the run in `folder`, in this process."""
-    return edp.ElasticTrainer(
-        train,
-        name="again",
-        storage_path=folder,
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(max_workers=1, virtual_workers=2),
-        max_steps=steps,
-    ).fit(local=True)
 
 
 def in_order(reverse, *, named=False):

@@ -13,7 +13,7 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
 from elastic_dp.checkpoint.exporting import export, load_state
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.config import CheckpointConfig, MapStyleData
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import (
     DrainNoticed,
     SizeRequested,
@@ -28,15 +28,16 @@ from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
 from tests.runs import (
     ENDLESS,
-    Points,
+    at_size,
     goes_on,
     group,
     local,
     losses_of,
     never_put_off,
-    spec_of,
+    scaled,
     texts_of,
 )
+from tests.train import test_kills
 from tests.train.jobs import adamw, average_and_plateau, classifier, loop, plain
 
 SMALL_UNIT_BYTES = 256
@@ -82,17 +83,13 @@ def begins_with_state(ctx):
 
 
 def job(steps=ENDLESS, workers=4, checkpoint=None, **options):
-    config = {
-        "eval": MapStyleData(Points(60), micro_batch_size=8),
-        "body_s": 0.02,
-        "hold": {0: workers},
-        **options,
-    }
-    spec = spec_of(steps=steps, workers=workers, virtual=4, min_workers=1, standby=1, config=config)
+    spec = test_kills.job(steps, workers, **options)
     return sharded(dataclasses.replace(spec, checkpoint=checkpoint or spec.checkpoint))
 
 
-def check(outcome, train, spec):
+def check(outcome, train, spec, run=None):
+    """And in this run no part of the state was lost."""
+    assert run is None or not any("optimizer's state" in text for text in texts_of(run))
     undisturbed = not_sharded(dataclasses.replace(spec, max_steps=outcome.step), train)
     assert outcome.digest == undisturbed.digest
 
@@ -123,17 +120,7 @@ def test_workers_join_and_several_leave_at_once(tmp_path):
         (10, StopRequested("enough")),
     ]
     outcome, run = group(spec, in_small_units(average_and_plateau), script=script)
-    assert not any("optimizer's state" in text for text in texts_of(run))
-    check(outcome, average_and_plateau, spec)
-
-
-def at_size(size):
-    def wait(run):
-        status = run.controller.status
-        eventually(lambda: (status()["world_size"], status()["phase"]) == (size, "running"), status)
-        goes_on(run)
-
-    return wait
+    check(outcome, average_and_plateau, spec, run)
 
 
 def test_workers_that_leave_with_notice_take_no_part_of_the_state_with_them():
@@ -152,8 +139,7 @@ def test_workers_that_leave_with_notice_take_no_part_of_the_state_with_them():
     spec = job(hold={})
     outcome, run = group(spec, in_small_units(average_and_plateau), script=script)
     assert outcome.workers_lost == 0, losses_of(run)
-    assert not any("optimizer's state" in text for text in texts_of(run))
-    check(outcome, average_and_plateau, spec)
+    check(outcome, average_and_plateau, spec, run)
 
 
 def of_many_pieces(ctx):
@@ -204,15 +190,13 @@ def test_notice_right_behind_a_loss_costs_no_state(leaving, tmp_path):
         eventually(lambda: not gone & set(status()["workers"]), status)
         goes_on(run)
 
-    spec = job(hold=dict.fromkeys(range(1, 7), 4))
-    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=0))
+    spec = scaled(job(hold=dict.fromkeys(range(1, 7), 4)), standby=0)
     fault = WorkerFault("after_step", 8, rank=3, world_size=4, once=str(dead))
     train = copies_slowly(in_small_units(of_many_pieces), dead, told)
     script = [(1, take_away), (1, StopRequested("enough"))]
     outcome, run = group(spec, train, faults=(fault,), script=script)
     assert outcome.workers_lost == 1, losses_of(run)
-    assert not any("optimizer's state" in text for text in texts_of(run))
-    check(outcome, of_many_pieces, spec)
+    check(outcome, of_many_pieces, spec, run)
 
 
 EVERY_5 = CheckpointConfig(every_steps=5)
@@ -352,11 +336,9 @@ def test_loss_of_a_whole_node_costs_no_state(joins, node):
             run.worker_group.processes[worker].kill()
 
     script = [(5, at_size(4)), *joins, (5, lose_node), (5, goes_on), (5, StopRequested("enough"))]
-    spec = job(**({"hold": {}} if joins else {}))
     # A standby could be among the first four, three of which may then be on one node.
-    spec = dataclasses.replace(spec, scaling=dataclasses.replace(spec.scaling, standby=0))
+    spec = scaled(job(**({"hold": {}} if joins else {})), standby=0)
     train = in_small_units(average_and_plateau)
     outcome, run = group(spec, train, script=script, location=node)
     assert outcome.workers_lost == 2, losses_of(run)
-    assert not any("optimizer's state" in text for text in texts_of(run))
-    check(outcome, average_and_plateau, spec)
+    check(outcome, average_and_plateau, spec, run)

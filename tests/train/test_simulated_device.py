@@ -26,7 +26,18 @@ from elastic_dp.train.local_run import LocalRun
 from tests.cluster.test_budgets import is_first
 from tests.kit.again import again, slow
 from tests.patience import PATIENCE_S, eventually
-from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, losses_of, spec_of
+from tests.runs import (
+    ENDLESS,
+    Points,
+    at_size,
+    goes_on,
+    group,
+    in_turn,
+    lines_of,
+    local,
+    losses_of,
+    spec_of,
+)
 from tests.train import test_finished_work, test_kills, test_notice
 from tests.train.checkpointing import test_collective_read, test_worker_checkpointer
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
@@ -224,13 +235,8 @@ OTHERS = tuple(p for p in test_kills.IN_A_STEP if p not in (*AT_RISK, "buffers")
 def test_kill_in_a_step_that_uses_the_communicator_has_the_local_digest(points, tmp_path):
     """One rank after another, the group back at full size in between. The survivors' device spins
     until their communicator is aborted. Then they go on."""
-    files = [str(tmp_path / point) for point in points]
-    faults = tuple(
-        WorkerFault(
-            point, rank=i % 3, world_size=3, once=files[i], after=(*files[:i],), settled=True
-        )
-        for i, point in enumerate(points)
-    )
+    deaths = [{"point": point, "rank": i % 3} for i, point in enumerate(points)]
+    faults = in_turn(deaths, tmp_path, world_size=3, settled=True)
     trained = faults_while_switched(in_small_buckets(average_and_plateau))
     # The abort blocks after it has freed the device; nobody waits for that.
     device = SimulatedDevice(abort_s=1.0)
@@ -417,12 +423,10 @@ def test_run_whose_communicators_are_never_destroyed_to_the_end_has_the_local_di
     trained = faults_while_switched(destroyed_at_once(plain, str(file)))
 
     def ended(run):
-        status = run.controller.status
         eventually(lambda: os.path.exists(fault.once))
         for size in (2, 3):  # by planned ends, too
             run.controller.post(SizeRequested(size))
-            eventually(lambda n=size: (status()["world_size"], status()["phase"]) == (n, "running"))
-            goes_on(run)
+            at_size(size)(run)
         eventually(lambda: file.exists() and len(file.read_text().split()) >= 4)
 
     spec = spec_of(steps=ENDLESS, standby=1, config={"body_s": 0.1})

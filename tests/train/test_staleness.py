@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,7 @@ from elastic_dp.sampling import StepSchedule
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
-from tests.train.jobs import (
-    adamw,
-    classifier,
-    classify,
-    cross_entropy,
-    plain,
-)
+from tests.train.jobs import adamw, classifier, classify, cross_entropy, plain
 
 LAST = 8  # step
 
@@ -161,19 +156,22 @@ def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> Non
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+class Moving(torch.nn.Module):
+    """Has a buffer that each forward pass moves, and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.head(x - self.mean)
+        self.mean.lerp_(x.mean(0), 0.5)
+        return found
+
+
 def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
     """Leaves of step 2 run again in step 3, and their loss reads a buffer that each step moves."""
-
-    class Moving(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = torch.nn.Linear(16, 4)
-            self.register_buffer("mean", torch.zeros(16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = self.head(x - self.mean)
-            self.mean.lerp_(x.mean(0), 0.5)
-            return found
 
     moved: list[torch.Tensor] = []
 
@@ -365,9 +363,7 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
 
 
 def test_noise_scale_is_refused_before_the_first_step() -> None:
-    def train(ctx: Any) -> None:
-        classify(ctx, noise_scale_every=1)
-
+    train = partial(classify, noise_scale_every=1)
     with pytest.raises(SpecError, match=r"noise_scale_every needs .* staleness=1"):
         local(delayed(spec_of(steps=2)), train)
     with pytest.raises(SpecError, match=r"staleness=\{0: 0, 9: 1\}"):

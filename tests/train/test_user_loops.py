@@ -4,14 +4,10 @@ import dataclasses
 import os
 
 import pytest
-import torch
 
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.config import CheckpointConfig
-from elastic_dp.data import open_data
-from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.local_run import LocalRun
-from tests.runs import group, spec_of, texts_of
+from tests.runs import group, in_turn, local, spec_of, texts_of
 from tests.train.jobs import hold
 from tests.train.user_loops import LOOPS
 
@@ -56,10 +52,7 @@ def job(workers, **config):
 def alone(name, steps=STEPS):
     """The run of one process, and what it said."""
     spec, heard = dataclasses.replace(job(1), max_steps=steps), []
-    data = open_data(spec.data, virtual_workers=6)
-    run = LocalRun(spec, data, torch.device("cpu"), on_say=heard.append)
-    run.run(held(LOOPS[name][0]))
-    return run, heard
+    return local(spec, held(LOOPS[name][0]), on_say=heard.append), heard
 
 
 def check_said(words, texts):
@@ -95,23 +88,15 @@ def test_loop_is_exact_or_named_in_one_process(name):
 def test_loop_is_exact_or_named_although_workers_that_began_it_are_lost(name, workers, tmp_path):
     _, error, words = LOOPS[name]
     # Each time rank 0, which has been there for longest, once the group is whole again.
-    died = tuple(str(tmp_path / f"{i}") for i in range(workers))
-    faults = tuple(
-        WorkerFault(
-            "backward",
-            rank=0,
-            world_size=workers,
-            step=7 if workers == 1 else None,
-            once=once,
-            after=died[:i],
-            settled=True,
-        )
-        for i, once in enumerate(died)
-    )
+    step = 7 if workers == 1 else None
+    same = {"point": "backward", "rank": 0, "world_size": workers, "step": step}
+    faults = in_turn([same] * workers, tmp_path, settled=True)
     # Of one worker nobody else has the state: it dies once that of step 2 is committed.
     url = str(tmp_path / "run") if workers == 1 else None
     commit = f"{url}/checkpoints/seals/step-{2:012}.claim-{2:08}.json"
-    spec = job(workers, killed=died, gates={6: commit} if url else {})
+    spec = job(
+        workers, killed=tuple(fault.once for fault in faults), gates={6: commit} if url else {}
+    )
     outcome, run = group(spec, held(LOOPS[name][0]), faults=faults, url=url, fails=True)
     if error is not None:
         refusal = error_of(outcome)

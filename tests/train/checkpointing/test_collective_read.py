@@ -12,9 +12,8 @@ from torch import nn
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import collective_read
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import eventually
-from tests.runs import formed_of, group, local, texts_of
+from tests.runs import formed_of, group, in_turn, local, scaled, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import job
 from tests.train.jobs import adamw, loop
 
@@ -74,9 +73,7 @@ def dying(rank, once):
 
 
 def spec_for(workers, steps=STEPS):
-    spec = job(steps=steps, workers=workers)
-    scaling = dataclasses.replace(spec.scaling, min_workers=workers, virtual_workers=8)
-    return dataclasses.replace(spec, scaling=scaling)
+    return scaled(job(steps=steps, workers=workers), min_workers=workers, virtual_workers=8)
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +140,9 @@ def test_restore_without_an_undamaged_checkpoint_fails_the_run(there):
 @pytest.mark.parametrize("point", ["restoring", "sharing"])
 def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_path):
     """Each rank in turn, each in a generation of its own."""
-    files = [str(tmp_path / f"{rank}") for rank in range(3)]
-    faults = tuple(
-        WorkerFault(point, rank=rank, once=file, after=tuple(files[:rank]))
-        for rank, file in enumerate(files)
-    )
+    faults = in_turn([{"rank": rank} for rank in range(3)], tmp_path, point=point)
     outcome, _ = group(spec_for(3), wide, faults=faults, url=str(there))
-    assert all(map(os.path.exists, files))
+    assert all(os.path.exists(fault.once) for fault in faults)
     assert (outcome.digest, outcome.workers_lost) == (calm.digest, 3)
 
 

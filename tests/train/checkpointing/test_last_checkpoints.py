@@ -23,7 +23,7 @@ from elastic_dp.train.state.train_state import TrainState
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import job, steps_of
-from tests.train.jobs import adamw, average_and_plateau, classifier, classify, cross_entropy
+from tests.train.jobs import Kept, adamw, average_and_plateau, classifier, classify, cross_entropy
 
 NONE = CheckpointConfig()
 
@@ -209,28 +209,15 @@ def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
         local(spec_of(steps=3), train, url=str(tmp_path))
 
 
-class Ranked:
-    """State that differs between members."""
-
-    def __init__(self):
-        self.rank = 0
-
-    def state_dict(self):
-        return {"rank": self.rank}
-
-    def load_state_dict(self, state):
-        self.rank = state["rank"]
-
-
 @pytest.mark.parametrize("config", [CheckpointConfig(every_steps=3), NONE], ids=["first", "last"])
 def test_state_that_differs_fails_the_run_by_key_with_the_weights_in_a_checkpoint(config, tmp_path):
     def train(ctx):
-        model, ranked = classifier(), Ranked()
+        model, ranked = classifier(), Kept(0)
         for _ in ctx.steps(model, adamw(model), cross_entropy, state={"mine": ranked}):
-            ranked.rank = ctx.rank
+            ranked.value = ctx.rank
 
     outcome, _ = group(short(20, config), train, url=str(tmp_path), fails=True)
-    assert re.search(r"state\['mine'\]\.state_dict\(\)\.rank \((0 and 1|1 and 0)\)", outcome.error)
+    assert re.search(r"state\['mine'\]\.state_dict\(\)\.value \((0 and 1|1 and 0)\)", outcome.error)
     # A later one may be written too before the workers hear of the error.
     steps = steps_of(tmp_path)
     assert f"after step {steps[0]}: " in outcome.error

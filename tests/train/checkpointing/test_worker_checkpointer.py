@@ -19,7 +19,6 @@ from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
 from elastic_dp.errors import CheckpointError, RunMismatch
 from elastic_dp.storage import Store
-from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations import state_transfer
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
@@ -31,13 +30,22 @@ from tests.runs import (
     formed_of,
     goes_on,
     group,
+    in_turn,
     lines_of,
     local,
     never_put_off,
     spec_of,
     texts_of,
 )
-from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy, hold, plain
+from tests.train.jobs import (
+    Kept,
+    adamw,
+    average_and_plateau,
+    classifier,
+    cross_entropy,
+    hold,
+    plain,
+)
 
 STEPS = 30
 EVERY_5 = CheckpointConfig(every_steps=5)
@@ -129,15 +137,10 @@ def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm,
 def test_killed_as_the_state_is_copied(tmp_path):
     """The survivors write what the killed worker should have written. Each rank once, the group
     back at full size in between."""
-    url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
-    faults = tuple(
-        WorkerFault(
-            "keeping", rank=n, world_size=3, once=str(dead[n]), after=(*map(str, dead[:n]),)
-        )
-        for n in range(3)
-    )
+    url, last = tmp_path / "run", tmp_path / "fault-2"
+    faults = in_turn([{"rank": n} for n in range(3)], tmp_path, point="keeping", world_size=3)
     script = [
-        (1, lambda run: eventually(lambda: run.controller.ended.is_set() or dead[2].exists())),
+        (1, lambda run: eventually(lambda: run.controller.ended.is_set() or last.exists())),
         (1, goes_on),
         (1, StopRequested("enough")),
     ]
@@ -146,8 +149,7 @@ def test_killed_as_the_state_is_copied(tmp_path):
     assert outcome.workers_lost == 3
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
     committed = [int(text.split()[3]) for text in texts_of(run) if "is committed" in text]
-    last = {outcome.step}  # as any run's end
-    assert committed == sorted({*range(5, outcome.step, 5)} | last)
+    assert committed == sorted({*range(5, outcome.step, 5), outcome.step})  # as any run's end
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_path):
@@ -222,39 +224,28 @@ def test_checkpoints_by_time_keep_their_interval(tmp_path):
     assert len(steps_of(tmp_path)) <= 2 + outcome.wall_s / every_s
 
 
-class Unstorable:
-    def __init__(self, rule=None):
-        self.rule = rule
-
-    def state_dict(self):
-        return {"rule": self.rule}
-
-    def load_state_dict(self, state):
-        pass
-
-
 def test_a_state_that_cannot_be_stored_is_an_error_before_the_first_step(tmp_path):
     def train(ctx):
         model = classifier()
-        odd = Unstorable(rule=lambda step: step)
+        odd = Kept(lambda step: step)
         for _ in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
             raise AssertionError("a step was made")
 
     outcome, _ = group(job(workers=1), train, url=str(tmp_path), fails=True)
     assert outcome.error.startswith("SpecError: ")
-    assert "state['odd'].state_dict()" in outcome.error and "rule is a " in outcome.error
+    assert "state['odd'].state_dict()" in outcome.error and "value is a " in outcome.error
 
 
 def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path):
     def train(ctx):
         model = classifier()
-        odd = Unstorable()
+        odd = Kept(None)
         for step in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
-            odd.rule = lambda step: step
+            odd.value = lambda step: step
             hold(ctx, step)
 
     def refused(run):
-        return [text for text in texts_of(run) if "body.user.odd.rule" in text]
+        return [text for text in texts_of(run) if "body.user.odd.value" in text]
 
     spec = job(ENDLESS, workers=1, checkpoint=CheckpointConfig())
     script = [

@@ -13,7 +13,7 @@ from elastic_dp.errors import LossError
 from elastic_dp.train.exactness.facts import Look, facts_of
 from elastic_dp.train.step.trial_run import ProbeOutcome, TrialRun
 from tests.runs import group, local, spec_of, texts_of
-from tests.train.jobs import adamw, classifier, classify, cross_entropy, loop
+from tests.train.jobs import Kept, adamw, classifier, classify, cross_entropy, loop
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -77,10 +77,7 @@ class Counts:
 
 @pytest.mark.parametrize("of", [lambda c: c, lambda c: c.loss, lambda c: functools.partial(c.loss)])
 def test_a_count_of_an_object_that_is_the_loss_function_is_said(of):
-    def train(ctx):
-        classify(ctx, of(Counts()))
-
-    _, run = group(spec_of(steps=2, workers=1), train)
+    _, run = group(spec_of(steps=2, workers=1), lambda ctx: classify(ctx, of(Counts())))
     assert any("loss_fn.calls (1, then 2) changes" in text for text in texts_of(run))
 
 
@@ -171,20 +168,10 @@ def test_scheduler_that_the_optimizer_holds_is_not_accused():
 def test_numbers_that_are_equal_to_what_is_passed_are_looked_at():
     """Small integers are one object each."""
 
-    class Average:
-        def __init__(self):
-            self.count = 1
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
     def train(ctx):
         model, temperature = classifier(), 1
         loss_fn = lambda m, b: cross_entropy(m, b) / temperature  # noqa: E731
-        for _ in ctx.steps(model, adamw(model), loss_fn, state={"average": Average()}):
+        for _ in ctx.steps(model, adamw(model), loss_fn, state={"one": Kept(1)}):
             temperature += 1
 
     _, run = group(spec_of(steps=2, workers=1), train)

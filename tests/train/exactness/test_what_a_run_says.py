@@ -1,6 +1,7 @@
 """What breaks exactness, or changes when a run is started again, is said by name."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,31 +9,20 @@ from torch import nn
 
 from elastic_dp.errors import SpecError
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
-from elastic_dp.train.local_run import LocalRun
 from tests.runs import local, spec_of
 from tests.train.jobs import classify
 
 CPU = torch.device("cpu")
 
 
-def with_options(**options):
-    def train(ctx):
-        classify(ctx, **options)
-
-    return train
-
-
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16"}, {"clip_norm": 0.3}, {"clip_value": 0.1}]
 )
-def test_option_of_the_loop_that_changes_at_a_restart_is_said_by_name(
-    options, tmp_path, monkeypatch
-):
+def test_option_of_the_loop_that_changes_at_a_restart_is_said_by_name(options, tmp_path):
     said = []
-    monkeypatch.setattr(LocalRun, "say", lambda run, text: said.append(text))
-    local(spec_of(steps=3), with_options(), url=str(tmp_path))
+    local(spec_of(steps=3), classify, str(tmp_path), said.append)
     assert not [text for text in said if "of ctx.steps" in text]
-    local(spec_of(steps=5), with_options(**options), url=str(tmp_path))
+    local(spec_of(steps=5), partial(classify, **options), str(tmp_path), said.append)
     ((name, value),) = options.items()
     expected = f"{name}={value!r} of ctx.steps counts from step 4 on; it was None before"
     assert [text for text in said if expected in text]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from elastic_dp.config import JobSpec, MapStyleData
 from elastic_dp.testing.process_worker_group import preload
 from tests.imported_when_used import ImportedWhenUsed
 from tests.runs import Points, spec_of
-from tests.train.jobs import adamw, classifier, cross_entropy, hold
+from tests.train.jobs import Kept, adamw, classifier, cross_entropy, hold
 
 fsdp = ImportedWhenUsed("torch.distributed.fsdp")
 preload("torch.distributed.fsdp")
@@ -36,26 +35,10 @@ def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
     )
 
 
-def scaled(spec: JobSpec, **fields: int) -> JobSpec:
-    """Returns the job with these other fields of `ScalingConfig`."""
-    return replace(spec, scaling=replace(spec.scaling, **fields))
-
-
-class Average:
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 def run(ctx: Any, model: nn.Module, loss_fn: Callable[..., Any] = cross_entropy) -> None:
     """With clipping, a scheduler, an evaluation in a body, and an average of the losses in
     `state=`."""
-    optimizer, average = adamw(model), Average()
+    optimizer, average = adamw(model), Kept(0.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     state = {"average": average}
     for step in ctx.steps(

@@ -21,8 +21,8 @@ from elastic_dp.storage import Store
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.runs import ENDLESS, group, lines_of, local, losses_of
-from tests.train.gang.jobs import STEPS, gangs, scaled, trains
+from tests.runs import ENDLESS, group, in_turn, lines_of, local, losses_of, scaled
+from tests.train.gang.jobs import STEPS, gangs, trains
 from tests.train.jobs import classifier, classify
 from tests.train.test_kills import IN_A_STEP, with_faults
 from tests.train.test_simulated_device import faults_while_switched
@@ -70,12 +70,8 @@ def test_run_that_was_stopped_goes_on_with_another_number_of_gangs_and_the_same_
     undisturbed = calm()[0].digest
     assert (outcome.step, outcome.digest) == (STEPS, undisturbed), losses_of(run)
     assert digest_of_export(str(tmp_path), classifier()) == undisturbed
-
-    def trains_on_other_rows(ctx: Any) -> None:
-        classify(ctx)
-
     other = scaled(gangs(1, steps=12), processes_per_worker=1)
-    outcome, _ = group(other, trains_on_other_rows, url=str(tmp_path), fails=True)
+    outcome, _ = group(other, classify, url=str(tmp_path), fails=True)
     assert "processes_per_worker is 1, but the newest checkpoint" in str(outcome.error)
 
 
@@ -117,20 +113,8 @@ def check_kills_of_each_process(
     point: str, tmp_path: Any, device: SimulatedDevice | None = None
 ) -> None:
     """One after another dies at `point`, with all gangs there."""
-    victims = [(rank, process) for rank in range(2) for process in range(2)]
-    files = [str(tmp_path / f"{rank}-{process}") for rank, process in victims]
-    faults = tuple(
-        WorkerFault(
-            point,
-            rank=rank,
-            process=process,
-            world_size=2,
-            once=file,
-            after=tuple(files[:number]),
-            settled=True,
-        )
-        for number, ((rank, process), file) in enumerate(zip(victims, files, strict=True))
-    )
+    deaths = [{"rank": rank, "process": process} for rank in range(2) for process in range(2)]
+    faults = in_turn(deaths, tmp_path, point=point, world_size=2, settled=True)
     config = {"body_s": 0.05}
     spec = gangs(2, steps=ENDLESS, min_workers=1, standby=1, config=config)
     train: Any = trains

@@ -13,10 +13,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_dp.cluster.run_handle import error_of
-from elastic_dp.data import open_data
 from elastic_dp.errors import LoopError
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.local_run import LocalRun
 from tests.runs import group, local, resize, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
@@ -27,9 +25,8 @@ def begin(ctx, **options):
 
 
 def heard_of(train, steps=4):
-    spec, heard = spec_of(steps=steps, workers=1, virtual=2), []
-    data = open_data(spec.data, virtual_workers=2)
-    LocalRun(spec, data, torch.device("cpu"), on_say=heard.append).run(train)
+    heard = []
+    local(spec_of(steps=steps, workers=1, virtual=2), train, on_say=heard.append)
     return [text for text in heard if "WARNING" in text]
 
 

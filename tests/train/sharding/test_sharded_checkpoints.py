@@ -1,7 +1,6 @@
 """Checkpoints of sharded runs in processes: kills while units are written, drains of all workers,
 requests of the loop's body, and bytes that a checkpoint sends."""
 
-import dataclasses
 import os
 import signal
 import time
@@ -13,12 +12,11 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import PATIENCE_S, eventually
-from tests.runs import goes_on, group, lines_of, losses_of, never_put_off
+from tests.runs import at_size, goes_on, group, lines_of, losses_of, never_put_off, scaled
 from tests.train.jobs import average_and_plateau, plain
 from tests.train.test_sharded_optimizer import (
     EVERY_5,
     STEPS,
-    at_size,
     check,
     checkpoints_of,
     checkpoints_without_sharding,
@@ -144,9 +142,7 @@ def test_drain_of_all_workers_repeats_no_step(tmp_path):
         left.extend(workers)
 
     script = [(5, take_away), (5, goes_on), (5, StopRequested("enough"))]
-    spec = job(hold={})
-    scaling = dataclasses.replace(spec.scaling, min_workers=4, standby=0)
-    spec = dataclasses.replace(spec, scaling=scaling)
+    spec = scaled(job(hold={}), min_workers=4, standby=0)
     outcome, run = group(
         spec, in_small_units(average_and_plateau), script=script, url=str(tmp_path)
     )
