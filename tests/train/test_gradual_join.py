@@ -166,10 +166,23 @@ def check(spec, train, outcome, run, kills=0, alone=local):
     assert logged == {x["step"]: x["eval_loss"] for x in undisturbed.logged if "eval_loss" in x}
 
 
+ENOUGH = (1, StopRequested("enough"))
+
+
+def join_and_check(train, folder, *script, how=(), kills=0, steps=ENDLESS, **spec):
+    """A third worker joins, then all of the script happens. `how`: the instant and the role in
+    which one dies."""
+    url = str(folder / "run") if "checkpoint" in spec else None
+    cut, script = gradually(train, folder, *how), [(4, SizeRequested(3)), *script]
+    outcome, run = group(with_options(job(steps), **spec), cut, script=script, url=url)
+    check({}, train, outcome, run, kills)
+    return run
+
+
 def join_twice(train, folder, spec, alone=local):
     """Returns in how many steps each has joined that has done so gradually."""
     script = [(4, SizeRequested(3)), (4, wait_for_joins(folder)), (1, SizeRequested(4))]
-    script += [(1, wait_for_joins(folder, 2)), (1, StopRequested("enough"))]
+    script += [(1, wait_for_joins(folder, 2)), ENOUGH]
     outcome, run = group(with_options(job(), **spec), gradually(train, folder), script=script)
     check(spec, train, outcome, run, alone=alone)
     steps = [int(file.read_text("utf-8")) for file in folder.glob("w* gradually")]
@@ -251,20 +264,13 @@ IN_CI = [
 def test_killed_while_somebody_joins(role, instant, tmp_path):
     train = batch_norm if instant == "buffers" else average_and_plateau
     spec = {"checkpoint": CheckpointConfig(every_steps=1)} if instant == "keeping" else {}
-    url = str(tmp_path / "run") if spec else None
-    kills = gradually(train, tmp_path, instant, role)
-    script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path, dead=True))]
-    script += [(1, StopRequested("enough"))]
-    outcome, run = group(with_options(job(), **spec), kills, script=script, url=url)
-    check({}, train, outcome, run, kills=1)
+    died = (4, wait_for_joins(tmp_path, dead=True))
+    join_and_check(train, tmp_path, died, ENOUGH, how=(instant, role), kills=1, **spec)
 
 
 def test_metrics_of_members_that_die_as_soon_as_another_is_one_are_recorded(tmp_path):
-    kills = gradually(average_and_plateau, tmp_path, "GradualJoin.close ended", "member")
-    script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path, dead=True))]
-    script += [(1, StopRequested("enough"))]
-    outcome, run = group(job(), kills, script=script)
-    check({}, average_and_plateau, outcome, run, kills=2)
+    died, how = (4, wait_for_joins(tmp_path, dead=True)), ("GradualJoin.close ended", "member")
+    join_and_check(average_and_plateau, tmp_path, died, ENOUGH, how=how, kills=2)
 
 
 @pytest.mark.parametrize("joining", [2, pytest.param(3, marks=SLOW)])
@@ -273,7 +279,7 @@ def test_several_join_at_the_same_time(joining, role, tmp_path):
     kills = gradually(average_and_plateau, tmp_path, "GradualJoin.prepare ended", role)
     script = [(4, SizeRequested(2 * joining))]
     script += [(4, wait_for_joins(tmp_path, 2 * joining - 2, dead=role is not None))]
-    script += [(1, StopRequested("enough"))]
+    script += [ENOUGH]
     spec = job(virtual=8, workers=joining)
     outcome, run = group(spec, kills, script=script)
     check({"virtual": 8}, average_and_plateau, outcome, run, kills=int(role is not None))
@@ -296,10 +302,8 @@ def test_worker_gets_notice_while_somebody_joins(role, tmp_path):
         eventually(lambda: run.controller.status()["world_size"] == 3)
         goes_on(run)
 
-    script = [(4, SizeRequested(3)), (4, drains), (1, wait_for_joins(tmp_path))]
-    script += [(1, StopRequested("enough"))]
-    outcome, run = group(job(), gradually(average_and_plateau, tmp_path), script=script)
-    check({}, average_and_plateau, outcome, run)
+    script = (4, drains), (1, wait_for_joins(tmp_path)), ENOUGH
+    join_and_check(average_and_plateau, tmp_path, *script)
 
 
 def changes_what_is_trained(ctx):
@@ -312,18 +316,15 @@ def changes_what_is_trained(ctx):
 
 
 def test_body_that_freezes_a_layer_meanwhile(tmp_path):
-    script = [(4, SizeRequested(3)), (4, wait_for_joins(tmp_path)), (1, StopRequested("enough"))]
-    outcome, run = group(job(), gradually(changes_what_is_trained, tmp_path), script=script)
-    check({}, changes_what_is_trained, outcome, run)
+    script = (4, wait_for_joins(tmp_path)), ENOUGH
+    run = join_and_check(changes_what_is_trained, tmp_path, *script)
     lines = [x for x in lines_of(run) if x.get("event") == "WorkerStopped"]
     assert any("requires_grad has changed" in x["reason"] for x in lines)
 
 
 def test_what_has_arrived_is_kept_when_another_one_joins(tmp_path):
-    script = [(4, SizeRequested(3)), (4, two_train_and(1)), (1, SizeRequested(4))]
-    script += [(1, wait_for_joins(tmp_path, 2)), (1, StopRequested("enough"))]
-    outcome, run = group(job(), gradually(average_and_plateau, tmp_path), script=script)
-    check({}, average_and_plateau, outcome, run)
+    script = (4, two_train_and(1)), (1, SizeRequested(4)), (1, wait_for_joins(tmp_path, 2))
+    join_and_check(average_and_plateau, tmp_path, *script, ENOUGH)
     assert (tmp_path / "kept").exists()
 
 
@@ -345,12 +346,8 @@ def test_run_ends_or_shrinks_before_the_worker_has_joined(how, tmp_path):
             run.controller.post(StopRequested("enough") if how == "stop" else SizeRequested(2))
 
     steps = 10 if how == "steps" else ENDLESS
-    script = [(4, SizeRequested(3)), (4, ends)]
-    if how == "smaller":
-        script += [(20, StopRequested("enough"))]
-    slow = gradually(average_and_plateau, tmp_path)
-    outcome, run = group(job(steps), slow, script=script)
-    check({}, average_and_plateau, outcome, run)
+    stop = [(20, StopRequested("enough"))] if how == "smaller" else []
+    join_and_check(average_and_plateau, tmp_path, (4, ends), *stop, steps=steps)
 
 
 def with_muon(ctx):
@@ -361,9 +358,7 @@ def with_muon(ctx):
 
 
 def test_state_that_must_be_whole_is_copied_at_once(tmp_path):
-    script = [(4, SizeRequested(3)), (12, StopRequested("enough"))]
-    outcome, run = group(job(), gradually(with_muon, tmp_path), script=script)
-    check({}, with_muon, outcome, run)
+    join_and_check(with_muon, tmp_path, (12, StopRequested("enough")))
     assert not [*tmp_path.glob("w* gradually")]
 
 

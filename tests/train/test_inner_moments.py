@@ -19,8 +19,8 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.seeds import seed_for
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, loop
-from tests.train.test_inner_steps import INNER, put, with_inner
-from tests.train.test_staleness import weights_of
+from tests.train.test_inner_steps import INNER, with_inner
+from tests.train.test_staleness import put, weights_of
 
 BETA = 0.9
 

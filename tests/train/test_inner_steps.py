@@ -24,7 +24,7 @@ from elastic_dp.sampling.seeds import seed_for
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold, loop
 from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points
-from tests.train.test_staleness import Moving, tree_sum, weights_of
+from tests.train.test_staleness import Moving, put, tree_sum, weights_of
 
 INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
@@ -133,12 +133,6 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor], loss_fn: Any) -> 
         total = math.fsum(w for _, w in losses)
         found.append((weights_of(model), math.fsum(x * w for x, w in losses) / total, total))
     return found
-
-
-def put(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for p, value in zip(parameters, values, strict=True):
-            p.copy_(value)
 
 
 @pytest.mark.parametrize(
@@ -312,15 +306,12 @@ def test_weights_are_put_back_where_an_inner_step_fails() -> None:
 def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step() -> None:
     """Autocast keeps converted weights: those of the inner step before would be used again."""
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        return cross_entropy(model, batch)
-
     def by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             return cross_entropy(model, batch)
 
     found: list[list[torch.Tensor]] = []
-    for loss, precision in ((loss_fn, "bf16"), (by_hand, None)):
+    for loss, precision in ((cross_entropy, "bf16"), (by_hand, None)):
 
         def train(ctx: Any, loss: Any = loss, precision: Any = precision) -> None:
             model = classifier()

@@ -30,6 +30,13 @@ def gradients(parameters, step):
     return [torch.randn(p.shape, generator=drawn).to(p.dtype) for p in parameters]
 
 
+def update(model, optimizer, step):
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, gradients(parameters, step), strict=True):
+        p.grad = gradient
+    optimizer.step()
+
+
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_are_the_rounded_values_of_those_that_fp32_training_has(
@@ -89,27 +96,21 @@ def test_groups_closures_and_schedulers_work_as_those_of_torch():
 
 
 def test_masters_are_fp32_when_their_state_is_loaded_again():
-    def trained(steps, model, optimizer):
-        for step in steps:
-            for p, gradient in zip(
-                model.parameters(), gradients(model.parameters(), step), strict=True
-            ):
-                p.grad = gradient
-            optimizer.step()
-
     def new():
         model = classifier().to(torch.bfloat16)
         return model, edp.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
     model, optimizer = new()
-    trained(range(3), model, optimizer)
+    for step in range(3):
+        update(model, optimizer, step)
     other, loaded = new()
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     states = loaded.state.values()
     assert {value.dtype for state in states for value in state.values()} == {torch.float32}
-    trained(range(3, 6), model, optimizer)
-    trained(range(3, 6), other, loaded)
+    for step in range(3, 6):
+        update(model, optimizer, step)
+        update(other, loaded, step)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 

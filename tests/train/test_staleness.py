@@ -55,6 +55,12 @@ def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+
+
 def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
     """The left part of a node has the largest power of two of leaves that is not all of them."""
     if len(leaves) == 1:
@@ -71,9 +77,7 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torc
     one, other = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
     model = torch.nn.Sequential(one, torch.nn.Tanh(), other)
     parameters = list(model.parameters())
-    with torch.no_grad():
-        for p, value in zip(parameters, initial, strict=True):
-            p.copy_(value)
+    put(parameters, initial)
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     before, found = None, [weights_of(model)]
@@ -136,9 +140,6 @@ def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> Non
         rows = float(len(batch["y"]))
         return cross_entropy(model, batch), rows * (1.0 + float(batch["i"].min()) / 64)
 
-    def weighs_rows(model: torch.nn.Module, batch: Any) -> Any:
-        return cross_entropy(model, batch)
-
     def trained(loss_fn: Any) -> list[torch.Tensor]:
         kept: list[Any] = []
 
@@ -152,7 +153,7 @@ def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> Non
         return kept
 
     # With one virtual worker the mean is its loss, whatever that weighs.
-    for one, other in zip(trained(weighs_the_step), trained(weighs_rows), strict=True):
+    for one, other in zip(trained(weighs_the_step), trained(cross_entropy), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 

@@ -18,6 +18,12 @@ from elastic_dp.train.train_function import (
 from tests.runs import spec_of
 
 
+def session_on(device, spec=None):
+    """A session in which no loop begins."""
+    loop = types.SimpleNamespace(failure=None, opened=False)
+    return types.SimpleNamespace(spec=spec or spec_of(), device=torch.device(device), loop=loop)
+
+
 @pytest.mark.parametrize("seed", [0, 7])
 def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
     """The generator of a device is not there before the device is in use, and is seeded
@@ -28,12 +34,7 @@ def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     spec = spec_of()
     spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, seed=seed))
-    session = types.SimpleNamespace(
-        spec=spec,
-        device=torch.device("cuda", 0),
-        loop=types.SimpleNamespace(failure=None, opened=False),
-    )
-    found = []
+    session, found = session_on("cuda:0", spec), []
     with pytest.raises(LoopError):
         call_train_function(lambda ctx: found.extend(seeds), session)
     assert found == [seed_for(seed, 0, 0) % (1 << 63)]
@@ -41,13 +42,8 @@ def test_initial_weights_made_on_a_device_follow_the_seed(seed, monkeypatch):
 
 def test_a_train_function_on_the_cpu_opens_no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", lambda: pytest.fail("opened"))
-    session = types.SimpleNamespace(
-        spec=spec_of(),
-        device=torch.device("cpu"),
-        loop=types.SimpleNamespace(failure=None, opened=False),
-    )
     with pytest.raises(LoopError):
-        call_train_function(lambda ctx: None, session)
+        call_train_function(lambda ctx: None, session_on("cpu"))
 
 
 class Exited(BaseException):

@@ -15,7 +15,7 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.train import master_weights
 from tests.train.jobs import classifier, loop
-from tests.train.test_master_weights import gradients
+from tests.train.test_master_weights import gradients, update
 
 KINDS = [
     (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -110,13 +110,6 @@ def test_sharding_of_predictions_is_refused_by_name():
 
 @pytest.mark.parametrize("how", ["copy", "pickle", "state"])
 def test_copy_with_its_model_updates_as_the_original(how):
-    def step(model: Any, optimizer: Any, number: int) -> None:
-        for p, gradient in zip(
-            model.parameters(), gradients(model.parameters(), number), strict=True
-        ):
-            p.grad = gradient
-        optimizer.step()
-
     def new() -> Any:
         model = classifier().to(torch.bfloat16)
         return model, edp.WeightPrediction(
@@ -124,7 +117,7 @@ def test_copy_with_its_model_updates_as_the_original(how):
         )
 
     model, optimizer = new()
-    step(model, optimizer, 0)
+    update(model, optimizer, 0)
     if how == "state":
         other, again = new()
         other.load_state_dict(model.state_dict())
@@ -133,8 +126,8 @@ def test_copy_with_its_model_updates_as_the_original(how):
         both = (model, optimizer)
         other, again = copy.deepcopy(both) if how == "copy" else pickle.loads(pickle.dumps(both))
     for number in (1, 2):
-        step(model, optimizer, number)
-        step(other, again, number)
+        update(model, optimizer, number)
+        update(other, again, number)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 

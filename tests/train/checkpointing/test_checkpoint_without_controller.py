@@ -28,13 +28,12 @@ TOKEN = "of-the-controller"
 def orphan(tmp_path, step, worker="w1", lease_s=LEASE_S):
     catalog, snapshot = Catalog(Store(str(tmp_path))), Snapshot()
     snapshot.take(step, {"weights": TREE["weights"] + step})
+    return commit(catalog, snapshot, worker, lease_s)
+
+
+def commit(catalog, snapshot, worker="w1", lease_s=LEASE_S):
     return commit_without_controller(
-        catalog,
-        snapshot,
-        CommitMetadata(),
-        worker=worker,
-        token=TOKEN,
-        lease_s=lease_s,
+        catalog, snapshot, CommitMetadata(), worker=worker, token=TOKEN, lease_s=lease_s
     )
 
 
@@ -43,17 +42,10 @@ def test_orphan_that_holds_all_units_of_a_sharded_optimizer_writes_them_too(tmp_
     # Another member was to write some of them.
     holders = [(n % 2, 1 - n % 2) for n in range(len(pieces_of(tree)))]
     snapshot.take(9, without_pieces(tree), held_by(0, tree, holders))
-    said = commit_without_controller(
-        catalog,
-        snapshot,
-        CommitMetadata(),
-        worker="w1",
-        token=TOKEN,
-        lease_s=LEASE_S,
-    )
+    said = commit(catalog, snapshot)
     assert said == "checkpoint of step 9 is committed, without a controller"
-    commit, found = load_newest(catalog, on_damage=pytest.fail)
-    assert commit.step == 9 and same(found, tree)
+    newest, found = load_newest(catalog, on_damage=pytest.fail)
+    assert newest.step == 9 and same(found, tree)
 
 
 def steps_of(tmp_path):

@@ -21,6 +21,7 @@ from tests.train.sharding.test_sharded_state import (
     check_equal,
     enter,
     four,
+    joined,
     new_member,
     of_kind,
     plain_after,
@@ -40,28 +41,30 @@ def snapshots_of(members):
     return made
 
 
-def restore(group, catalog, member, places=None):
-    """A member holds what it is to hold of the checkpoint. Returns the bytes that it has had."""
-    pieces, among = member.sharding, (group.world_size, ())
+def read_for(group, catalog, member, damaged=pytest.fail):
+    """What a member reads of the checkpoint, and how many bytes."""
     read = read_collectively(
         catalog,
         group,
         enters=lambda phase: None,
-        damaged=pytest.fail,
-        needs_of=lambda manifest: pieces.needs(manifest, *among),
-    )
-    pieces.restore(
-        read, device_types(read.commit) if places is None else places, group.rank, *among
+        damaged=damaged,
+        needs_of=lambda manifest: member.sharding.needs(manifest, group.world_size, ()),
     )
     member.step = read.commit.step
-    return sum(len(memory) for some in read._memory.values() for _, _, memory in some)
+    return read, sum(len(memory) for some in read._memory.values() for _, _, memory in some)
+
+
+def restore(group, catalog, member):
+    """A member holds what it is to hold of the checkpoint. Returns the bytes that it has had."""
+    read, nbytes = read_for(group, catalog, member)
+    places = device_types(read.commit)
+    member.sharding.restore(read, places, group.rank, group.world_size, ())
+    return nbytes
 
 
 @pytest.mark.parametrize("make", [ADAM, of_kind(torch.optim.Adafactor)], ids=["pieces", "whole"])
 def test_member_copies_what_it_holds_and_no_more(make):
-    members = [Member(make, [(70, 33), (64, 65)] * 2, torch.float32) for _ in range(4)]
-    for member in members[1:]:
-        member.take_over(members[0], joins=True)
+    members = joined(4, lambda: Member(make, [(70, 33), (64, 65)] * 2, torch.float32))
     enter(members, Member.attempt)
     total = 0
     for member, snapshot in zip(members, snapshots_of(members).values(), strict=True):
@@ -103,9 +106,7 @@ def written_by(members, url):
 
 @pytest.mark.parametrize(("writing", "reading"), [(1, 4), (2, 3), (4, 1), (4, 4), (5, 2), (4, 8)])
 def test_restored_member_has_what_it_is_to_hold_and_no_more(writing, reading):
-    members = [new_member() for _ in range(writing)]
-    for member in members[1:]:
-        member.take_over(members[0], joins=True)
+    members = joined(writing)
     enter(members, Member.attempt)
     catalog, _ = written_by(members, memory_store())
     restored = [new_member() for _ in range(reading)]

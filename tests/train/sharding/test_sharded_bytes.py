@@ -15,7 +15,7 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from tests.distributed.test_gradient_reducer import _dropped_here, leaves_of, of_each  # noqa: F401
-from tests.train.sharding.test_sharded_state import ADAM, Member
+from tests.train.sharding.test_sharded_state import ADAM, Member, joined
 
 SHAPES = [(300, 200), (1000,), (64, 33)]
 
@@ -99,9 +99,7 @@ def test_step_sends_little_more_than_a_replicated_one(
 def test_small_model_receives_behind_a_loss_in_the_memory_that_it_has(monkeypatch):
     """Each member needs a larger part then, and touching new memory takes time."""
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 1024)
-    made = [Member(ADAM, SHAPES, torch.float32) for _ in range(4)]
-    for member in made[1:]:
-        member.take_over(made[0], joins=True)
+    made = joined(4, lambda: Member(ADAM, SHAPES, torch.float32))
     exchanges = [PieceReduction(one.sharding, one.parameters.values()) for one in made]
     members = [
         (member, GradientReducer(member.parameters, exchange=exchange))

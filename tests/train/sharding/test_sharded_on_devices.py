@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 
-from elastic_dp.checkpoint.checkpoint_reader import device_types
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedDevice
@@ -172,8 +171,8 @@ def test_step_on_a_fake_gpu_mixes_no_devices_and_has_the_bits_of_the_processor(g
 def test_units_are_restored_to_the_device_that_they_were_on(gpu):
     members = four()
     enter(members, Member.attempt)
-    catalog, commit = written_by(members, memory_store())
-    gpu(4, lambda group: restore(group, catalog, members[group.rank], device_types(commit)))
+    catalog, _ = written_by(members, memory_store())
+    gpu(4, lambda group: restore(group, catalog, members[group.rank]))
     for member in members:
         state = next(state for state in member.sharding.held.values() if state)
         places = {key: value.device.type for key, value in state.items()}

@@ -247,10 +247,7 @@ def test_state_and_weights_equal_those_of_the_optimizer_alone(monkeypatch):
             member.sharding.open(group, 1, ())
             for _ in range(STEPS):
                 member.attempt()
-            plain = Member(make, kinds, dtype, shard=False)
-            for _ in range(STEPS):
-                plain.plain_step()
-            check_held(member, plain)
+            check_held(member, plain_after(STEPS, Member(make, kinds, dtype, shard=False)))
             assert member.sharding.held
             assert not member.optimizer.state
             if len(member.sharding.pieces) > 8:
@@ -267,22 +264,23 @@ def new_member(**options) -> Member:
     return Member(ADAM, SHAPES, torch.float32, **options)
 
 
-def joined(source: Member) -> Member:
-    joiner = new_member()
-    joiner.take_over(source, joins=True)
-    return joiner
+def joined(count: int, make: Callable[[], Member] = new_member) -> list[Member]:
+    """The first of them, and those who have joined it."""
+    members = [make() for _ in range(count)]
+    for joiner in members[1:]:
+        joiner.take_over(members[0], joins=True)
+    return members
 
 
-def plain_after(steps: int) -> Member:
-    plain = new_member(shard=False)
+def plain_after(steps: int, plain: Member | None = None) -> Member:
+    plain = plain or new_member(shard=False)
     for _ in range(steps):
         plain.plain_step()
     return plain
 
 
 def four() -> list[Member]:
-    first = new_member()
-    return [first, *(joined(first) for _ in range(3))]
+    return joined(4)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +296,8 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
         if len(members) > 2 and not lost and rng.random() < 0.5:
             members.pop(rng.randrange(len(members)))
         while len(members) < 3 or (len(members) < 6 and rng.random() < 0.3):
-            members.append(joined(members[rng.randrange(len(members))]))
+            members.append(new_member())
+            members[-1].take_over(members[rng.randrange(len(members) - 1)], joins=True)
         topology = rng.choice([(), ((1, len(members) - 1),), ((2,) * (len(members) // 2),)])
         if topology and sum(topology[0]) != len(members):
             topology = ()
@@ -323,14 +322,17 @@ def test_state_survives_losses_joins_and_aborts_at_any_instant(seed):
 def test_parameters_without_dimensions_are_clipped_as_in_a_run_that_is_not_sharded():
     """By a norm in fp64, torch scales them in fp64, and those with dimensions in fp32."""
     given = ADAM, [(), (64,)] * 8, (torch.float32, torch.float64, torch.float32)
-    members = [Member(*given, clip_norm=0.5) for _ in range(3)]
-    for joiner in members[1:]:
-        joiner.take_over(members[0], joins=True)
+    members = joined(3, lambda: Member(*given, clip_norm=0.5))
     enter(members, lambda member: [member.attempt() for _ in range(4)])
-    plain = Member(*given, shard=False, clip_norm=0.5)
-    for _ in range(4):
-        plain.plain_step()
-    check_equal(members, plain)
+    check_equal(members, plain_after(4, Member(*given, shard=False, clip_norm=0.5)))
+
+
+def check_pieces_are_lost(members: Sequence[Member]) -> None:
+    def fails(group):
+        with pytest.raises(PiecesLost, match="were on lost workers alone"):
+            members[group.rank].sharding.open(group, next(GENERATIONS), ())
+
+    of_each(len(members), fails)
 
 
 def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
@@ -338,20 +340,12 @@ def test_losing_both_holders_of_a_piece_is_an_error_on_all_members():
     enter(members, Member.attempt)
     mine = set(members[0].sharding.held)
     other = next(m for m in members[1:] if mine & set(m.sharding.held))
-    left = [member for member in members[1:] if member is not other]
-
-    def fails(group):
-        with pytest.raises(PiecesLost, match="were on lost workers alone"):
-            left[group.rank].sharding.open(group, 2, ())
-
-    of_each(2, fails)
+    check_pieces_are_lost([member for member in members[1:] if member is not other])
 
 
 def test_loss_moves_little_more_than_the_copies_that_went_with_the_worker(monkeypatch):
     monkeypatch.setattr(gradient_units, "UNIT_BYTES", 16384)
-    members = [Member(ADAM, [(256, 300), (4096,)], torch.float32) for _ in range(4)]
-    for member in members[1:]:
-        member.take_over(members[0], joins=True)
+    members = joined(4, lambda: Member(ADAM, [(256, 300), (4096,)], torch.float32))
     enter(members, Member.attempt)
     lost = members.pop().held_bytes
     assert sum(enter(members)) <= 1.1 * lost
@@ -425,12 +419,7 @@ def test_generation_ends_while_backups_are_copied(steps, commits):
     assert 1 in counts and 0 not in counts
     first, *others = members
     assert any(counts[number] == 1 for number in first.sharding.held)
-
-    def fails(group):
-        with pytest.raises(PiecesLost, match="were on lost workers alone"):
-            others[group.rank].sharding.open(group, next(GENERATIONS), ())
-
-    of_each(len(others), fails)
+    check_pieces_are_lost(others)
     enter([*others, first], Member.attempt)
     enter(members)
     check_equal(members, plain_after(1 + steps + 1))
@@ -658,8 +647,7 @@ def test_state_is_absorbed_from_a_checkpoint_by_any_number_of_members(world_size
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_members_hold_equal_parts_of_the_state(world_size):
-    members = [new_member()]
-    members += [joined(members[0]) for _ in range(world_size - 1)]
+    members = joined(world_size)
     enter(members, Member.attempt)
     held = [member.held_bytes for member in members]
     state = plain_after(1).optimizer.state

@@ -17,10 +17,11 @@ from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.extensions.sharding.sharded_optimizer import without_optimizer
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import collective_read
-from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.state import state_moves
 from tests.checkpoint.states import memory_store
 from tests.distributed.test_gradient_reducer import of_each
+from tests.train.sharding import test_sharded_state as of_members
+from tests.train.sharding.test_checkpoint_units import read_for
 from tests.train.sharding.test_sharded_state import (
     ADAM,
     Member,
@@ -58,10 +59,7 @@ def member_of(make, *, shard):
 
 
 def plain_after(make, steps):
-    plain = member_of(make, shard=False)
-    for _ in range(steps):
-        plain.plain_step()
-    return plain
+    return of_members.plain_after(steps, member_of(make, shard=False))
 
 
 def write(url, step, make, also=None):
@@ -79,21 +77,12 @@ def write(url, step, make, also=None):
 def restore(group, catalog, make, said=lambda error: None):
     """Returns a member that has restored, and the bytes that it has had of the checkpoint."""
     member = member_of(make, shard=True)
-    pieces = member.sharding
-    among = group.world_size, ()
-    read = read_collectively(
-        catalog,
-        group,
-        enters=lambda phase: None,
-        damaged=said,
-        needs_of=lambda manifest: pieces.needs(manifest, *among),
-    )
+    read, nbytes = read_for(group, catalog, member, said)
     step = read.tree(without_optimizer(read.commit.manifest))["step"]
     for mine, given in zip(member.parameters.values(), step["parameters"], strict=True):
         mine.data.copy_(given)
-    pieces.restore(read, {}, group.rank, *among)
-    member.step = read.commit.step
-    return member, sum(len(memory) for some in read._memory.values() for _, _, memory in some)
+    member.sharding.restore(read, {}, group.rank, group.world_size, ())
+    return member, nbytes
 
 
 WHOLE, WITHOUT_STATE = of_kind(torch.optim.Adafactor), of_kind(torch.optim.SGD)
