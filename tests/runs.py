@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ ENDLESS = 1_000_000  # steps: until it is stopped
 PATIENT = FailureConfig(heartbeat_timeout_s=30.0)
 
 
+OF_A_JOB = frozenset(one.name for one in fields(JobSpec))
+
+
 class Points(torch.utils.data.Dataset):
     """`rows` points with a class each; row i is a function of i alone."""
 
@@ -57,22 +60,15 @@ def spec_of(
     shape: Sequence[int] = (),
     micro_batch_size: int = 4,
     tail: Any = "drop",
-    exact: bool = True,
-    config: dict[str, Any] | None = None,
-    **scaling: Any,
+    **options: Any,
 ) -> JobSpec:
-    scaling.setdefault("min_workers", 1)
-    return JobSpec(
-        name="test",
-        data=MapStyleData(Points(rows, shape=shape), micro_batch_size=micro_batch_size, tail=tail),
-        config=config or {},
-        scaling=ScalingConfig(
-            max_workers=workers, virtual_workers=virtual, threads_per_worker=1, **scaling
-        ),
-        failure=PATIENT,
-        exact=exact,
-        max_steps=steps,
-    )
+    """A job with these fields of `JobSpec`, and of its `ScalingConfig`."""
+    data = MapStyleData(Points(rows, shape=shape), micro_batch_size=micro_batch_size, tail=tail)
+    given: dict[str, Any] = {"data": data, "failure": PATIENT, "max_steps": steps}
+    given |= {name: options.pop(name) for name in [*options] if name in OF_A_JOB}
+    scaling = {"min_workers": 1, "threads_per_worker": 1} | options
+    scaling |= {"max_workers": workers, "virtual_workers": virtual}
+    return JobSpec(name="test", scaling=ScalingConfig(**scaling), **given)
 
 
 def fit(train: Callable[..., None], folder: Any, steps: int, **options: Any) -> Result:
@@ -168,9 +164,9 @@ def in_turn(
     return tuple(faults)
 
 
-def scaled(spec: JobSpec, **fields: Any) -> JobSpec:
+def scaled(spec: JobSpec, **changes: Any) -> JobSpec:
     """Return the job with these other fields of `ScalingConfig`."""
-    return replace(spec, scaling=replace(spec.scaling, **fields))
+    return replace(spec, scaling=replace(spec.scaling, **changes))
 
 
 def lines_of(run: ProcessRun) -> list[dict[str, Any]]:

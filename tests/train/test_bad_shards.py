@@ -41,7 +41,7 @@ def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
 
 
 def job(data: DataConfig, **options: Any) -> JobSpec:
-    return dataclasses.replace(spec_of(steps=20, **options), data=data)
+    return spec_of(steps=20, data=data, **options)
 
 
 def train(ctx: Any) -> None:

@@ -37,11 +37,11 @@ def test_workers_that_are_killed_share_a_cache_and_its_limit(moto, tmp_path):
     plain = DataConfig("s3://cached/data", micro_batch_size=3, storage_options=s3_options(moto))
     folder = tmp_path / "cache"
     data = dataclasses.replace(plain, cache_dir=str(folder), cache_bytes=1 << 20)
-    spec = spec_of(steps=STEPS, workers=3, min_workers=3)
+    scaling = {"workers": 3, "min_workers": 3}
     fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, _ = group(dataclasses.replace(spec, data=data), train, faults=(fault,))
+    outcome, _ = group(spec_of(steps=STEPS, data=data, **scaling), train, faults=(fault,))
     assert outcome.workers_lost == 1
-    assert outcome.digest == local(dataclasses.replace(spec, data=plain), train).digest
+    assert outcome.digest == local(spec_of(steps=STEPS, data=plain, **scaling), train).digest
 
     opened = open_data(data, virtual_workers=8)  # the next run on this machine
     try:

@@ -30,10 +30,9 @@ def generations(run):
 def test_devices_that_connect_later_than_a_group_must_form_end_no_generation(tmp_path):
     """The group trains meanwhile, and uses them once they are connected. To form takes a busy
     machine less than these seconds."""
-    spec = job(tmp_path, workers=2, steps=12)
     forming_s = 5.0
     failure = FailureConfig(heartbeat_timeout_s=30.0, forming_timeout_s=forming_s)
-    spec = dataclasses.replace(spec, failure=failure)
+    spec = job(tmp_path, workers=2, steps=12, failure=failure)
     device = SimulatedDevice(connect_s=forming_s + 0.5)
     outcome, run = group(spec, told_when_switched(plain), device=device)
     assert outcome.digest == local(spec, plain).digest

@@ -3,7 +3,6 @@ other data set on its second start."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from functools import partial
 from pathlib import Path
@@ -48,9 +47,8 @@ train = partial(classify, clip_norm=1.0)
 
 def test_a_transform_in_processes_gives_the_same_bits_for_any_number_of_workers(folder):
     def job(workers: int, **options: Any) -> Any:
-        spec = spec_of(steps=16, workers=2, min_workers=2, virtual=4, **options)
         data = DataConfig(str(folder), micro_batch_size=4, transform=jitter, workers=workers)
-        return dataclasses.replace(spec, data=data)
+        return spec_of(steps=16, workers=2, min_workers=2, virtual=4, data=data, **options)
 
     calm = local(job(0), train)
     fault = WorkerFault("before_forward", step=9, rank=1, once=str(folder.parent / "dead"))

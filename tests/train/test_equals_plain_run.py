@@ -242,8 +242,8 @@ def zone_lost(folder: Path) -> Disturbed:
 def all_lost(folder: Path) -> Disturbed:
     """The run goes on from a checkpoint."""
     url, gate = folder / "run", folder / "gate"
-    spec = spec_of(steps=10, workers=2, config={"gates": {6: str(gate)}, "body_s": 0.02})
-    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4))
+    config = {"gates": {6: str(gate)}, "body_s": 0.02}
+    spec = spec_of(steps=10, workers=2, config=config, checkpoint=CheckpointConfig(every_steps=4))
     script = [(1, when_committed(url, 4, kill_all)), (1, lambda run: gate.touch())]
     return Disturbed(spec, lost=2, cut=never_put_off, how={"script": script, "url": str(url)})
 
@@ -484,7 +484,7 @@ def test_lost_worker_beside_a_change_of_the_loss_scale_only_its_leaves_run_again
 ):
     """The gradient of step 5 overflows, so step 6 has half its loss scale."""
     dead = WorkerFault("backward", step=step, rank=1, nth=4, once=str(tmp_path / "dead"))
-    spec = dataclasses.replace(job_of_three(min_workers=2), wire=wire)
+    spec = job_of_three(min_workers=2, wire=wire)
     train = counted(tmp_path, precision="fp16", large_loss=LARGE_LOSS)
     outcome, _ = group(spec, dies_last(train, tmp_path), faults=(dead,))
     assert sum(passes(tmp_path, step).values()) == VIRTUAL + 4

@@ -23,11 +23,9 @@ SLOW = ("lock", "forward", "body")
 
 
 def spec(orphan_timeout_s=None, **options):
-    made = spec_of(**options)
     # Forming is not what is looked at, and four groups form at the same time.
     failure = FailureConfig(forming_timeout_s=PATIENCE_S, orphan_timeout_s=orphan_timeout_s)
-    object.__setattr__(made, "failure", failure)
-    return made
+    return spec_of(failure=failure, **options)
 
 
 def times(run, name, key="event"):

@@ -196,8 +196,8 @@ def test_process_may_die_while_a_checkpoint_is_taken_or_read(process: int, tmp_p
         eventually(lambda: times_lost(run) > before, run.controller.status)
         gate.touch()
 
-    spec = gangs(2, steps=12, min_workers=2, config={"gates": {9: str(gate)}})
-    spec = dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=2))
+    every = CheckpointConfig(every_steps=2)
+    spec = gangs(2, steps=12, config={"gates": {9: str(gate)}}, checkpoint=every)
     script = [(8, when_committed(url, 8, each_loses_one))]
     outcome, run = group(spec, never_put_off(trains), faults=faults, script=script, url=url)
     assert (outcome.error, outcome.workers_lost) == (None, 4), losses_of(run)

@@ -3,7 +3,6 @@ fake GPU tells apart. The weights are those of the processor."""
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def test_process_may_die_while_a_joiner_gets_the_state_of_devices(
 def test_run_on_devices_goes_on_from_its_checkpoint_with_another_number_of_gangs(
     tmp_path: Any,
 ) -> None:
-    first = dataclasses.replace(gangs(2, steps=4), checkpoint=CheckpointConfig(every_steps=2))
+    first = gangs(2, steps=4, checkpoint=CheckpointConfig(every_steps=2))
     outcome, run = group(first, trains, url=str(tmp_path), device=SimulatedDevice())
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path), device=SimulatedDevice())

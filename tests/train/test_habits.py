@@ -24,10 +24,10 @@ STEPS = 20
 
 def job(habit, workers, **config):
     # Three workers get three, three and two of the eight: pairs that one worker runs are split.
-    spec = spec_of(steps=STEPS, workers=workers, min_workers=1, virtual=8, config=config)
+    given = {"config": config, "checkpoint": CheckpointConfig(every_steps=4)}
     if habit.rows is not None:
-        spec = dataclasses.replace(spec, data=MapStyleData(habit.rows, micro_batch_size=4))
-    return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4))
+        given["data"] = MapStyleData(habit.rows, micro_batch_size=4)
+    return spec_of(steps=STEPS, workers=workers, min_workers=1, virtual=8, **given)
 
 
 def alone(habit):

@@ -19,7 +19,7 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.seeds import seed_for
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, loop
-from tests.train.test_inner_steps import INNER, with_inner
+from tests.train.test_inner_steps import INNER
 from tests.train.test_staleness import put, weights_of
 
 BETA = 0.9
@@ -80,7 +80,7 @@ def test_moments_are_those_of_a_loop_in_plain_torch(second_moments: str) -> None
             weights = [p.detach().clone() for p in model.moments.weights]
             kept.append((weights, copy.deepcopy(model.moments.state_dict())))
 
-    spec = with_inner(spec_of(steps=3, virtual=2, workers=1))
+    spec = spec_of(steps=3, virtual=2, workers=1, inner_steps=INNER)
     local(spec, noted)
     data = open_data(spec.data, virtual_workers=2 * INNER)
     (weights, _), *after = kept
@@ -248,6 +248,6 @@ def test_outer_optimizer_that_does_not_take_the_mean_is_refused_by_name(made: An
         optimizer, scheduler = made(model)
         loop(ctx, model, optimizer, scheduler=scheduler, inner_optimizer=inner)
 
-    spec = with_inner(spec_of(steps=3, virtual=4))
+    spec = spec_of(steps=3, virtual=4, inner_steps=INNER)
     with pytest.raises(ModelError, match="does not take the mean of the moments of InnerMoments"):
         local(spec, train)

@@ -4,7 +4,6 @@ run again."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -28,10 +27,6 @@ from tests.train.test_staleness import Moving, put, tree_sum, weights_of
 
 INNER = 3  # steps
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as Adam names them
-
-
-def with_inner(spec: JobSpec, inner_steps: Any = INNER, **changes: Any) -> JobSpec:
-    return dataclasses.replace(spec, inner_steps=inner_steps, **changes)
 
 
 def outer(model: nn.Module) -> torch.optim.SGD:
@@ -150,7 +145,7 @@ def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(
     """With a last, shorter step of an epoch, in which one virtual worker makes fewer inner steps
     and others none."""
     kept: list[Any] = []
-    spec = with_inner(spec_of(steps=6, virtual=5, rows=160, tail="short"), inner_steps)
+    spec = spec_of(steps=6, virtual=5, rows=160, tail="short", inner_steps=inner_steps)
     local(spec, of_each_step(kept, loss_fn))
     initial, *after = kept
     expected = in_plain_torch(spec, initial, loss_fn)
@@ -176,7 +171,7 @@ def test_each_row_is_used_once_in_an_epoch_and_in_micro_batches_of_its_size() ->
                 del used[: -4 * INNER]  # without those of the trial
             ctx.log({"epoch": step.epoch, "ends": step.epoch_end, "weight": step.weight})
 
-    spec = with_inner(spec_of(steps=6, virtual=4, rows=4 * 4 * INNER * 2 + 10, tail="short"))
+    spec = spec_of(steps=6, virtual=4, rows=4 * 4 * INNER * 2 + 10, tail="short", inner_steps=INNER)
     logged = local(spec, train).logged
     half = len(used) // 2
     for epoch in (used[:half], used[half:]):
@@ -198,8 +193,8 @@ def test_each_row_is_used_once_in_an_epoch_where_the_number_of_inner_steps_chang
             ctx.log({"epoch": step.epoch, "ends": step.epoch_end, "weight": step.weight})
             used.append(ctx.inner_steps_before(step.number + 1) - sum(used))
 
-    spec = spec_of(steps=8, virtual={0: 2, 3: 4}, workers=1, rows=140, tail="short")
-    logged = local(with_inner(spec, {0: 1, 2: 3, 5: 2}), train).logged
+    options = {"rows": 140, "tail": "short", "inner_steps": {0: 1, 2: 3, 5: 2}}
+    logged = local(spec_of(steps=8, virtual={0: 2, 3: 4}, workers=1, **options), train).logged
     assert [x["weight"] for x in logged] == [8.0, 8.0, 24.0, 48.0, 48.0, 4.0, 32.0, 32.0]
     assert [x["epoch"] for x in logged] == [0] * 6 + [1] * 2
     assert [x["ends"] for x in logged] == [False] * 5 + [True] + [False] * 2
@@ -215,7 +210,7 @@ def test_buffers_move_in_each_inner_step_and_their_mean_over_virtual_workers_is_
         for _ in ctx.steps(model, outer(model), cross_entropy, **HOW):
             moved.append(model.mean.clone())
 
-    spec = with_inner(spec_of(steps=3, virtual=2, workers=1))
+    spec = spec_of(steps=3, virtual=2, workers=1, inner_steps=INNER)
     local(spec, train)
     data = open_data(spec.data, virtual_workers=2 * INNER)
     mean = torch.zeros(16)
@@ -271,7 +266,7 @@ def test_parameter_without_a_gradient_gets_none_from_the_inner_steps() -> None:
             assert not torch.equal(model["used"].weight, before)
         kept.extend([model["not"].weight.detach(), model["used"].bias.detach()])
 
-    local(with_inner(spec_of(steps=3)), train)
+    local(spec_of(steps=3, inner_steps=INNER), train)
     assert torch.equal(kept[0], kept[2]) and torch.equal(kept[1], kept[3])
 
 
@@ -297,7 +292,7 @@ def test_weights_are_put_back_where_an_inner_step_fails() -> None:
             assert all(p.grad is None for p in model.parameters())
 
     with pytest.raises(ZeroDivisionError):
-        local(with_inner(spec_of(steps=3)), train)
+        local(spec_of(steps=3, inner_steps=INNER), train)
     before, inside, after = kept
     assert not any(map(torch.equal, before, inside))
     assert all(map(torch.equal, before, after))
@@ -319,7 +314,7 @@ def test_bf16_autocast_has_the_weights_of_the_step_in_each_inner_step() -> None:
                 pass
             found.append(weights_of(model))
 
-        local(with_inner(spec_of(steps=3)), train)
+        local(spec_of(steps=3, inner_steps=INNER), train)
     assert all(map(torch.equal, *found))
 
 
@@ -331,7 +326,7 @@ def test_inner_optimizer_leaves_no_memory_behind() -> None:
         made.append(inner(model, step))
         return made[-1]
 
-    local(with_inner(spec_of(steps=2)), trained_with(inner_optimizer=keeps))
+    local(spec_of(steps=2, inner_steps=INNER), trained_with(inner_optimizer=keeps))
     assert len(made) == 2 + 2 + 2 * 8  # the checks, the trial, the steps
     assert not any(optimizer.state for optimizer in made)
 
@@ -342,7 +337,7 @@ def test_row_group_that_cannot_be_decoded_is_left_out_in_each_inner_step(tmp_pat
         for step in ctx.steps(model, outer(model), cross_entropy, **HOW):
             ctx.log({"weight": step.weight})
 
-    spec = with_inner(spec_of(steps=8, virtual=2, workers=1), data=points(tmp_path))
+    spec = spec_of(steps=8, virtual=2, workers=1, inner_steps=INNER, data=points(tmp_path))
     run = local(spec, train)  # an epoch
     assert sum(line["weight"] for line in run.logged) == SHARDS * GROUPS * ROWS - ROWS
     assert run._session is not None
@@ -365,7 +360,6 @@ def of_another_parameter(model: nn.Module, step: int) -> torch.optim.Optimizer:
 
 
 def test_arguments_that_do_not_fit_are_refused_before_the_first_step() -> None:
-    spec = spec_of(steps=2)
     once = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     for inner_steps, options, error, words in (
         (None, {"inner_optimizer": inner}, SpecError, "ctx.steps got inner_optimizer, and the job"),
@@ -380,7 +374,7 @@ def test_arguments_that_do_not_fit_are_refused_before_the_first_step() -> None:
         (3, {"inner_optimizer": of_another_parameter}, ModelError, "the inner optimizer holds a"),
     ):
         with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
-            local(dataclasses.replace(spec, inner_steps=inner_steps), trained_with(**options))
+            local(spec_of(steps=2, inner_steps=inner_steps), trained_with(**options))
 
 
 def test_parameter_that_only_the_inner_optimizer_trains_is_refused() -> None:
@@ -389,7 +383,7 @@ def test_parameter_that_only_the_inner_optimizer_trains_is_refused() -> None:
         loop(ctx, model, torch.optim.SGD(model[0].parameters(), lr=0.7), **HOW)
 
     with pytest.raises(ModelError, match=r"inner optimizer trains model\.1\.weight, which the"):
-        local(with_inner(spec_of(steps=2)), train)
+        local(spec_of(steps=2, inner_steps=INNER), train)
 
 
 def test_inner_optimizer_that_keeps_something_is_refused() -> None:
@@ -400,7 +394,7 @@ def test_inner_optimizer_that_keeps_something_is_refused() -> None:
         return torch.optim.SGD(model.parameters(), lr=sum(rates))
 
     with pytest.raises(LossError, match=r"run twice .* gave the pseudo-gradient of model\.0"):
-        local(with_inner(spec_of(steps=2)), trained_with(inner_optimizer=of_calls))
+        local(spec_of(steps=2, inner_steps=INNER), trained_with(inner_optimizer=of_calls))
 
 
 def test_inner_loss_that_is_not_finite_is_named() -> None:
@@ -413,7 +407,7 @@ def test_inner_loss_that_is_not_finite_is_named() -> None:
 
         loop(ctx, model, outer(model), loss_fn, **HOW)
 
-    spec = with_inner(spec_of(steps=4, virtual=16))  # a step is an epoch
+    spec = spec_of(steps=4, virtual=16, inner_steps=INNER)  # a step is an epoch
     words = r"loss of step 2 is nan on virtual worker \d+, inner step [123] \(row"
     with pytest.raises(LossError, match=words):
         local(spec, train)

@@ -6,7 +6,6 @@ twice, or not at all, in any process, changes the final weights. The evaluation 
 and compared, too.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -477,10 +476,8 @@ def test_lone_worker_killed_in_an_evaluation_after_the_loop(tmp_path):
     """The run goes back to the checkpoint of the last step, whose body has logged, too."""
     there, url = tmp_path / "there", str(tmp_path / "run")
     config = job(workers=1, standby_is_ready=str(there)).config
-    spec = dataclasses.replace(
-        spec_of(steps=10, workers=1, virtual=4, config=config),
-        checkpoint=CheckpointConfig(every_steps=5),
-    )
+    every = CheckpointConfig(every_steps=5)
+    spec = spec_of(steps=10, workers=1, virtual=4, config=config, checkpoint=every)
     of_one = 8  # micro-batches of an evaluation of 60 rows
     fault = WorkerFault("evaluate", 10, nth=of_one + 4, once=str(tmp_path / "dead"))
 

@@ -1,6 +1,5 @@
 """A worker that trains for long keeps nothing of the generations that have ended."""
 
-import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -33,7 +32,7 @@ def test_survivor_of_a_hundred_kills_has_the_memory_that_it_had(tmp_path):
             if ctx.world_size == 2 and ctx.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    spec = dataclasses.replace(spec_of(steps=1 << 20, workers=2, virtual=2), max_time_s=600)
+    spec = spec_of(steps=1 << 20, workers=2, virtual=2, max_time_s=600)
     outcome, _ = group(spec, train, timeout_s=700)
     assert outcome.workers_lost >= (END - SETTLED) // 2
     assert float(said.read_text()) < MAX_BYTES

@@ -4,7 +4,6 @@ while the next one is computed."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,6 @@ from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, classify, cross_entropy, plain
 
 LAST = 8  # step
-
-
-def delayed(spec: JobSpec, **changes: Any) -> JobSpec:
-    return dataclasses.replace(spec, staleness=1, **changes)
 
 
 # ------------------------------------------------------------------------------- what is computed
@@ -106,8 +101,7 @@ def in_plain_torch(spec: JobSpec, initial: list[torch.Tensor]) -> list[list[torc
 def test_weights_after_each_step_are_those_of_a_loop_in_plain_torch(staleness: Any) -> None:
     """With a last, shorter batch of an epoch, whose loss has other weights."""
     kept: list[Any] = []
-    spec = spec_of(steps=LAST, virtual=5, rows=52, tail="short")
-    spec = dataclasses.replace(spec, staleness=staleness)
+    spec = spec_of(steps=LAST, virtual=5, rows=52, tail="short", staleness=staleness)
     local(spec, weights_of_each_step(kept))
     initial, *after = kept
     expected = in_plain_torch(spec, initial)
@@ -124,9 +118,8 @@ def test_norm_and_clipping_are_of_the_gradient_that_is_applied() -> None:
     """At step 2 the weights are those of step 1, so g(1) is that of a run that is not delayed."""
     ordinary: list[Any] = []
     late: list[Any] = []
-    spec = spec_of(steps=3)
-    local(spec, weights_of_each_step(ordinary, clip_norm=0.1))
-    local(delayed(spec), weights_of_each_step(late, clip_norm=0.1))
+    local(spec_of(steps=3), weights_of_each_step(ordinary, clip_norm=0.1))
+    local(spec_of(steps=3, staleness=1), weights_of_each_step(late, clip_norm=0.1))
     assert late[2][-2] == ordinary[1][-2] > 0.1  # the norm before clipping
     assert all(map(torch.equal, late[2][:4], ordinary[1][:4]))
     assert late[1][-1] == ordinary[1][-1]  # a loss is that of its own step
@@ -149,7 +142,7 @@ def test_losses_with_weights_of_their_own_have_the_factor_of_their_step() -> Non
                 pass
             kept.extend(weights_of(model))
 
-        local(delayed(spec_of(steps=5, virtual=1, workers=1)), train)
+        local(spec_of(steps=5, virtual=1, workers=1, staleness=1), train)
         return kept
 
     # With one virtual worker the mean is its loss, whatever that weighs.
@@ -181,7 +174,7 @@ def test_buffers_of_a_step_are_there_when_its_leaves_run_again() -> None:
         for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy):
             moved.append(model.mean.clone())
 
-    spec = delayed(spec_of(steps=4, virtual=2, workers=1))
+    spec = spec_of(steps=4, virtual=2, workers=1, staleness=1)
     local(spec, train)
     data = open_data(spec.data, virtual_workers=spec.scaling.virtual_workers_by_step)
     mean = torch.zeros(16)
@@ -203,7 +196,7 @@ def test_parameter_that_the_body_freezes_gets_the_gradient_from_before() -> None
             before = model[0].weight.detach().clone()
             model[0].requires_grad_(step.number not in (2, 3))
 
-    local(delayed(spec_of(steps=6)), train)
+    local(spec_of(steps=6, staleness=1), train)
     assert moved == [False, True, True, False, False, True]  # g(1), g(2), none of 3 and 4, g(5)
 
 
@@ -217,7 +210,7 @@ def test_memory_for_a_delay_is_there_only_in_delayed_steps():
         for _ in ctx.steps(model, optimizer, lambda m, b: m(b["x"]).square().mean()):
             held.append(bool(ctx._session.state.previous._values))
 
-    local(dataclasses.replace(spec_of(steps=11), staleness={0: 0, 4: 1, 8: 0}), train)
+    local(spec_of(steps=11, staleness={0: 0, 4: 1, 8: 0}), train)
     assert held == [False] * 4 + [True] * 3 + [False] * 4  # the gradient of step 8 is dropped
 
 
@@ -273,7 +266,7 @@ def in_order_of_events(train: Any, folder: Path) -> Any:
 
 
 def test_leaves_run_while_the_sum_of_the_step_before_is_in_flight(tmp_path: Path) -> None:
-    spec = delayed(spec_of(steps=6, workers=2, virtual=8, min_workers=2))
+    spec = spec_of(steps=6, workers=2, virtual=8, min_workers=2, staleness=1)
     outcome, _ = group(spec, in_order_of_events(plain, tmp_path))
     order = (tmp_path / "order").read_text(encoding="utf-8").splitlines()
     assert order == [f"{step} 1 of the sum, then leaf 3" for step in (4, 5, 6)]
@@ -329,9 +322,8 @@ def scaled_by(what: str) -> Any:
     ],
 )
 def test_leaf_of_delayed_gradients_refers_to_nothing_that_changes_before_it_runs_again(what, words):
-    spec = delayed(spec_of(steps=4, workers=1))
-    if what == "inner optimizer":
-        spec = dataclasses.replace(spec, inner_steps=2)
+    inner_steps = 2 if what == "inner optimizer" else None
+    spec = spec_of(steps=4, workers=1, staleness=1, inner_steps=inner_steps)
     with pytest.raises(LossError, match=r"With staleness=1") as refused:
         local(spec, scaled_by(what))
     assert words in str(refused.value)
@@ -358,7 +350,7 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
         for _ in ctx.steps(model, adamw(model), loss_fn):
             loss_fn.count += 1
 
-    spec = dataclasses.replace(spec_of(steps=6), staleness=staleness)
+    spec = spec_of(steps=6, staleness=staleness)
     with pytest.raises(LossError, match=rf"loss of step {step} on virtual worker 0 .* staleness=1"):
         local(spec, train)
 
@@ -366,6 +358,6 @@ def test_loss_that_depends_on_the_body_in_a_way_that_is_not_seen_is_refused(stal
 def test_noise_scale_is_refused_before_the_first_step() -> None:
     train = partial(classify, noise_scale_every=1)
     with pytest.raises(SpecError, match=r"noise_scale_every needs .* staleness=1"):
-        local(delayed(spec_of(steps=2)), train)
+        local(spec_of(steps=2, staleness=1), train)
     with pytest.raises(SpecError, match=r"staleness=\{0: 0, 9: 1\}"):
-        local(dataclasses.replace(spec_of(steps=2), staleness={0: 0, 9: 1}), train)
+        local(spec_of(steps=2, staleness={0: 0, 9: 1}), train)

@@ -65,9 +65,7 @@ def test_the_one_that_stands_still_is_replaced_and_not_those_who_wait_for_it(tmp
     once = str(tmp_path / "hangs")
     fault = WorkerFault("exchange", 6, 1, action="sleep", seconds=HANGS_S, once=once, settled=True)
     gate = tmp_path / "gate"
-    spec = dataclasses.replace(
-        spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE
-    )
+    spec = spec_of(min_workers=3, config={"gates": {8: str(gate)}}, failure=FAILURE)
     outcome, run = group(spec, plain, faults=(fault,), script=until_it_is_gone(gate))
     evicted, stacks = judged(outcome, run, spec)
     assert "in phase 'collective'" in evicted["reason"]
@@ -90,7 +88,7 @@ def test_worker_that_holds_the_interpreter_lock_is_replaced_with_its_stacks(tmp_
     """Such a worker hears no abort and runs no Python; its stacks are written all the same."""
     gate = tmp_path / "gate"
     config = {"gates": {8: str(gate)}, "once": str(tmp_path / "once")}
-    spec = dataclasses.replace(spec_of(min_workers=3, config=config), failure=FAILURE)
+    spec = spec_of(min_workers=3, config=config, failure=FAILURE)
     outcome, run = group(spec, holds_the_lock, script=until_it_is_gone(gate))
     evicted, stacks = judged(outcome, run, spec, holds_the_lock)
     assert "in phase 'compute'" in evicted["reason"]
@@ -129,9 +127,8 @@ class Late(Points):
 
 
 def test_waiting_for_data_is_said_and_is_no_hang(tmp_path):
-    spec, comes = spec_of(min_workers=3), tmp_path / "comes"
-    data = MapStyleData(Late(comes), micro_batch_size=4)
-    spec = dataclasses.replace(spec, data=data, failure=FAILURE)
+    data = MapStyleData(Late(comes := tmp_path / "comes"), micro_batch_size=4)
+    spec = spec_of(min_workers=3, data=data, failure=FAILURE)
 
     def said(run):
         return any("waits for data" in line["text"] for line in lines(run, "command", "Explain"))

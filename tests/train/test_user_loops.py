@@ -45,8 +45,8 @@ def held(train):
 def job(workers, **config):
     config |= {"hold": {0: workers}}
     steps = 100 * STEPS if "killed" in config else STEPS
-    spec = spec_of(steps=steps, workers=workers, virtual=6, config=config)
-    return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=2))
+    every = CheckpointConfig(every_steps=2)
+    return spec_of(steps=steps, workers=workers, virtual=6, config=config, checkpoint=every)
 
 
 def alone(name, steps=STEPS):

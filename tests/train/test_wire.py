@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 
-from elastic_dp.config import JobSpec
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import ModelError
 from elastic_dp.sampling.seeds import rounding_seed
@@ -20,13 +19,6 @@ from tests.train.jobs import (
     loop,
     plain,
 )
-
-WIRES = ("bf16", "int8")
-of_each_wire = pytest.mark.parametrize("wire", WIRES)
-
-
-def with_wire(spec: JobSpec, wire: str) -> JobSpec:
-    return dataclasses.replace(spec, wire=wire)
 
 
 def test_each_step_and_seed_rounds_its_own_way(monkeypatch):
@@ -40,17 +32,16 @@ def test_each_step_and_seed_rounds_its_own_way(monkeypatch):
 
     monkeypatch.setattr(GradientReducer, "begin", recorded)
     for seed in (0, 1):
-        spec = with_wire(spec_of(steps=3), "int8")
+        spec = spec_of(steps=3, wire="int8")
         local(dataclasses.replace(spec, data=dataclasses.replace(spec.data, seed=seed)), plain)
     assert begun == [rounding_seed(seed, step) for seed in (0, 1) for step in (1, 2, 3)]
     assert len(set(begun)) == 6
 
 
-@of_each_wire
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_model_in_bf16_has_nothing_to_round(wire):
-    spec = spec_of(steps=4)
-    rounded = with_wire(spec, wire)
-    assert local(rounded, bf16_parameters).digest == local(spec, bf16_parameters).digest
+    rounded = local(spec_of(steps=4, wire=wire), bf16_parameters)
+    assert rounded.digest == local(spec_of(steps=4), bf16_parameters).digest
 
 
 def test_model_in_fp64_is_refused_before_the_first_step():
@@ -59,4 +50,4 @@ def test_model_in_fp64_is_refused_before_the_first_step():
         loop(ctx, model, adamw(model))
 
     with pytest.raises(ModelError, match=r"model\.0\.weight is of torch\.float64, and wire='bf16'"):
-        local(with_wire(spec_of(steps=2), "bf16"), train)
+        local(spec_of(steps=2, wire="bf16"), train)

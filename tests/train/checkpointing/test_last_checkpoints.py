@@ -21,7 +21,7 @@ from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.train.interruption import TIME_IS_UP
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import PATIENCE_S, eventually
-from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
+from tests.runs import ENDLESS, PATIENT, goes_on, group, lines_of, local, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import job, steps_of
 from tests.train.jobs import Kept, adamw, average_and_plateau, classifier, classify, cross_entropy
 
@@ -190,13 +190,10 @@ def test_one_sigterm_ends_a_local_run_whose_disk_is_full(tmp_path, monkeypatch):
             if step.number == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    spec = spec_of(steps=12)
-    failure = dataclasses.replace(spec.failure, storage_timeout_s=0.1)
-    every = CheckpointConfig(every_steps=2)
+    failure = dataclasses.replace(PATIENT, storage_timeout_s=0.1)
+    spec = spec_of(steps=12, failure=failure, checkpoint=CheckpointConfig(every_steps=2))
     with pytest.raises(Interrupted):
-        local(
-            dataclasses.replace(spec, failure=failure, checkpoint=every), train, url=str(tmp_path)
-        )
+        local(spec, train, url=str(tmp_path))
 
 
 def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):

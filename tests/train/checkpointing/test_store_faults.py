@@ -58,9 +58,8 @@ def train(ctx: Any) -> None:
 
 
 def job(data: DataConfig, storage_timeout_s: float, steps: int = STEPS) -> JobSpec:
-    spec = spec_of(steps=steps, workers=2, min_workers=2)
     failure = dataclasses.replace(PATIENT, storage_timeout_s=storage_timeout_s)
-    return dataclasses.replace(spec, data=data, failure=failure)
+    return spec_of(steps=steps, workers=2, min_workers=2, data=data, failure=failure)
 
 
 def config(url: str, **options: Any) -> DataConfig:

@@ -53,8 +53,8 @@ EVERY_5 = CheckpointConfig(every_steps=5)
 
 def job(steps=STEPS, workers=3, body_s=0.02, checkpoint=EVERY_5, least=1, **config):
     config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": body_s} | config
-    spec = spec_of(steps=steps, workers=workers, min_workers=least, config=config)
-    return dataclasses.replace(spec, checkpoint=checkpoint)
+    scaling = {"workers": workers, "min_workers": least}
+    return spec_of(steps=steps, config=config, checkpoint=checkpoint, **scaling)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +292,7 @@ def test_a_commit_record_that_something_else_has_written_is_an_error_of_this_pac
     change, tmp_path
 ):
     url, path = str(tmp_path / "run"), CHANGES_BY_OTHERS[change][0]
-    spec = dataclasses.replace(spec_of(steps=2), checkpoint=CheckpointConfig(every_steps=2))
+    spec = spec_of(steps=2, checkpoint=CheckpointConfig(every_steps=2))
     local(spec, plain, url=url)
     *others, seal = sorted((tmp_path / "run" / "checkpoints" / "seals").glob("step-*"))
     assert not others

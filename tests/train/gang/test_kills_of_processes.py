@@ -62,8 +62,7 @@ def test_run_that_was_stopped_goes_on_with_another_number_of_gangs_and_the_same_
     tmp_path: Any,
 ) -> None:
     """The last checkpoint is exported whole, and other rows for the processes are refused."""
-    first = gangs(2, steps=4)
-    first = dataclasses.replace(first, checkpoint=CheckpointConfig(every_steps=2))
+    first = gangs(2, steps=4, checkpoint=CheckpointConfig(every_steps=2))
     outcome, run = group(first, trains, url=str(tmp_path))
     assert outcome.step == 4, losses_of(run)
     outcome, run = group(gangs(1), trains, url=str(tmp_path))

@@ -67,10 +67,7 @@ def test_a_session_ends_outside_of_every_generation():
 
 def test_a_worker_that_never_begins_ends(monkeypatch):
     monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda *_: None)
-    spec = spec_of()
-    object.__setattr__(
-        spec, "failure", FailureConfig(heartbeat_timeout_s=0.1, orphan_timeout_s=0.2)
-    )
+    spec = spec_of(failure=FailureConfig(heartbeat_timeout_s=0.1, orphan_timeout_s=0.2))
     job = WorkerJob(
         cloudpickle.dumps((spec, None)),
         None,

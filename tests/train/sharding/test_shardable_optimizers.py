@@ -111,7 +111,7 @@ def test_what_cannot_be_sharded_is_refused(make, match):
     ],
 )
 def test_loop_that_cannot_be_sharded_is_refused_before_the_first_step(train, match):
-    spec = dataclasses.replace(spec_of(steps=2, workers=1), sharding="optimizer")
+    spec = spec_of(steps=2, workers=1, sharding="optimizer")
     with pytest.raises(SpecError, match=match):
         local(spec, train)
 
@@ -125,7 +125,7 @@ def test_loop_that_cannot_be_sharded_is_refused_before_the_first_step(train, mat
     ],
 )
 def test_jobs_that_cannot_be_sharded_are_refused(change, match):
-    spec = dataclasses.replace(spec_of(), sharding="optimizer")
+    spec = spec_of(sharding="optimizer")
     with pytest.raises(SpecError, match=match):
         dataclasses.replace(spec, **change)
 
@@ -140,7 +140,7 @@ def test_optimizer_of_the_user_has_no_state_and_keeps_its_groups():
         loop(ctx, model, optimizer, cross_entropy, scheduler=scheduler)
         seen.append((len(optimizer.state), optimizer.param_groups[0]["lr"]))
 
-    local(dataclasses.replace(spec_of(steps=3), sharding="optimizer"), train)
+    local(spec_of(steps=3, sharding="optimizer"), train)
     assert seen == [(0, 1e-2 / 8)]
 
 
@@ -169,4 +169,4 @@ def test_body_that_looks_for_the_state_of_a_sharded_optimizer_is_refused(change)
 
     refusals = "each worker holds a part of it|the body .* wrote to the optimizer's state"
     with pytest.raises(LoopError, match=refusals):
-        local(dataclasses.replace(spec_of(steps=3), sharding="optimizer"), train)
+        local(spec_of(steps=3, sharding="optimizer"), train)

@@ -2,7 +2,6 @@
 by a checkpoint, to the last bit; or refused by name before the first step."""
 
 import contextlib
-import dataclasses
 import enum
 import fractions
 import functools
@@ -40,8 +39,8 @@ BODY = {"body_s": 0.02}
 
 
 def job(steps, workers, **config):
-    spec = spec_of(steps=steps, workers=workers, virtual=6, config=BODY | config)
-    return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=HALF))
+    every, config = CheckpointConfig(every_steps=HALF), BODY | config
+    return spec_of(steps=steps, workers=workers, virtual=6, config=config, checkpoint=every)
 
 
 def check_carried(train, tmp_path):

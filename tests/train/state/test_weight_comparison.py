@@ -20,11 +20,9 @@ from tests.train.jobs import plain
 
 
 def job(every=6, keep=5, **options):
-    return dataclasses.replace(
-        spec_of(steps=24, **options),
-        checkpoint=CheckpointConfig(every_steps=keep),
-        failure=dataclasses.replace(PATIENT, compare_weights_every=every),
-    )
+    failure = dataclasses.replace(PATIENT, compare_weights_every=every)
+    every_steps = CheckpointConfig(every_steps=keep)
+    return spec_of(steps=24, checkpoint=every_steps, failure=failure, **options)
 
 
 def flip(step, tmp_path, rank=1):
