@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,14 @@ def loop(
     for step in ctx.steps(model, optimizer, loss_fn, **options):
         assert objects_of(model, optimizer) == made
         hold(ctx, step)
+
+
+def training(make: Callable[[], nn.Module]) -> Callable[..., None]:
+    def train(ctx: Any) -> None:
+        model = make()
+        loop(ctx, model, adamw(model))
+
+    return train
 
 
 def classify(ctx: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
@@ -151,10 +160,6 @@ def batch_norm(ctx: Any) -> None:
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clip_norm=1.0)
 
 
-def autocast_bf16(ctx: Any) -> None:
-    classify(ctx, precision="bf16")
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,11 +184,6 @@ def autocast_fp16(ctx: Any) -> None:
     ctx.log({"scale": ctx._session.state.loss_scale.scale})
 
 
-def tied(ctx: Any) -> None:
-    model = Tied()
-    loop(ctx, model, adamw(model))
-
-
 class Checkpointed(nn.Module):
     """Tied weights under activation checkpointing: with the reentrant kind, hooks fire twice."""
 
@@ -197,16 +197,6 @@ class Checkpointed(nn.Module):
         x = checkpoint(lambda y: torch.tanh(self.body.first(y)), x, use_reentrant=self.reentrant)
         x = checkpoint(lambda y: torch.tanh(self.body.second(y)), x, use_reentrant=self.reentrant)
         return self.body.head(F.dropout(x, 0.1, self.training))
-
-
-def checkpointed(ctx: Any) -> None:
-    model = Checkpointed(False)
-    loop(ctx, model, adamw(model))
-
-
-def checkpointed_reentrant(ctx: Any) -> None:
-    model = Checkpointed(True)
-    loop(ctx, model, adamw(model))
 
 
 def frozen_and_unused(ctx: Any) -> None:
@@ -258,11 +248,6 @@ class Convolution(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(memory_format=torch.channels_last)
         return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-
-
-def channels_last(ctx: Any) -> None:
-    model = Convolution().to(memory_format=torch.channels_last)
-    loop(ctx, model, adamw(model))
 
 
 def bf16_parameters(ctx: Any) -> None:
@@ -430,15 +415,10 @@ ZOO = {
     for f in (
         plain,
         batch_norm,
-        autocast_bf16,
         autocast_fp16,
-        tied,
-        checkpointed,
-        checkpointed_reentrant,
         frozen_and_unused,
         branching,
         groups,
-        channels_last,
         bf16_parameters,
         fused,
         lazy_optimizer_state,
@@ -448,4 +428,10 @@ ZOO = {
         zero_weights,
         clipped_average_norm,
     )
+} | {
+    "autocast_bf16": partial(classify, precision="bf16"),
+    "tied": training(Tied),
+    "checkpointed": training(lambda: Checkpointed(False)),
+    "checkpointed_reentrant": training(lambda: Checkpointed(True)),
+    "channels_last": training(lambda: Convolution().to(memory_format=torch.channels_last)),
 }

@@ -23,6 +23,10 @@ def in_each_worker(train, change):
     return changed
 
 
+def tries_soon():
+    device_connection.FIRST_PAUSE_S = 0.05
+
+
 def generations(run):
     return [line for line in lines_of(run) if line.get("command") == "FormGeneration"]
 
@@ -42,10 +46,6 @@ def test_devices_that_connect_later_than_a_group_must_form_end_no_generation(tmp
 
 def test_devices_that_cannot_be_connected_are_said_once_and_tried_again(tmp_path):
     spec = job(tmp_path, workers=2, steps=12)
-
-    def tries_soon():
-        device_connection.FIRST_PAUSE_S = 0.05
-
     trained = in_each_worker(told_when_switched(plain), tries_soon)
     outcome, run = group(spec, trained, device=SimulatedDevice(connect_fails=2))
     assert outcome.digest == local(spec, plain).digest

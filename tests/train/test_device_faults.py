@@ -31,49 +31,39 @@ def lost(run):
     return list(found.values())
 
 
-def asserts_at_a_row(ctx):
-    def loss_fn(model, batch):
-        if 100 in batch["i"]:
-            raise ERRORS[2]()
-        return cross_entropy(model, batch)
+def failing(error, when):
+    """The loss raises this where `when(ctx, batch)`."""
 
-    classify(ctx, loss_fn)
+    def train(ctx):
+        def loss_fn(model, batch):
+            if when(ctx, batch):
+                raise ERRORS[error]()
+            return cross_entropy(model, batch)
+
+        classify(ctx, loss_fn)
+
+    return train
 
 
 def test_a_row_that_trips_a_device_side_assert_is_named_by_its_micro_batch(monkeypatch):
     allow(monkeypatch, max_losses_of_micro_batch=1)
-    outcome, _ = group(job(), asserts_at_a_row, fails=True)
+    outcome, _ = group(job(), failing(2, lambda ctx, batch: 100 in batch["i"]), fails=True)
     assert "2 workers died one after another while running virtual worker" in outcome.error
-
-
-def out_of_memory_in_its_first_micro_batch(ctx):
-    def loss_fn(model, batch):
-        if not ctx.is_source and is_first(ctx.config["file"]):
-            raise ERRORS[4]()
-        return cross_entropy(model, batch)
-
-    classify(ctx, loss_fn)
 
 
 def test_a_worker_out_of_memory_in_its_warm_up_does_not_join(tmp_path):
     spec = dataclasses.replace(job(), config={"file": str(tmp_path / "failed")})
-    _, run = group(spec, out_of_memory_in_its_first_micro_batch)
+    once = failing(4, lambda ctx, _: not ctx.is_source and is_first(ctx.config["file"]))
+    _, run = group(spec, once)
     [line] = lost(run)
     assert line["cause"] == Cause.OUT_OF_MEMORY and "Tried to allocate" in line["reason"]
     ready = [line["worker"] for line in lines_of(run) if line.get("event") == "WorkerReady"]
     assert line["worker"] not in ready and len(ready) == 2
 
 
-def never_has_memory(ctx):
-    def loss_fn(model, batch):
-        raise ERRORS[4]()
-
-    classify(ctx, loss_fn)
-
-
 def test_a_model_that_never_fits_uses_up_the_budget_of_memory(monkeypatch):
     allow(monkeypatch, max_out_of_memory=0)
-    outcome, _ = group(job(), never_has_memory, fails=True)
+    outcome, _ = group(job(), failing(4, lambda *_: True), fails=True)
     assert "workers ran out of memory 1 time" in outcome.error
     assert "Tried to allocate 2.00 GiB" in outcome.error
 

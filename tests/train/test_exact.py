@@ -10,11 +10,7 @@ import torch
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from tests.runs import group, local, resize, spec_of
-from tests.train.jobs import (
-    compiled,
-    plain,
-    seventeen,
-)
+from tests.train.jobs import compiled, plain, seventeen
 
 SLOW = pytest.mark.slow
 

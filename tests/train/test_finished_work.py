@@ -16,12 +16,7 @@ from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.generations.state_transfer import StateTransfer
-from elastic_dp.train.step.leaf_runner import (
-    FinishedNode,
-    FinishedWork,
-    LeafRunner,
-    StepInputs,
-)
+from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork, LeafRunner, StepInputs
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.precision import LossScale
 from tests.patience import eventually

@@ -24,15 +24,7 @@ from elastic_dp.train.fault_injection import WorkerFault
 from tests.cluster.test_budgets import is_first
 from tests.imported_when_used import ImportedWhenUsed
 from tests.patience import eventually
-from tests.runs import (
-    ENDLESS,
-    goes_on,
-    group,
-    losses_of,
-    never_put_off,
-    resize,
-    spec_of,
-)
+from tests.runs import ENDLESS, goes_on, group, losses_of, never_put_off, resize, spec_of
 from tests.train.checkpointing.test_worker_checkpointer import times_lost, when_committed
 from tests.train.gang.jobs import STEPS, fully_sharded, gangs, trains
 from tests.train.gang.test_kills_of_processes import calm

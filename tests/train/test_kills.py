@@ -14,11 +14,9 @@ from collections import Counter
 
 import pytest
 
-from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import SizeRequested, StopRequested, TrainingPosition
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import POINTS, WorkerFault
 from elastic_dp.train.fault_injection import _generation_of as generation_of
 from elastic_dp.train.generations.state_transfer import plan_state_transfer
@@ -27,17 +25,8 @@ from elastic_dp.train.state import state_moves
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
-from tests.runs import (
-    ENDLESS,
-    Points,
-    at_size,
-    group,
-    in_turn,
-    lines_of,
-    local,
-    losses_of,
-    spec_of,
-)
+from tests.runs import ENDLESS, Points, at_size, group, in_turn, lines_of, local, losses_of, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import steps_of
 from tests.train.jobs import (
     average_and_plateau,
     batch_norm,
@@ -482,7 +471,7 @@ def test_lone_worker_killed_in_an_evaluation_after_the_loop(tmp_path):
     fault = WorkerFault("evaluate", 10, nth=of_one + 4, once=str(tmp_path / "dead"))
 
     def goes_on_when_it_is_saved(run):
-        eventually(lambda: any(name.step == 10 for name in Catalog(Store(url)).names()))
+        eventually(lambda: 10 in steps_of(url))
         there.touch()
 
     script = [(1, goes_on_when_it_is_saved)]

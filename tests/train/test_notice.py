@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import time
 
-from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.coordinator.messages import (
     DrainNoticed,
     HeadDrainNoticed,
@@ -13,18 +12,9 @@ from elastic_dp.coordinator.messages import (
     StopRequested,
 )
 from elastic_dp.errors import ClusterError
-from elastic_dp.storage import Store
 from tests.patience import eventually
-from tests.runs import (
-    ENDLESS,
-    at_size,
-    formed_of,
-    group,
-    lines_of,
-    local,
-    spec_of,
-    texts_of,
-)
+from tests.runs import ENDLESS, at_size, formed_of, group, lines_of, local, spec_of, texts_of
+from tests.train.checkpointing.test_worker_checkpointer import steps_of
 from tests.train.jobs import plain
 
 
@@ -109,7 +99,7 @@ def test_head_that_goes_away_at_three_instants_takes_no_step_with_it(tmp_path):
         goes = functools.partial(head_goes, 5.0 + 0.15 * instant)
         _, run = group(spec, plain, script=[(made + 1, goes)], url=url, fails=True)
         stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
-        kept = Catalog(Store(url)).names()[-1].step
+        kept = steps_of(url)[-1]
         assert kept == max(line["position"].step for line in stops) > made, texts_of(run)
         made = kept
     outcome, run = group(dataclasses.replace(spec, max_steps=made + 3), plain, url=url)

@@ -13,7 +13,6 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load, verify
 from elastic_dp.checkpoint.exporting import export, load_state
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import (
     DrainNoticed,
     SizeRequested,
@@ -38,6 +37,7 @@ from tests.runs import (
     texts_of,
 )
 from tests.train import test_kills
+from tests.train.checkpointing.test_worker_checkpointer import EVERY_5, steps_of
 from tests.train.jobs import adamw, average_and_plateau, classifier, loop, plain
 
 SMALL_UNIT_BYTES = 256
@@ -199,12 +199,7 @@ def test_notice_right_behind_a_loss_costs_no_state(leaving, tmp_path):
     check(outcome, of_many_pieces, spec, run)
 
 
-EVERY_5 = CheckpointConfig(every_steps=5)
 STEPS = 20
-
-
-def steps_of(url):
-    return [name.step for name in Catalog(Store(str(url))).names()]
 
 
 def test_run_goes_back_to_a_checkpoint_when_both_holders_of_a_piece_are_lost(tmp_path):

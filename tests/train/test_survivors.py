@@ -9,7 +9,6 @@ import time
 import pytest
 
 from elastic_dp.coordinator.messages import DrainNoticed
-from elastic_dp.distributed import device_connection
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.testing.simulated_device import SimulatedDevice
@@ -18,6 +17,7 @@ from tests.cluster.test_budgets import is_first
 from tests.patience import eventually
 from tests.runs import group, local, resize, spec_of
 from tests.train.jobs import plain
+from tests.train.test_connecting_devices import in_each_worker, tries_soon
 from tests.train.test_simulated_device import (
     faults_while_switched,
     job,
@@ -73,15 +73,6 @@ def goes_last(train, folder):
     return last
 
 
-def lost_by_a_kill(spec, train, tmp_path, device):
-    dead = str(tmp_path / "dead")
-    fault = WorkerFault("exchange", rank=1, world_size=3, once=dead, settled=True)
-    trained = faults_while_switched(goes_last(train, tmp_path))
-    outcome, _ = group(spec, trained, faults=(fault,), device=device)
-    assert (tmp_path / "dead").exists()
-    return outcome
-
-
 SLOW = pytest.mark.slow
 
 
@@ -94,8 +85,12 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_survivors_of_a_lost_peer_live_on_for_three_minutes(how, tmp_path):
-    spec = spec_for(tmp_path)
-    outcome = lost_by_a_kill(spec, plain, tmp_path, dataclasses.replace(WATCHED, **how))
+    spec, device = spec_for(tmp_path), dataclasses.replace(WATCHED, **how)
+    dead = str(tmp_path / "dead")
+    fault = WorkerFault("exchange", rank=1, world_size=3, once=dead, settled=True)
+    trained = faults_while_switched(goes_last(plain, tmp_path))
+    outcome, _ = group(spec, trained, faults=(fault,), device=device)
+    assert (tmp_path / "dead").exists()
     assert outcome.workers_lost == 1
     assert outcome.digest == local(spec, plain).digest
 
@@ -120,21 +115,13 @@ def connection_breaks(train):
     return breaks
 
 
-def tries_again_soon(train):
-    def soon(ctx):
-        device_connection.FIRST_PAUSE_S = 0.05
-        told_when_switched(train)(ctx)
-
-    return soon
-
-
 # What cuts the train function, the script, the device, and how many generations there are at least.
 LIVE_ON = {
     "drain": (told_when_switched, [(6, drain)], WATCHED, 2),
     "joiners": (told_when_switched, [resize(1, 2), resize(6, 3)], WATCHED, 3),
     "a connection that breaks": (connection_breaks, [], WATCHED, 2),
     "devices that fail to connect": (
-        tries_again_soon,
+        lambda train: in_each_worker(told_when_switched(train), tries_soon),
         [],
         dataclasses.replace(WATCHED, connect_fails=1),
         1,

@@ -12,13 +12,7 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import ModelError
 from elastic_dp.sampling.seeds import rounding_seed
 from tests.runs import local, spec_of
-from tests.train.jobs import (
-    adamw,
-    bf16_parameters,
-    classifier,
-    loop,
-    plain,
-)
+from tests.train.jobs import adamw, bf16_parameters, classifier, loop, plain
 
 
 def test_each_step_and_seed_rounds_its_own_way(monkeypatch):

@@ -28,6 +28,7 @@ from elastic_dp.train.checkpointing.pending_checkpoints import BlobsRequest
 from tests.patience import PATIENCE_S, eventually
 
 TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
+EVERY_PART = range(6)
 
 
 class Stage:
@@ -141,15 +142,14 @@ def test_committer_without_work_sleeps(tmp_path, monkeypatch):
 
 
 def test_rejected_checkpoint_leaves_the_history_and_is_never_committed(stage):
-    everything = [0, 1, 2, 3, 4, 5]
     for step in (5, 10):
-        stage.write("w1", ("w1",), everything, step, lineage_id=1)
+        stage.write("w1", ("w1",), EVERY_PART, step, lineage_id=1)
         assert stage.committed.get(timeout=PATIENCE_S) == step
-    stage.write("w1", ("w1", "w2"), everything[:3], 12, lineage_id=1)
+    stage.write("w1", ("w1", "w2"), EVERY_PART[:3], 12, lineage_id=1)
     stage.committer.reject(7, 3)
     assert stage.goes_on_from() == 5
-    stage.write("w2", ("w1", "w2"), everything[3:], 12, lineage_id=1)  # late
-    stage.write("w3", ("w3",), everything, 10, lineage_id=4)  # made again
+    stage.write("w2", ("w1", "w2"), EVERY_PART[3:], 12, lineage_id=1)  # late
+    stage.write("w3", ("w3",), EVERY_PART, 10, lineage_id=4)  # made again
     assert stage.committed.get(timeout=PATIENCE_S) == 10
     assert [name.step for name in stage.catalog.names()] == [5, 10]
     assert stage.goes_on_from() == 10
@@ -187,12 +187,11 @@ def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
 
 
 def test_late_parts_of_an_older_step_are_not_committed(stage):
-    everything = [0, 1, 2, 3, 4, 5]
     stage.write("w1", ("w1", "w2"), [0, 1, 2], step=5)
-    stage.write("w1", ("w1",), everything, step=7)
+    stage.write("w1", ("w1",), EVERY_PART, step=7)
     assert stage.committed.get(timeout=PATIENCE_S) == 7
     stage.comes_to_rest()  # what lay there of step 5 is collected
-    stage.write("w2", ("w2",), everything, step=5)
+    stage.write("w2", ("w2",), EVERY_PART, step=5)
     assert stage.committed.get(timeout=PATIENCE_S) == 7, "a step before it is covered by it"
     assert [name.step for name in stage.catalog.names()] == [7]
 
@@ -200,9 +199,8 @@ def test_late_parts_of_an_older_step_are_not_committed(stage):
 def test_completed_checkpoints_are_committed_in_the_order_of_steps(stage):
     """The lost worker was the last that the newer checkpoint waited for, and the older one,
     reported later, as well."""
-    everything = [0, 1, 2, 3, 4, 5]
-    stage.write("w1", ("w1", "w2"), everything, step=7)
-    stage.write("w3", ("w3", "w2"), everything, step=5)
+    stage.write("w1", ("w1", "w2"), EVERY_PART, step=7)
+    stage.write("w3", ("w3", "w2"), EVERY_PART, step=5)
     stage.committer.lost("w2")
     assert stage.committed.get(timeout=PATIENCE_S) == 7
     assert stage.goes_on_from() == 7

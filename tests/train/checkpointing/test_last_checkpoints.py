@@ -37,20 +37,25 @@ def calm(outcome):
     return local(short(outcome.step), average_and_plateau).digest
 
 
-def take_away(*workers):
-    """Drain all workers: their machines go soon, and there is no room for others before they have
+def take_away(*workers, room=2):
+    """Drain these workers: their machines go soon, and there is no room for others before they have
     left. So much of the notice is margin that they have to leave in a second, and have minutes for
     it."""
 
     def act(run):
         alive = [run.worker_group.processes[worker].is_alive for worker in workers]
-        run.worker_group.allow(2)
+        run.worker_group.allow(room)
         object.__setattr__(run.controller.coordinator.config, "drain_margin_s", PATIENCE_S)
         for worker in workers:
             run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
         eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
 
     return act
+
+
+def last_step_of(workers, run):
+    stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
+    return max(line["position"].step for line in stops if line["worker"] in workers)
 
 
 def told(run, kind, **fields):
@@ -63,19 +68,14 @@ def told(run, kind, **fields):
 
 
 def test_drain_of_all_workers_repeats_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        drain_checkpointer, "NOTICE_WINDOW_S", PATIENCE_S
-    )  # both notices are of one moment
+    # Both notices are of one moment.
+    monkeypatch.setattr(drain_checkpointer, "NOTICE_WINDOW_S", PATIENCE_S)
     script = [(5, take_away("w1", "w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
-    stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
-    last = max(line["position"].step for line in stops if line["worker"] in ("w1", "w2"))
-    told(
-        run,
-        "Explain",
-        text=f"every worker with the training state is lost; going back to step {last}",
-    )
+    last = last_step_of(("w1", "w2"), run)
+    back = f"every worker with the training state is lost; going back to step {last}"
+    told(run, "Explain", text=back)
     # At the notice one, or two if those who are told hear of it at different steps; and the end.
     assert len(steps_of(tmp_path)) <= 3 and last in steps_of(tmp_path)
     assert outcome.workers_lost == 0
@@ -160,16 +160,15 @@ def interrupted(times):
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_a_local_run(tmp_path, times):
     """The first one keeps what there is, the second one ends at once."""
-    calm = local(spec_of(steps=12, config={"interrupts": False}), interrupted(times))
+    undisturbed = spec_of(steps=12, config={"interrupts": False})
+    calm = local(undisturbed, interrupted(times))
     handler = signal.getsignal(signal.SIGINT)
     spec = spec_of(steps=12, config={"interrupts": True})
     with pytest.raises(KeyboardInterrupt):
         local(spec, interrupted(times), url=str(tmp_path))
     assert signal.getsignal(signal.SIGINT) is handler
     assert steps_of(tmp_path) == ([7] if times == 1 else [])
-    again = local(
-        spec_of(steps=12, config={"interrupts": False}), interrupted(times), str(tmp_path)
-    )
+    again = local(undisturbed, interrupted(times), str(tmp_path))
     assert again.digest == calm.digest
     assert again.logged[0]["step"] == (8 if times == 1 else 1)
 

@@ -16,9 +16,7 @@ from elastic_dp.distributed import gradient_units, process_group
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-)
+from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Share, TreeLeaf, fold
 from tests.distributed.meeting import InMemory, form
 from tests.train.exactness.test_torch_optimizers import CASES, shapes

@@ -21,12 +21,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.fault_injection import FaultInjector
-from elastic_dp.train.generations.worker_control import (
-    ORPHANED,
-    Orphaned,
-    Released,
-    WorkerControl,
-)
+from elastic_dp.train.generations.worker_control import ORPHANED, Orphaned, Released, WorkerControl
 from elastic_dp.train.train_function import fail_worker
 from elastic_dp.train.worker_session import WorkerSession
 from tests.patience import PATIENCE_S

@@ -3,26 +3,24 @@ requests of the loop's body, and bytes that a checkpoint sends."""
 
 import os
 import signal
-import time
 
 import pytest
 
-from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.train.fault_injection import WorkerFault
-from tests.patience import PATIENCE_S, eventually
-from tests.runs import at_size, goes_on, group, lines_of, losses_of, never_put_off, scaled
+from tests.runs import at_size, goes_on, group, losses_of, never_put_off, scaled
+from tests.train.checkpointing.test_last_checkpoints import last_step_of, take_away
+from tests.train.checkpointing.test_worker_checkpointer import EVERY_5, steps_of
 from tests.train.jobs import average_and_plateau, plain
 from tests.train.test_sharded_optimizer import (
-    EVERY_5,
     STEPS,
     check,
     checkpoints_of,
     checkpoints_without_sharding,
     in_small_units,
     job,
-    steps_of,
 )
 
 
@@ -129,25 +127,16 @@ def test_drain_of_all_workers_repeats_no_step(tmp_path):
     """Each has a part of the state: they write it together before they leave."""
     left = []
 
-    def take_away(run):
+    def take_all_away(run):
         at_size(4)(run)
-        workers = [member.worker for member in run.controller.coordinator.membership.members]
-        alive = [run.worker_group.processes[worker].is_alive for worker in workers]
-        run.worker_group.allow(4)
-        config = run.controller.coordinator.config
-        object.__setattr__(config, "drain_margin_s", PATIENCE_S)
-        for worker in workers:
-            run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
-        eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
-        left.extend(workers)
+        left.extend(member.worker for member in run.controller.coordinator.membership.members)
+        take_away(*left, room=4)(run)
 
-    script = [(5, take_away), (5, goes_on), (5, StopRequested("enough"))]
+    script = [(5, take_all_away), (5, goes_on), (5, StopRequested("enough"))]
     spec = scaled(job(hold={}), min_workers=4, standby=0)
     outcome, run = group(
         spec, in_small_units(average_and_plateau), script=script, url=str(tmp_path)
     )
     check(outcome, average_and_plateau, spec)
-    stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
-    last = max(line["position"].step for line in stops if line["worker"] in left)
-    assert last in steps_of(tmp_path)
+    assert last_step_of(left, run) in steps_of(tmp_path)
     assert outcome.workers_lost == 0, losses_of(run)

@@ -38,11 +38,7 @@ from tests.train.sharding.test_sharded_state import (
     plain_after,
 )
 from tests.train.test_kills import with_faults
-from tests.train.test_simulated_device import (
-    faults_while_switched,
-    told_when_switched,
-    waits_once,
-)
+from tests.train.test_simulated_device import faults_while_switched, told_when_switched, waits_once
 from tests.train.test_simulated_device import job as job_on_a_device
 
 SLOW = pytest.mark.slow

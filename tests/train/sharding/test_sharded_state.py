@@ -13,18 +13,11 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units
-from elastic_dp.distributed.gradient_norm import (
-    GradientClipping,
-    gradient_norm,
-    squares_of_units,
-)
+from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
-from elastic_dp.extensions.sharding import (
-    parameter_gather,
-    sharded_optimizer,
-)
+from elastic_dp.extensions.sharding import parameter_gather, sharded_optimizer
 from elastic_dp.extensions.sharding.piece_reduction import GatheredNorm
 from elastic_dp.extensions.sharding.piece_updates import PieceUpdates
 from elastic_dp.extensions.sharding.pieces import part_of

@@ -12,12 +12,7 @@ from elastic_dp.checkpoint.checkpoint_reader import device_types, load
 from elastic_dp.checkpoint.layout import flat_bytes
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.state.state_moves import units_of
-from elastic_dp.train.state.state_payload import (
-    StatePayload,
-    from_vector,
-    rehome_state,
-    to_vectors,
-)
+from elastic_dp.train.state.state_payload import StatePayload, from_vector, rehome_state, to_vectors
 from tests.checkpoint.states import memory_store, same, save, train_state
 from tests.checkpoint.test_codec import TREE
 
