@@ -1,8 +1,6 @@
 """Row groups in memory, for tests of reading: they count what is alive, and fail or wait where they
 are told."""
 
-from __future__ import annotations
-
 import resource
 import threading
 import weakref

@@ -2,20 +2,45 @@
 
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import HealthCheck, settings
+import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
+from elastic_dp.errors import DataError
+from tests.data import values
 from tests.data.test_index import config, opened
 
-any_content = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+V = 8  # virtual workers
+
+
+def refused(wanted: DataConfig, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read_index(wanted)
+
+
+def batches_of(
+    config: DataConfig, workers: int, virtual_workers: int = V, epoch: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """The micro-batches of an epoch with their steps, from data sets of as many workers, each asked
+    for its own virtual workers."""
+    data = [open_data(config, virtual_workers=virtual_workers) for _ in range(workers)]
+    first = 1 + epoch * data[0].steps_per_epoch
+    for number, one in enumerate(data):
+        one.read_ahead(first, range(number, virtual_workers, workers))
+    for step in range(first, first + data[0].steps_per_epoch):
+        for v in range(virtual_workers):
+            if data[v % workers].rows(step, v):
+                yield step, data[v % workers].batch(step, v)
+    for one in data:
+        one.close()
 
 
 def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
@@ -27,22 +52,11 @@ def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
     for number, count in enumerate(index.rows.tolist()):
         columns, nbytes = groups.read(number)
         assert nbytes <= index.nbytes[number]
-        plain = {name: plain_values(column) for name, column in columns.items()}
-        assert {len(values) for values in plain.values()} == {count}
-        rows += [
-            dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)
-        ]
+        plain = {name: values.plain(column) for name, column in columns.items()}
+        assert {len(column) for column in plain.values()} == {count}
+        rows += [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
     groups.close()
     return rows, index.rows.tolist()
-
-
-def plain_values(column) -> list:
-    if isinstance(column, pa.Array):
-        return column.to_pylist()
-    if isinstance(column, np.ndarray):
-        return column.tolist()
-    pieces = zip(column.offsets[:-1], column.offsets[1:], strict=True)
-    return [column.values[start:end].tolist() for start, end in pieces]
 
 
 def nested(first: int, rows: int) -> pa.Table:
@@ -79,11 +93,13 @@ def expected(table: pa.Table) -> list[dict]:
     return rows
 
 
-def write_arrow(path: Path, content: pa.Table, stream: bool, **options) -> None:
+def write_arrow(
+    path: Path, content: pa.Table, stream: bool = False, chunk: int = 16, **options
+) -> None:
     make = pa.ipc.new_stream if stream else pa.ipc.new_file
     options = pa.ipc.IpcWriteOptions(unify_dictionaries=not stream, **options)
     with pa.OSFile(str(path), "wb") as file, make(file, content.schema, options=options) as writer:
-        writer.write_table(content, max_chunksize=16)
+        writer.write_table(content, max_chunksize=chunk)
 
 
 def parquet(path: Path, content: pa.Table, **options) -> None:
@@ -115,6 +131,15 @@ def in_memory(folder: Path) -> str:
     return f"memory://{folder.name}"
 
 
+def add(tar: tarfile.TarFile, name: str, content: bytes, **more: Any) -> None:
+    """Add a member. `more`: other attributes of it."""
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for key, value in more.items():
+        setattr(member, key, value)
+    tar.addfile(member, io.BytesIO(content))
+
+
 def write_tar(path: Path, first: int, samples: int, **ending: bytes) -> list[dict]:
     rows = []
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
@@ -124,15 +149,9 @@ def write_tar(path: Path, first: int, samples: int, **ending: bytes) -> list[dic
             parts = {"jpg": bytes([number % 256]) * (number * 37 % 900), "cls": b" %d\n" % number}
             parts |= {"json": b'{"n": %d}' % number, "seg.png": b"x", **ending}
             for name, content in parts.items():
-                member = tarfile.TarInfo(f"{key}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+                add(tar, f"{key}.{name}", content)
             rows.append({"__key__": key, **parts, "cls": number, "json": parts["json"].decode()})
     return rows
-
-
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
 SHARDS = {

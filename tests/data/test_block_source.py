@@ -1,7 +1,5 @@
 """A block source of the user's: its rows, once each, with every option that shards have."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import re

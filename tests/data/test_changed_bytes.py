@@ -4,8 +4,6 @@ and end no process. Each input is a function of its kind and a number.
 `python -m tests.data.test_changed_bytes KIND FIRST COUNT` is the process that reads them.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random

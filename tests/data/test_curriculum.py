@@ -1,8 +1,6 @@
 """Weights of sources that change with the step: rows once in each epoch of a source, for any
 workers, under a kill and over a resume; and the column that says from which source a row is."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

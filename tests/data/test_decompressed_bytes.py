@@ -4,10 +4,10 @@ import pyarrow as pa
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data import read_index
 from elastic_dp.data.formats import arrow_messages
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import BadShard, DataError
+from tests.data.shards import refused, write_arrow
 from tests.data.test_index import config, opened
 from tests.data.values import in_place
 
@@ -23,10 +23,7 @@ def small_limit(monkeypatch):
 
 
 def write(path, table, codec, kind="file"):
-    options = pa.ipc.IpcWriteOptions(compression=codec)
-    new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-    with new(path, table.schema, options=options) as writer:
-        writer.write_table(table)
+    write_arrow(path, table, kind == "stream", chunk=1 << 20, compression=codec)
     assert codec is None or path.stat().st_size < LIMIT_BYTES // 10
 
 
@@ -46,8 +43,7 @@ def test_arrow_that_decompresses_to_too_much_is_refused_by_convert(codec, table,
 @pytest.mark.parametrize("kind", ["file", "stream"])
 def test_arrow_dictionary_that_decompresses_to_too_much_is_refused_when_opened(kind, tmp_path):
     write(tmp_path / "a.arrow", DICTIONARY, "zstd", kind)
-    with pytest.raises(DataError, match=r"a\.arrow has a .* that decompresses to \d MiB"):
-        read_index(config(tmp_path))
+    refused(config(tmp_path), r"a\.arrow has a .* that decompresses to \d MiB")
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
@@ -68,11 +64,8 @@ def test_arrow_that_decompresses_to_too_much_is_a_bad_shard(table, kind, codec, 
 def test_arrow_within_the_limit_is_read_converted_and_inspected(codec, kind, tmp_path):
     table = pa.table({"x": range(1000), "s": [str(i) for i in range(1000)]})
     table = table.append_column("d", table["s"].dictionary_encode())
-    with (tmp_path / "a.arrow").open("wb") as sink:
-        options = pa.ipc.IpcWriteOptions(compression=codec)
-        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-        with new(sink, table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=300)
+    path = tmp_path / "a.arrow"
+    write_arrow(path, table, kind == "stream", chunk=300, compression=codec)
     assert in_place(DataConfig(str(tmp_path), micro_batch_size=1))["d"] == table["d"].to_pylist()
 
 

@@ -1,8 +1,6 @@
 """Times, dates and decimals at the extremes of their types: the value that is stored, or an error
 that names the column."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data import read_index
 from elastic_dp.errors import BadShard, DataError
+from tests.data.shards import refused, write_arrow
 from tests.data.values import in_place
 
 INT32, INT64 = (-(2**31), -1, 0, 2**31 - 1), (-(2**63), -1, 0, 2**63 - 1)
@@ -51,8 +49,7 @@ def stored(kind: pa.DataType, values: tuple[int, ...]) -> pa.Array:
 
 def write(path: Path, table: pa.Table, how: str) -> None:
     if how == "arrow":
-        with pa.ipc.new_file(path / "a.arrow", table.schema) as writer:
-            writer.write_table(table)
+        write_arrow(path / "a.arrow", table)
     else:
         pq.write_table(table, path / "a.parquet", store_schema=how == "parquet")
 
@@ -107,8 +104,8 @@ def test_int96_is_refused_by_name_unless_it_is_left_out(tmp_path):
     table, old = pa.table({"x": times, "n": nested, "y": [1, 2]}), tmp_path / "a.parquet"
     pq.write_table(table, old, use_deprecated_int96_timestamps=True)
     for name, path in (("x", "x"), ("n", r"n\.list\.element\.t")):
-        with pytest.raises(DataError, match=rf"'{path}' of a\.parquet holds .* INT96"):
-            read_index(DataConfig(str(tmp_path), micro_batch_size=1, columns=[name]))
+        named = DataConfig(str(tmp_path), micro_batch_size=1, columns=[name])
+        refused(named, rf"'{path}' of a\.parquet holds .* INT96")
     found = in_place(DataConfig(str(tmp_path), micro_batch_size=1, columns=["y"]))
     assert found["y"] == [1, 2]
 

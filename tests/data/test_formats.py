@@ -1,31 +1,9 @@
 """Every format against pyarrow reading the whole shard."""
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
 import pytest
-from hypothesis import strategies as st
 
 from tests.data.shards import BINARY, expected, in_memory, nested, rows_of
-
-odd_fields = st.lists(st.sampled_from(['"', '""', "b", "\n3,", "\r", " "]), max_size=5).map("".join)
-
-
-def ends_quoted(content: str) -> bool:
-    """RFC 4180, character by character: whether a quoted field is still open at the end."""
-    state = "start"
-    for mark in content:
-        if state == "quoted":
-            state = "quote" if mark == '"' else "quoted"
-        elif mark == '"' and state in ("start", "quote"):
-            state = "quoted"
-        else:
-            state = "start" if mark in ",\r\n" else "field"
-    return state == "quoted"
-
-
-def has_only_nulls(table: pa.Table) -> bool:
-    return any(not any(column.to_pylist()) for column in table.columns)
 
 
 @pytest.mark.parametrize("kind", BINARY)

@@ -1,8 +1,6 @@
 """Images decoded to pixels: the same ones for any number of workers, in threads and in
 processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from pathlib import Path
@@ -18,6 +16,7 @@ from PIL import Image
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.errors import DataError, SpecError, UserCodeError
+from tests.data.shards import batches_of
 
 ROWS, V, B = 24, 4, 2
 
@@ -40,17 +39,8 @@ def images(folder: Path, contents: list[bytes | None], **changes: Any) -> DataCo
 
 
 def dealt(config: DataConfig, workers: int) -> list[tuple[int, torch.Tensor]]:
-    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
-    for number, one in enumerate(data):
-        one.read_ahead(1, range(number, V, workers))
-    found = []
-    for step in range(1, data[0].steps_per_epoch + 1):
-        for v in range(V):
-            batch = data[v % workers].batch(step, v)
-            found += zip(batch["id"].tolist(), batch["image"], strict=True)
-    for one in data:
-        one.close()
-    return found
+    batches = [batch for _, batch in batches_of(config, workers, V)]
+    return [pair for b in batches for pair in zip(b["id"].tolist(), b["image"], strict=True)]
 
 
 def test_images_are_the_pixels_that_were_written_for_one_worker_and_for_three(tmp_path):

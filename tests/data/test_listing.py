@@ -1,8 +1,6 @@
 """What a URL means: which files are shards, what is said of those that are not, and why there is
 none."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -4,7 +4,6 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
+from tests.data.shards import write_arrow
 
 ROWS = (70, 45, 1)
 
@@ -198,73 +198,26 @@ def test_a_shard_that_was_rewritten(folder):
     data.close()
 
 
-def write(folder: Path, **tables: pa.Table) -> None:
-    for name, content in tables.items():
-        pq.write_table(content, folder / f"{name}.parquet")
-
-
-def nothing(folder: Path) -> DataConfig:
-    return config(folder)
-
-
-def empty(folder: Path) -> DataConfig:
-    write(folder, a=table(0, 0))
-    return config(folder)
-
-
-def missing_column(folder: Path) -> DataConfig:
-    write(folder, a=table(0, 50))
-    return config(folder, columns=["tokens"])
-
-
-def differing_types(folder: Path) -> DataConfig:
-    write(folder, a=pa.table({"x": [1] * 50}), b=pa.table({"x": [1.0] * 50}))
-    return config(folder, columns=None)
-
-
-def differing_names(folder: Path) -> DataConfig:
-    write(folder, a=pa.table({"x": [1] * 50}), b=pa.table({"y": [1] * 50}))
-    return config(folder, columns=None)
-
-
-def too_few(folder: Path) -> DataConfig:
-    write(folder, a=table(0, 15))
-    return config(folder)
-
-
-def not_parquet(folder: Path) -> DataConfig:
-    (folder / "a.parquet").write_text("hello")
-    return config(folder)
-
-
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("write", "said"),
     [
-        (nothing, r"DataConfig.url: no shard \(\*\.parquet"),
-        (empty, r"no shard at .* holds a row: a\.parquet"),
-        (missing_column, r"no column 'tokens' in a\.parquet, which has 'id', 'weight'"),
-        (differing_types, r"'x' is int64 in a\.parquet and double in b\.parquet"),
-        (differing_names, r"'x' \(int64\) is not in b\.parquet; write it in all"),
         (
-            too_few,
-            (
-                r"15 rows, fewer than one global batch of 16 \(micro_batch_size 8 × "
-                r"2 micro-batches, one for each virtual worker"
-            ),
+            lambda path: pq.write_table(table(0, 15), path),
+            r"15 rows, fewer than one global batch of 16 \(micro_batch_size 8 × "
+            r"2 micro-batches, one for each virtual worker",
         ),
-        (not_parquet, r"cannot read the footer of a\.parquet"),
+        (lambda path: path.write_text("hello"), r"cannot read the footer of a\.parquet"),
     ],
 )
-def test_open_data_of_an_unreadable_source_is_refused(
-    make: Callable[[Path], DataConfig], said: str, tmp_path: Path
-):
+def test_open_data_of_an_unreadable_source_is_refused(write, said, tmp_path):
+    write(tmp_path / "a.parquet")
     with pytest.raises(DataError, match=said):
-        open_data(make(tmp_path), virtual_workers=2)
+        open_data(config(tmp_path), virtual_workers=2)
 
 
 def test_lists_of_different_lengths_have_no_tensor(tmp_path: Path):
     said = r"'x' holds lists of different lengths .*collate_fn"
-    write(tmp_path, a=pa.table({"x": pa.array([[1], [1, 2]] * 20)}))
+    pq.write_table(pa.table({"x": [[1], [1, 2]] * 20}), tmp_path / "a.parquet")
     data = open_data(config(tmp_path, columns=None), virtual_workers=2)
     with pytest.raises(DataError, match=said):
         data.batch(1, 0)
@@ -274,8 +227,7 @@ def test_lists_of_different_lengths_have_no_tensor(tmp_path: Path):
 def test_row_groups_of_a_mapped_arrow_file_count_in_the_budget(tmp_path):
     values = pa.array(np.zeros(1 << 18, np.float32))
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(values, 64)})
-    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
-        file.write_table(table, max_chunksize=1024)
+    write_arrow(tmp_path / "a.arrow", table, chunk=1024)
     config = DataConfig(tmp_path, micro_batch_size=64)
     groups = ShardRowGroups(config, read_index(config))
     _, nbytes = groups.read(0)
@@ -304,8 +256,7 @@ def test_worker_does_not_import_pandas_which_takes_a_second(form, tmp_path):
     if form == "parquet":
         pq.write_table(table, path)
     else:
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
+        write_arrow(path, table)
     index = read_index(DataConfig(str(path), micro_batch_size=4))
     (tmp_path / "index").write_bytes(index.to_bytes())
     command = [sys.executable, "-c", WORKER, str(path), str(tmp_path / "index")]

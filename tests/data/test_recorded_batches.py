@@ -5,8 +5,6 @@ to change, and say why in the commit. Each data set is written by arithmetic, so
 on every machine. A digest must not depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
@@ -27,6 +25,7 @@ import torch
 
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_data, open_evaluation
+from tests.data.shards import add, write_arrow
 from tests.imported_when_used import ImportedWhenUsed
 
 datasets, duckdb, pandas, polars, image, deltalake, webdataset = map(
@@ -53,10 +52,11 @@ class Recorded:
 DATA_SETS: dict[str, Recorded] = {}
 
 
-def data_set(*, quick: bool = False, grows: bool = False, **options: Any) -> Any:
+def data_set(name: str = "", *, quick: bool = False, grows: bool = False, **options: Any) -> Any:
     def add(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        name = make.__name__.replace("_", " ")
-        DATA_SETS[name] = Recorded(make, {"micro_batch_size": 3, **options}, quick, grows)
+        DATA_SETS[name or make.__name__.replace("_", " ")] = Recorded(
+            make, {"micro_batch_size": 3, **options}, quick, grows
+        )
         return make
 
     return add
@@ -100,59 +100,72 @@ def to_parquet(path: Path, table: pa.Table, rows_per_group: int = 64, **options:
     pq.write_table(table, f"{path}.parquet", row_group_size=rows_per_group, **options)
 
 
-@data_set(quick=True)
-def parquet_of_pyarrow(folder: Path) -> None:
-    shards(folder, 5, to_parquet)
+def with_noise(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {**batch, "noise": rng.random(len(batch["id"]))}
 
 
-@data_set(shuffle="none", tail="short", epochs=1)
-def parquet_in_order(folder: Path) -> None:
-    shards(folder, 5, to_parquet)
+def parquet(count: int, **how: Any) -> Callable[[Path], None]:
+    return lambda folder: shards(folder, count, lambda p, t: to_parquet(p, t, **how))
 
 
-@data_set(shuffle="full", tail="short", epochs=2, micro_batch_size=7)
-def parquet_fully_shuffled(folder: Path) -> None:
-    shards(folder, 3, to_parquet)
+def arrow(count: int, **how: Any) -> Callable[[Path], None]:
+    how |= {"chunk": 48}
+    return lambda folder: shards(folder, count, lambda p, t: write_arrow(f"{p}.arrow", t, **how))
 
 
-@data_set(seed=7, columns=["tokens", "id"], collate_fn=padded)
-def parquet_with_columns(folder: Path) -> None:
-    shards(
-        folder, 4, lambda p, t: to_parquet(p, ragged(t), compression="zstd", use_dictionary=False)
-    )
+def lists(folder: Path) -> None:
+    how = {"compression": "zstd", "use_dictionary": False}
+    shards(folder, 4, lambda p, t: to_parquet(p, ragged(t), **how))
 
 
-@data_set()
-def parquet_of_version_one(folder: Path) -> None:
+def by_polars(folder: Path) -> None:
     shards(
         folder,
-        4,
-        lambda p, t: to_parquet(
-            p,
-            t,
-            version="1.0",
-            use_dictionary=False,
-            compression="gzip",
-            write_statistics=False,
-            store_schema=False,
-        ),
+        3,
+        lambda p, t: polars.from_arrow(t).write_parquet(f"{p}.parquet", row_group_size=100),
     )
 
 
-@data_set()
-def parquet_of_data_page_two(folder: Path) -> None:
-    shards(
-        folder,
-        4,
-        lambda p, t: to_parquet(
-            p,
-            t,
-            data_page_version="2.0",
-            data_page_size=512,
-            write_page_checksum=True,
-            compression="brotli",
-        ),
-    )
+def by_pandas(folder: Path) -> None:
+    shards(folder, 3, lambda p, t: t.to_pandas().to_parquet(f"{p}.parquet", index=True))
+
+
+OF_VERSION_ONE = {"version": "1.0", "use_dictionary": False, "compression": "gzip"}
+OF_VERSION_ONE |= {"write_statistics": False, "store_schema": False}
+OF_PAGE_TWO = {"data_page_version": "2.0", "data_page_size": 512, "compression": "brotli"}
+OF_PAGE_TWO |= {"write_page_checksum": True}
+IN_ORDER = {"shuffle": "none", "tail": "short"}
+EVEN = (pc.field("text") > "row 2") & pc.field("even")
+LATE = (pc.field("small") != 3) & (pc.field("half") > 50)
+for name, make, options in (
+    ("parquet of pyarrow", parquet(5), {"quick": True}),
+    ("parquet in order", parquet(5), {**IN_ORDER, "epochs": 1}),
+    (
+        "parquet fully shuffled",
+        parquet(3),
+        {"shuffle": "full", "tail": "short", "epochs": 2, "micro_batch_size": 7},
+    ),
+    (
+        "parquet with columns",
+        lists,
+        {"seed": 7, "columns": ["tokens", "id"], "collate_fn": padded},
+    ),
+    ("parquet of version one", parquet(4, **OF_VERSION_ONE), {}),
+    ("parquet of data page two", parquet(4, **OF_PAGE_TWO), {}),
+    ("parquet of polars", by_polars, {}),
+    ("parquet of pandas", by_pandas, {"columns": ["id", "half", "text", "even"]}),
+    ("arrow file", arrow(4), {"quick": True, "shuffle": "rows"}),
+    (
+        "arrow stream compressed",
+        arrow(4, stream=True, compression="zstd"),
+        {"shuffle": "none", "columns": ["text", "id"]},
+    ),
+    ("filtered", parquet(4), {"quick": True, "filter": LATE}),
+    ("filtered arrow", arrow(4), {"columns": ["id", "text"], "filter": EVEN}),
+    ("growing", parquet(5), {"grows": True}),
+    ("with generators", parquet(4), {"transform": with_noise}),
+):
+    data_set(name, **options)(make)
 
 
 @data_set(quick=True, epochs=3)
@@ -171,45 +184,10 @@ def parquet_of_duckdb(folder: Path) -> None:
 
 
 @data_set()
-def parquet_of_polars(folder: Path) -> None:
-    shards(
-        folder,
-        3,
-        lambda p, t: polars.from_arrow(t).write_parquet(f"{p}.parquet", row_group_size=100),
-    )
-
-
-@data_set(columns=["id", "half", "text", "even"])
-def parquet_of_pandas(folder: Path) -> None:
-    shards(folder, 3, lambda p, t: t.to_pandas().to_parquet(f"{p}.parquet", index=True))
-
-
-@data_set(quick=True, shuffle="rows")
-def arrow_file(folder: Path) -> None:
-    def write(path: Path, table: pa.Table) -> None:
-        with pa.ipc.new_file(f"{path}.arrow", table.schema) as writer:
-            writer.write_table(table, max_chunksize=48)
-
-    shards(folder, 4, write)
-
-
-@data_set(shuffle="none", columns=["text", "id"])
-def arrow_stream_compressed(folder: Path) -> None:
-    def write(path: Path, table: pa.Table) -> None:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_stream(f"{path}.arrow", table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=48)
-
-    shards(folder, 4, write)
-
-
-@data_set()
 def arrow_with_dictionaries(folder: Path) -> None:
     def write(path: Path, table: pa.Table) -> None:
         table = table.set_column(4, "text", pc.dictionary_encode(table["text"]))
-        options = pa.ipc.IpcWriteOptions(compression="lz4", unify_dictionaries=True)
-        with pa.ipc.new_file(f"{path}.feather", table.schema, options=options) as writer:
-            writer.write_table(table, max_chunksize=48)
+        write_arrow(f"{path}.feather", table, chunk=48, compression="lz4")
 
     shards(folder, 3, write)
 
@@ -226,9 +204,7 @@ def to_tar(path: Path, first: int, samples: int) -> None:
             parts = {"jpg": bytes([number % 256]) * (number * 37 % 90), "cls": b"%d" % number}
             parts |= {"json": b'{"n": %d}' % number, "txt": f"ü {number}".encode()}
             for name, content in parts.items():
-                member = tarfile.TarInfo(f"folder/{number:06}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+                add(tar, f"folder/{number:06}.{name}", content)
 
 
 @data_set(quick=True)
@@ -283,9 +259,7 @@ def mixture(folder: Path) -> dict[str, float]:
 def mixture_of_formats(folder: Path) -> dict[int, dict[str, float]]:
     to_parquet(folder / "a" / "rows", rows_from(0, 400))
     (folder / "b").mkdir()
-    table = rows_from(10_000, 700)
-    with pa.ipc.new_file(f"{folder / 'b' / 'rows'}.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=48)
+    write_arrow(folder / "b" / "rows.arrow", rows_from(10_000, 700), chunk=48)
     a, b = str(folder / "a"), str(folder / "b")
     return {0: {a: 1, b: 3}, 9: {a: 2, b: 1}}
 
@@ -321,16 +295,6 @@ def packed_and_filtered(folder: Path) -> None:
     documents(folder)
 
 
-@data_set(quick=True, filter=(pc.field("small") != 3) & (pc.field("half") > 50))
-def filtered(folder: Path) -> None:
-    shards(folder, 4, to_parquet)
-
-
-@data_set(columns=["id", "text"], filter=(pc.field("text") > "row 2") & pc.field("even"))
-def filtered_arrow(folder: Path) -> None:
-    arrow_file(folder)
-
-
 @data_set(shuffle="rows")
 def partitions(folder: Path) -> str:
     for year in (2023, 2024, 2025):
@@ -341,11 +305,6 @@ def partitions(folder: Path) -> str:
 
 
 @data_set(grows=True)
-def growing(folder: Path) -> None:
-    shards(folder, 5, to_parquet)
-
-
-@data_set(grows=True)
 def growing_mixture(folder: Path) -> dict[str, float]:
     return mixture(folder)
 
@@ -353,15 +312,6 @@ def growing_mixture(folder: Path) -> dict[str, float]:
 @data_set(grows=True, pack=32, columns=["input_ids"])
 def growing_packed(folder: Path) -> None:
     documents(folder)
-
-
-def with_noise(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {**batch, "noise": rng.random(len(batch["id"]))}
-
-
-@data_set(transform=with_noise)
-def with_generators(folder: Path) -> None:
-    shards(folder, 4, to_parquet)
 
 
 @data_set(decode={"picture": "rgb"})

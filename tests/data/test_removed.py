@@ -1,8 +1,6 @@
 """Files and options that training does not read any more are refused with the line to write
 instead."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma

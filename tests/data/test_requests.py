@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 

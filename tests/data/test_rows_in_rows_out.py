@@ -1,9 +1,6 @@
 """Rows in are rows out, for every kind of file, by id and value: in training's order and in an
 evaluation, dealt to one worker and to three."""
 
-from __future__ import annotations
-
-import io
 import json
 import tarfile
 from collections.abc import Callable
@@ -19,9 +16,10 @@ import pytest
 import torch
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data import open_evaluation
+from tests.data.shards import add, batches_of, write_arrow
 
-ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
+ROWS, SHARDS, B = 96, 3, 3  # 24 rows in a step: four steps an epoch
 Row = dict[str, Any]
 
 
@@ -47,9 +45,7 @@ def arrow_by_polars(path: Path, ids: range) -> None:
 
 
 def arrow_stream(path: Path, ids: range) -> None:
-    made = table(ids)
-    with pa.ipc.new_stream(path.with_suffix(".arrow"), made.schema) as writer:
-        writer.write_table(made, max_chunksize=9)
+    write_arrow(path.with_suffix(".arrow"), table(ids), stream=True, chunk=9)
 
 
 def tar(path: Path, ids: range) -> None:
@@ -58,9 +54,7 @@ def tar(path: Path, ids: range) -> None:
         for i in ids:
             one = row(i)
             for ending, content in (("cls", str(i)), ("x.txt", str(one["x"])), ("txt", one["s"])):
-                member = tarfile.TarInfo(f"{i:04}.{ending}")
-                member.size = len(content.encode())
-                made.addfile(member, io.BytesIO(content.encode()))
+                add(made, f"{i:04}.{ending}", content.encode())
 
 
 def of_tar(batch: Row) -> Row:
@@ -101,22 +95,11 @@ def rows_of(batch: Row) -> list[Row]:
 
 
 def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
-    """The rows of each step of an epoch, from data sets of as many workers, each asked for its own
-    virtual workers."""
-    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
-    for number, one in enumerate(data):
-        one.read_ahead(1, range(number, V, workers))
-    steps = []
-    for step in range(1, data[0].steps_per_epoch + 1):
-        found = []
-        for v in range(V):
-            owner = data[v % workers]
-            if owner.rows(step, v):
-                found += rows_of(owner.batch(step, v))
-        steps.append(found)
-    for one in data:
-        one.close()
-    return steps
+    """The rows of each step of an epoch."""
+    steps: dict[int, list[Row]] = {}
+    for step, batch in batches_of(config, workers):
+        steps.setdefault(step, []).extend(rows_of(batch))
+    return list(steps.values())
 
 
 def evaluated(config: DataConfig, workers: int) -> list[Row]:
@@ -165,21 +148,3 @@ def train(ctx: Any) -> None:
         for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn):
             pass
         ctx.evaluate(lambda m, batch: loss_fn(m, batch, evaluates=True), ctx.config["eval"])
-
-
-def rows_by_step(folder: Path) -> tuple[list[int], list[int]]:
-    """The ids of all rows of the steps, where a micro-batch that ran again in its step counts once,
-    and of the evaluation."""
-    trained, evaluated = set[tuple[int, ...]](), list[int]()
-    for file in folder.iterdir():
-        for line in file.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue  # its worker was killed
-            step, rows = json.loads(line)
-            assert rows == [row(one["id"]) for one in rows]
-            ids = [one["id"] for one in rows]
-            if step is None:
-                evaluated += ids
-            else:
-                trained.add((step, *ids))
-    return sorted(i for _, *ids in trained for i in ids), sorted(evaluated)

@@ -1,9 +1,6 @@
 """Tars as GNU tar and Python write them: every kind of header is read, or refused with the member's
 name."""
 
-from __future__ import annotations
-
-import io
 import os
 import subprocess
 import tarfile
@@ -13,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import DataError
+from tests.data.shards import add, refused
 from tests.data.values import Columns, in_place
 
 LONG = Path("d" * 90, "e" * 90, "f" * 90)
@@ -56,11 +53,6 @@ def check(tar: Path, prefix: str = "./") -> Columns:
     return found
 
 
-def refused(tar: Path, words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        read_index(config(tar))
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_tar_of_any_format_is_read(format, tmp_path):
     assert len(check(gnu_tar(tmp_path, nothing, f"--format={format}"))["cls"]) == 3
@@ -99,7 +91,8 @@ def test_sparse_member_is_refused_by_name(options, tmp_path):
             file.seek(5 << 20)
             file.write(b"end")
 
-    refused(gnu_tar(tmp_path, fill, "--sparse", *options), r"003\.bin is a sparse member.*--sparse")
+    tar = gnu_tar(tmp_path, fill, "--sparse", *options)
+    refused(config(tar), r"003\.bin is a sparse member.*--sparse")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -115,7 +108,9 @@ def test_link_is_refused_and_read_with_the_options_that_are_named(link, format, 
         if options:
             assert in_place(config(tar))["txt"] == ["é0", "é1", "é2", "é1"]
         else:
-            refused(tar, r"a\.tar.*003\.txt is a link to .*001\.txt.*tar --dereference --hard")
+            refused(
+                config(tar), r"a\.tar.*003\.txt is a link to .*001\.txt.*tar --dereference --hard"
+            )
 
 
 def test_tar_behind_a_tar_is_refused_and_read_where_they_were_joined(tmp_path):
@@ -126,21 +121,13 @@ def test_tar_behind_a_tar_is_refused_and_read_where_they_were_joined(tmp_path):
     subprocess.run(["tar", "--concatenate", "-f", one, other], check=True)
     assert in_place(config(one))["cls"] == [0, 1, 2, 0, 1, 2, 3, 4, 5]
     one.write_bytes(both)
-    refused(one, r"a\.tar.*more follows its end, which is at byte \d+.*--concatenate")
+    refused(config(one), r"a\.tar.*more follows its end, which is at byte \d+.*--concatenate")
 
 
 def test_padding_behind_a_tar_is_no_second_tar(tmp_path):
     tar = gnu_tar(tmp_path, nothing, "--blocking-factor=4000")
     assert tar.stat().st_size > 2_000_000
     check(tar)
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes, **more: object) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    for key, value in more.items():
-        setattr(member, key, value)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def test_extended_headers_of_the_whole_tar_and_of_members_are_read(tmp_path):
@@ -160,7 +147,7 @@ def test_name_that_is_not_utf_8_is_refused(tmp_path):
         tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT, encoding="latin-1"
     ) as tar:
         add(tar, "é.txt", b"x")
-    refused(tmp_path / "a.tar", r"a\.tar")
+    refused(config(tmp_path / "a.tar"), r"a\.tar")
 
 
 def test_volume_label_is_no_sample(tmp_path):

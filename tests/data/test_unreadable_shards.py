@@ -10,7 +10,7 @@ import pytest
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
-from tests.data.shards import ONE, SHARDS, cut_short, in_memory, write_arrow
+from tests.data.shards import ONE, SHARDS, in_memory, refused, write_arrow
 from tests.data.test_index import config, opened
 
 
@@ -65,21 +65,18 @@ def test_a_shard_that_was_rewritten(name, where, tmp_path, small_groups, monkeyp
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards_that_cannot_be_indexed(name, tmp_path):
     SHARDS[name](tmp_path / name)
-    if name in ("a.parquet", "a.arrow", "a.tar"):
-        (tmp_path / f"b{name}").write_bytes(b"")
-        with pytest.raises(DataError, match=rf"b{name} is empty \(0 bytes\), .* was lost; write"):
-            read_index(config(tmp_path))
+    (tmp_path / f"b{name}").write_bytes(b"")
+    refused(config(tmp_path), rf"b{name} is empty \(0 bytes\), .* was lost; write")
     (tmp_path / f"b{name}").write_bytes(b'\x00"{broken')
-    with pytest.raises(DataError, match=rf"b{name}"):
-        read_index(config(tmp_path))
+    refused(config(tmp_path), rf"b{name}")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.tar"])
 def test_a_shard_that_is_cut_short(name, tmp_path):
     SHARDS[name](tmp_path / name)
-    cut_short(tmp_path / name)
-    with pytest.raises(DataError, match=rf"cannot (read the footer of|scan|read) {name}"):
-        read_index(config(tmp_path))
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) * 2 // 3])
+    refused(config(tmp_path), rf"cannot (read the footer of|scan|read) {name}")
 
 
 @pytest.mark.parametrize(
@@ -111,17 +108,14 @@ def test_a_shard_that_is_cut_short(name, tmp_path):
 def test_read_index_of_unreadable_shards_is_refused(shards, changes, said, tmp_path):
     for name, content in shards.items():
         pq.write_table(content, tmp_path / f"{name}.parquet")
-    with pytest.raises(DataError, match=said):
-        read_index(config(tmp_path, **changes))
+    refused(config(tmp_path, **changes), said)
 
 
 def test_mixed_formats_need_a_choice(tmp_path):
     pq.write_table(ONE, tmp_path / "a.parquet")
     write_arrow(tmp_path / "b.arrow", ONE, stream=False)
-    with pytest.raises(
-        DataError, match=r"several formats: 1 parquet \(such as a\.parquet\) and 1 arrow"
-    ):
-        read_index(config(tmp_path))
+    words = r"several formats: 1 parquet \(such as a\.parquet\) and 1 arrow"
+    refused(config(tmp_path), words)
     assert read_index(config(tmp_path / "*.arrow")).num_rows == 2
 
 

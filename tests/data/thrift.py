@@ -5,8 +5,6 @@ A node is [type, value]. The value of a struct is a list of [field id, node]; of
 nodes, size written].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)

@@ -1,8 +1,6 @@
 """Rows as plain values of Python, from shards as they are read in place, and from tables of
 Arrow."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,14 +4,12 @@ Each maker writes into an empty folder. `reads`: it returns what the producer's 
 and what to read where that is not the folder. `refuses`: it may return what to read.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
-import io
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,14 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.feather
-import pyarrow.json
 import pyarrow.orc
 import pyarrow.parquet as pq
 import webdataset
 from deltalake import DeltaTable, write_deltalake
 
 from elastic_dp.errors import DataError
+from tests.data.shards import add
 from tests.imported_when_used import ImportedWhenUsed
 
 datasets = ImportedWhenUsed("datasets")
@@ -79,6 +76,11 @@ def _listed(**facts: Any) -> Any:
     return add
 
 
+def list_all(producer: str, make: Callable[[Any, Path], Any], cases: dict[str, Any]) -> None:
+    """Add what `make` writes of each case."""
+    ZOO.update({f"{producer}_{n}": Cell(partial(make, case)) for n, case in cases.items()})
+
+
 def write(
     folder: Path, table: pa.Table | dict[str, Any], name: str = "a.parquet", **options: Any
 ) -> pa.Table:
@@ -106,36 +108,27 @@ def of_pandas(found: pd.DataFrame) -> pa.Table:
     return pa.Table.from_pandas(found, preserve_index=False)
 
 
-@reads()
-def pandas_parquet(folder):
-    frame().to_parquet(folder / "a.parquet")
-    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+PANDAS: dict[str, dict[str, Any]] = {  # what is beside the columns of `frame`
+    "parquet": {},
+    "categories": {"c": pd.Categorical([f"c{i % 3}" for i in IDS])},
+    "datetimes": {"t": pd.date_range("2024-01-01", periods=ROWS, freq="h")},
+    "missing_text": {"s": [None if i % 3 else "a" for i in IDS]},
+}
+
+
+def by_pandas(added: dict[str, Any], folder: Path) -> pa.Table:
+    frame().assign(**added).to_parquet(folder / "a.parquet")
+    found = pd.read_parquet(folder / "a.parquet")
+    return of_pandas(found.astype({"c": str} if "c" in added else {}))
+
+
+list_all("pandas", by_pandas, PANDAS)
 
 
 @reads()
 def pandas_index(folder):
     frame().assign(id=[7 * i % 13 for i in IDS]).set_index("id").to_parquet(folder / "a.parquet")
     return of_pandas(pd.read_parquet(folder / "a.parquet").reset_index())
-
-
-@reads()
-def pandas_categories(folder):
-    frame().assign(c=pd.Categorical([f"c{i % 3}" for i in IDS])).to_parquet(folder / "a.parquet")
-    return of_pandas(pd.read_parquet(folder / "a.parquet").astype({"c": str}))
-
-
-@reads()
-def pandas_datetimes(folder):
-    frame().assign(t=pd.date_range("2024-01-01", periods=ROWS, freq="h")).to_parquet(
-        folder / "a.parquet"
-    )
-    return of_pandas(pd.read_parquet(folder / "a.parquet"))
-
-
-@reads()
-def pandas_missing_text(folder):
-    frame().assign(s=[None if i % 3 else "a" for i in IDS]).to_parquet(folder / "a.parquet")
-    return of_pandas(pd.read_parquet(folder / "a.parquet"))
 
 
 @reads()
@@ -171,32 +164,14 @@ def polars_frame() -> pl.DataFrame:
     )
 
 
-@reads()
-def polars_parquet(folder):
-    polars_frame().write_parquet(folder / "a.parquet")
-    return pl.read_parquet(folder / "a.parquet").to_arrow()
-
-
-@reads()
-def polars_nested(folder):
-    made = polars_frame().with_columns(
+POLARS = {
+    "parquet": polars_frame(),
+    "nested": polars_frame().with_columns(
         pl.Series("l", [[i] * (i % 3) for i in IDS]),
         pl.Series("v", [[i, 1] for i in IDS], dtype=pl.Array(pl.Float32, 2)),
         pl.Series("p", [{"a": i, "b": str(i)} for i in IDS]),
-    )
-    made.write_parquet(folder / "a.parquet")
-    return pl.read_parquet(folder / "a.parquet").to_arrow()
-
-
-@reads()
-def polars_ipc(folder):
-    polars_frame().write_ipc(folder / "a.arrow")
-    return pl.read_ipc(folder / "a.arrow").to_arrow()
-
-
-@reads()
-def polars_kinds(folder):
-    made = pl.DataFrame(
+    ),
+    "kinds": pl.DataFrame(
         {
             "d": [decimal.Decimal(f"{i}.5") for i in IDS],
             "u": [datetime.timedelta(i) for i in IDS],
@@ -204,9 +179,22 @@ def polars_kinds(folder):
             "b": [bytes([i]) * i for i in IDS],
             "h": pl.Series([2**63 + i for i in IDS], dtype=pl.UInt64),
         }
-    )
+    ),
+}
+
+
+def by_polars(made: pl.DataFrame, folder: Path) -> pa.Table:
     made.write_parquet(folder / "a.parquet")
     return pl.read_parquet(folder / "a.parquet").to_arrow()
+
+
+list_all("polars", by_polars, POLARS)
+
+
+@reads()
+def polars_ipc(folder):
+    polars_frame().write_ipc(folder / "a.arrow")
+    return pl.read_ipc(folder / "a.arrow").to_arrow()
 
 
 @refuses("more than 64 bits")
@@ -239,30 +227,23 @@ def duckdb_copy(folder: Path, columns: str, name: str, options: str = "") -> Non
     of_duckdb(f"COPY (SELECT {columns} FROM range({ROWS}) t(i)) TO '{folder / name}' ({options})")
 
 
-@reads()
-def duckdb_parquet(folder):
-    duckdb_copy(
-        folder, "i AS id, i / 4 AS x, 'é' || i AS s, i % 2 = 0 AS b", "a.parquet", "FORMAT parquet"
-    )
-    return of_duckdb(f"FROM '{folder}/a.parquet'")
-
-
-@reads()
-def duckdb_json(folder):
-    duckdb_copy(folder, "i AS id, json_object('a', i) AS j", "a.parquet", "FORMAT parquet")
-    return of_duckdb(f"SELECT id, j::VARCHAR AS j FROM '{folder}/a.parquet'")
-
-
-@reads()
-def duckdb_nested(folder):
-    duckdb_copy(
-        folder,
+DUCKDB = {  # the columns that are written, and how they are read
+    "parquet": ("i AS id, i / 4 AS x, 'é' || i AS s, i % 2 = 0 AS b", "*"),
+    "json": ("i AS id, json_object('a', i) AS j", "id, j::VARCHAR AS j"),
+    "nested": (
         "i AS id, range(i % 3) AS l, {'a': i, 'b': i / 2} AS p, TIMESTAMP '2024-01-01' + "
         "INTERVAL (i) HOUR AS t",
-        "a.parquet",
-        "FORMAT parquet",
-    )
-    return of_duckdb(f"FROM '{folder}/a.parquet'")
+        "*",
+    ),
+}
+
+
+def by_duckdb(columns: tuple[str, str], folder: Path) -> pa.Table:
+    duckdb_copy(folder, columns[0], "a.parquet", "FORMAT parquet")
+    return of_duckdb(f"SELECT {columns[1]} FROM '{folder}/a.parquet'")
+
+
+list_all("duckdb", by_duckdb, DUCKDB)
 
 
 @refuses("**")
@@ -413,9 +394,7 @@ def webdataset_shards(folder):
 def add_member(path: Path, *members: tuple[str, bytes]) -> None:
     with tarfile.open(path, "a") as tar:
         for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            add(tar, name, content)
 
 
 @refuses("011.txt")
@@ -484,6 +463,35 @@ def spark_cut(folder):
 # Parquet
 
 
+KINDS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
+KINDS += [pa.float16(), pa.float32(), pa.float64()]
+PAIRS = pa.list_(pa.list_(pa.float32(), 2), 3)
+PARQUET: dict[str, Any] = {
+    "numbers": {str(kind): pa.array(np.array(IDS), kind) for kind in KINDS}
+    | {"bool": [i % 2 == 0 for i in IDS]},
+    "bytes": {
+        "b": [bytes([i]) * i for i in IDS],
+        "f": pa.array([bytes([i, 1]) for i in IDS], pa.binary(2)),
+    },
+    "times": {
+        "t": pa.array(IDS, pa.timestamp("us", "UTC")),
+        "d": pa.array([datetime.date(2024, 1, 1) + datetime.timedelta(i) for i in IDS]),
+        "c": pa.array(IDS, pa.time32("ms")),
+        "e": pa.array(IDS, pa.duration("us")),
+    },
+    "decimals": {"id": IDS, "price": [decimal.Decimal(f"{i}.25") for i in IDS]},
+    "lists": {"one": [[i, 1] for i in IDS], "several": [[i] * (i % 3) for i in IDS]},
+    "fixed_lists": {"id": IDS, "v": pa.array([[[i, 1]] * 3 for i in IDS], PAIRS)},
+    "ragged": {"id": IDS, "v": [[[n] * n for n in range(i % 4)] for i in IDS]},
+    "texts": {"id": IDS, "v": [[f"{n}" for n in range(i % 4)] for i in IDS]},
+    "structs": {"id": IDS, "p": [{"a": i, "q": {"b": i / 2}} for i in IDS]},
+    "dots": {"id": IDS, "a.b": IDS, "a": [f"{i}" for i in IDS]},
+    "names": pa.table([IDS] * 5, names=["a b", "ü", "", "a,b", 'q"']),
+    "case": pa.table([IDS, IDS[::-1]], names=["Id", "id"]),
+}
+list_all("parquet", lambda columns, folder: write(folder, columns), PARQUET)
+
+
 @reads()
 def parquet_codecs(folder):
     codecs = ("none", "snappy", "gzip", "brotli", "zstd", "lz4")
@@ -520,79 +528,6 @@ def parquet_row_groups(folder):
 
 
 @reads()
-def parquet_numbers(folder):
-    kinds = [
-        pa.int8(),
-        pa.uint8(),
-        pa.int16(),
-        pa.uint16(),
-        pa.int32(),
-        pa.uint32(),
-        pa.int64(),
-        pa.uint64(),
-        pa.float16(),
-        pa.float32(),
-        pa.float64(),
-    ]
-    return write(
-        folder,
-        {str(kind): pa.array(np.array(IDS), kind) for kind in kinds}
-        | {"bool": [i % 2 == 0 for i in IDS]},
-    )
-
-
-@reads()
-def parquet_bytes(folder):
-    return write(
-        folder,
-        {
-            "b": [bytes([i]) * i for i in IDS],
-            "f": pa.array([bytes([i, 1]) for i in IDS], pa.binary(2)),
-        },
-    )
-
-
-@reads()
-def parquet_times(folder):
-    day = datetime.date(2024, 1, 1)
-    return write(
-        folder,
-        {
-            "t": pa.array(IDS, pa.timestamp("us", "UTC")),
-            "d": pa.array([day + datetime.timedelta(i) for i in IDS]),
-            "c": pa.array(IDS, pa.time32("ms")),
-            "e": pa.array(IDS, pa.duration("us")),
-        },
-    )
-
-
-@reads()
-def parquet_decimals(folder):
-    return write(folder, {"id": IDS, "price": [decimal.Decimal(f"{i}.25") for i in IDS]})
-
-
-@reads()
-def parquet_lists(folder):
-    return write(folder, {"one": [[i, 1] for i in IDS], "several": [[i] * (i % 3) for i in IDS]})
-
-
-@reads()
-def parquet_fixed_lists(folder):
-    kind = pa.list_(pa.list_(pa.float32(), 2), 3)
-    return write(folder, {"id": IDS, "v": pa.array([[[i, 1]] * 3 for i in IDS], kind)})
-
-
-@reads()
-def parquet_ragged(folder):
-    return write(folder, {"id": IDS, "v": [[[n] * n for n in range(i % 4)] for i in IDS]})
-
-
-@reads()
-def parquet_texts(folder):
-    return write(folder, {"id": IDS, "v": [[f"{n}" for n in range(i % 4)] for i in IDS]})
-
-
-@reads()
 def parquet_tensors(folder):
     values = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
     write(folder, {"id": IDS, "v": pa.FixedShapeTensorArray.from_numpy_ndarray(values)})
@@ -600,19 +535,9 @@ def parquet_tensors(folder):
 
 
 @reads()
-def parquet_structs(folder):
-    return write(folder, {"id": IDS, "p": [{"a": i, "q": {"b": i / 2}} for i in IDS]})
-
-
-@reads()
 def parquet_dictionaries(folder):
     table = write(folder, {"c": pa.array([f"c{i % 3}" for i in IDS]).dictionary_encode()})
     return table.cast(pa.schema({"c": pa.string()}))
-
-
-@reads()
-def parquet_dots(folder):
-    return write(folder, {"id": IDS, "a.b": IDS, "a": [f"{i}" for i in IDS]})
 
 
 @reads()
@@ -623,16 +548,6 @@ def parquet_empty_row_groups(folder):
         for ids in ([], IDS, [], IDS, []):
             file.write_table(pa.table({"id": pa.array(ids, pa.int64())}))
     return {"id": IDS + IDS}
-
-
-@reads()
-def parquet_names(folder):
-    return write(folder, pa.table([IDS] * 5, names=["a b", "ü", "", "a,b", 'q"']))
-
-
-@reads()
-def parquet_case(folder):
-    return write(folder, pa.table([IDS, IDS[::-1]], names=["Id", "id"]))
 
 
 @refuses("differ only in case")
