@@ -172,7 +172,7 @@ class ModuleAttributes:
         ]
         self._sizes = list(map(len, self._dicts))
         own = [[key for key in held if key not in _OF_TORCH] for held in self._all]
-        # Of two keys or more, so that a reader returns a tuple. Compiled modules have no "training".
+        # Two keys at least, for a tuple. A compiled module has no "training" of its own.
         some = map(next, map(iter, self._all))
         self._readers = [itemgetter(key, key, *keys) for key, keys in zip(some, own, strict=True)]
         self._values = [*chain.from_iterable(map(call, self._readers, self._all))]
