@@ -111,7 +111,7 @@ class RewindRequested(TrainError):
     and goes on; where there is no `fit`, `elastic-dp rewind` does that.
 
     After step `step`, for the reason `why`: to the newest checkpoint of `to_step` or earlier,
-    without the rows of steps `first` to `last`; both are 0 if none are left out.
+    without the rows of steps `first` to `last`.
     """
 
     def __init__(self, step: int, why: str, to_step: int, first: int, last: int) -> None:
@@ -119,8 +119,10 @@ class RewindRequested(TrainError):
         self.step, self.why, self.to_step, self.first, self.last = step, why, to_step, first, last
 
     def __str__(self) -> str:
-        rows = f", without the rows of steps {self.first} to {self.last}" if self.first else ""
-        return f"step {self.step}: {self.why}; the run is to go on from step {self.to_step}{rows}"
+        return (
+            f"step {self.step}: {self.why}; the run is to go on from step {self.to_step}, without "
+            f"the rows of steps {self.first} to {self.last}"
+        )
 
 
 class StateError(TrainError):

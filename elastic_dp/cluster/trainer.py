@@ -203,8 +203,7 @@ class ElasticTrainer:
                 code = error.code if isinstance(error, Interrupted) else 128 + signal.SIGINT
                 raise Interrupted(code) from None
             except RewindRequested as wish:
-                leave_out = (wish.first, wish.last) if wish.first else None
-                step = rewind(self.url, wish.to_step, leave_out)
+                step = rewind(self.url, wish.to_step, (wish.first, wish.last))
                 progress.say(f"{wish}: going on from step {step}")
 
     def start(self, *, faults: Sequence[WorkerFault] = ()) -> Run:

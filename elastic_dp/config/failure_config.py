@@ -24,7 +24,7 @@ class Rewind:
     without the rows of the steps around the jump. The weights are the same bits on any fleet.
 
     - `factor`: a loss of more than so many times the median of the last `window` losses, or one
-      that is not finite.
+      that is not finite. Of a median below 0: as far above it.
     - `window`: nothing is a jump before so many steps have been made.
     - `before`, `after`: the rows of so many steps before the jump and after it are left out. The
       run goes back to its newest checkpoint from before them.

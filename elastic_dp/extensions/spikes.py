@@ -76,10 +76,14 @@ class SpikeRule(StepParticipant):
         loss, recent, rule = self._loss, self._recent.values, self._rule
         if not math.isfinite(loss):  # with a loss scale, the step is left out
             return f"the loss is {loss}" if self._state.loss_scale is None else ""
-        if len(recent) < rule.window or loss <= rule.factor * median(recent):
+        if len(recent) < rule.window:
             return ""
-        usual = f"{median(recent):.6g}, the median of the {rule.window} before it"
-        return f"the loss is {loss:.6g}, more than {rule.factor:g} times {usual}"
+        usual = median(recent)  # where it is 0, no size is known that a loss may have
+        if not usual or loss <= usual + (rule.factor - 1) * abs(usual):
+            return ""
+        words = f"more than {rule.factor:g} times" if usual > 0 else "far above"
+        before = f"{usual:.6g}, the median of the {rule.window} before it"
+        return f"the loss is {loss:.6g}, {words} {before}"
 
     def commit(self) -> None:
         if math.isfinite(self._loss):

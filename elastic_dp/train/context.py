@@ -413,7 +413,7 @@ class TrainContext:
         if self._session.checkpoints is not None:
             self._session.checkpoints.request()
 
-    def rewind(self, to_step: int, *, leave_out: tuple[int, int] | None = None) -> NoReturn:
+    def rewind(self, to_step: int, *, leave_out: tuple[int, int]) -> NoReturn:
         """Lets the run go on from its newest checkpoint of step `to_step` or earlier; 0: from the
         start. From there on it leaves out the rows of steps `leave_out`, the first and the last
         one, and later steps take their places.
@@ -425,9 +425,8 @@ class TrainContext:
         """
         self._refuse_in_loss("ctx.rewind")
         check_rewind(to_step, leave_out)
-        first, last = leave_out or (0, 0)
         step = self._session.position.step
-        raise RewindRequested(step, "ctx.rewind was called", to_step, first, last)
+        raise RewindRequested(step, "ctx.rewind was called", to_step, *leave_out)
 
     def stop(self, reason: str) -> None:
         """Ends the run after the present step, on every worker. A call on one worker is enough.

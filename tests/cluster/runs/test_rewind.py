@@ -1,10 +1,12 @@
 """A run that is rewound over a bad stretch: its weights are those of a run that never had these
 rows, on any fleet."""
 
+import contextlib
 import dataclasses
 import math
 import os
 import threading
+import types
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from elastic_dp.cli import app
 from elastic_dp.cluster.runs.rewind import rewind
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.errors import CheckpointError, LossError, RewindRequested, RunMismatch, SpecError
+from elastic_dp.extensions.spikes import RecentLosses, SpikeRule
 from elastic_dp.storage import Store
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import PATIENT, Points, group, spec_of
@@ -107,6 +110,34 @@ def test_the_run_rewinds_itself_at_a_jump_and_at_nan(tmp_path):
     assert Catalog(Store(result.path)).left_out() == ((16, 19), (37, 40))
     assert result.step == 60 - 8
     assert result.weights_sha256 == never_had(tmp_path, (16, 19), (37, 40)).weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("recent", "loss", "jumps"),
+    [
+        ([1.0, 2.0, 9.0], 10.1, True),
+        ([1.0, 2.0, 9.0], 10.0, False),
+        ([-1.0, -2.0, -9.0], 5.9, False),
+        ([-1.0, -2.0, -9.0], 6.1, True),
+        ([0.0, 0.0, 1.0], 9.0, False),
+        ([1.0, 1.0], 99.0, False),  # fewer than the window
+        ([1.0, 1.0], math.nan, True),
+    ],
+)
+def test_jump_is_measured_by_the_size_of_the_median(recent, loss, jumps):
+    losses = RecentLosses()
+    losses.values = recent
+    result = types.SimpleNamespace(loss=loss, weight=1.0)
+    rule = SpikeRule(
+        edp.Rewind(factor=5.0, window=3, before=1, after=1),
+        1,
+        losses,
+        types.SimpleNamespace(loss_scale=None),
+        types.SimpleNamespace(of_all={0: result}),
+    )
+    rule.begin(7)
+    with pytest.raises(RewindRequested) if jumps else contextlib.nullcontext():
+        rule.agree([])
 
 
 @pytest.mark.parametrize("workers", [1, 3])
