@@ -267,7 +267,7 @@ def _must_be_one_of(worker: str, workers: Sequence[str]) -> None:
     if worker not in workers:
         raise SpecError(
             f"worker is {worker!r}, must be one of "
-            f"{', '.join(workers) or 'those that are up: none is'}"
+            f"{', '.join(sorted(workers)) or 'those that are up: none is'}"
         )
 
 

@@ -76,13 +76,29 @@ def none_only_by_default(owner: str, config: Any) -> None:
             raise SpecError(f"{owner}.{x.name} is None; leave it out for {x.default!r}")
 
 
-def check_rewind(to_step: int, leave_out: tuple[int, int] | None) -> None:
-    """Raises SpecError for numbers of steps that cannot be."""
+def check_rewind(
+    to_step: int, leave_out: tuple[int, int] | None, *, total: int | None, grows: bool
+) -> None:
+    """Check the steps of a rewind of a run of `total` steps, if that is known. `grows`: its batch
+    does."""
     whole_number("to_step", to_step, 0)
     first, last = leave_out or (to_step + 1, to_step + 1)
     whole_number("leave_out[0]", first, 1)
+    whole_number("leave_out[1]", last, 1)
     if not to_step < first <= last:
         raise SpecError(
             f"leave_out is {first}..{last}, must be steps after to_step={to_step}, the first one "
             "first: what a checkpoint has learned cannot be left out of it"
+        )
+    if leave_out is None:
+        return
+    if grows:
+        raise SpecError(
+            "leave_out needs steps of one size, and the batch of the run grows (virtual_workers or "
+            "inner_steps by step): later steps cannot take the places of those left out"
+        )
+    if total is not None and (first > total or (first == 1 and last >= total)):
+        raise SpecError(
+            f"leave_out is {first}..{last}, and the run has {total} steps: "
+            + ("none is left" if first == 1 else "it has none of these")
         )

@@ -141,6 +141,11 @@ class JobSpec:
         rule, checkpoint = self.failure.on_spike, self.checkpoint
         if rule is None:
             return
+        if len(self.micro_batches_by_step) > 1:
+            raise SpecError(
+                "FailureConfig.on_spike needs steps of one size, and the batch grows: leave it "
+                "out, or use one number of virtual_workers and inner_steps for all steps"
+            )
         if not checkpoint.enabled:
             raise SpecError(
                 "FailureConfig.on_spike goes back to a checkpoint, and the job makes none: set "

@@ -424,7 +424,9 @@ class TrainContext:
         inside a loss function.
         """
         self._refuse_in_loss("ctx.rewind")
-        check_rewind(to_step, leave_out)
+        grows = len(self._session.spec.micro_batches_by_step) > 1
+        total = self._session.total_steps or None
+        check_rewind(to_step, leave_out, total=total, grows=grows)
         step = self._session.position.step
         raise RewindRequested(step, "ctx.rewind was called", to_step, *leave_out)
 

@@ -12,6 +12,7 @@ import time
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Held
+from elastic_dp.cluster.runs.run_history import last_start, total_steps_of
 from elastic_dp.config.field_checks import check_rewind
 from elastic_dp.errors import CheckpointError, RunMismatch
 from elastic_dp.run_record import delete_result
@@ -19,6 +20,7 @@ from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing.run_claim import holder_of
 
 _LEASE_S = 60.0
+MOST_STEPS = 10**11  # names of checkpoints have twelve digits
 
 
 def rewind(url: str, to_step: int, leave_out: tuple[int, int] | None = None) -> int:
@@ -29,8 +31,13 @@ def rewind(url: str, to_step: int, leave_out: tuple[int, int] | None = None) -> 
     Returns the step. Raises SpecError for wrong numbers, CheckpointError without such a checkpoint,
     RunMismatch while the run is live, StorageError. Waits for the lease of a run that was killed.
     """
-    check_rewind(to_step, leave_out)
-    catalog = Catalog(Store(url))
+    store = Store(url)
+    start, total = last_start(store), total_steps_of(url)
+    grows = start is not None and bool(start.growth)
+    check_rewind(to_step, leave_out, total=total, grows=grows)
+    if leave_out is not None:
+        leave_out = leave_out[0], min(leave_out[1], MOST_STEPS if total is None else total)
+    catalog = Catalog(store)
     holder = holder_of(catalog, _LEASE_S, secrets.token_hex(8))
     seen = None
     while isinstance(held := holder.acquire(), Held):

@@ -34,10 +34,14 @@ def loss_fn(model, batch):
     return loss * next((bad[i] for i in batch["i"].tolist() if i in bad), 1.0)
 
 
-def train(ctx):
+def body(ctx, loss_fn):
     model = classifier()
     for step in ctx.steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn):
         ctx.log({"loss": step.loss})
+
+
+def train(ctx):
+    body(ctx, loss_fn)
 
 
 def trainer(folder, train=train, *, on_spike=None, virtual=2, name="run"):
@@ -191,6 +195,8 @@ def test_rule_for_which_no_checkpoint_would_be_old_enough_is_refused(checkpoint,
         (10, (10, 12), SpecError, "must be steps after to_step=10"),
         (10, (13, 12), SpecError, "the first one first"),
         (-1, None, SpecError, "to_step is -1"),
+        (10, (61, 99), SpecError, "the run has 60 steps: it has none of these"),
+        (0, (1, 99), SpecError, "none is left"),
         (4, (9, 9), CheckpointError, "no checkpoint of step 4 or earlier; it has: 5, 10, 15"),
     ],
 )
@@ -201,6 +207,22 @@ def test_what_cannot_be_is_refused(to_step, leave_out, error, text, tmp_path):
     with pytest.raises(error, match=text):
         rewind(run.url, to_step, leave_out)
     assert Catalog(Store(run.url)).left_out() == ()
+
+
+def test_a_stretch_that_begins_in_the_run_ends_with_it(tmp_path):
+    result = trainer(tmp_path, lambda ctx: body(ctx, jumps)).fit(local=True)
+    assert rewind(result.path, 55, (58, 10**20)) == 55
+    assert Catalog(Store(result.path)).left_out() == ((58, 60),)
+    assert trainer(tmp_path, lambda ctx: body(ctx, jumps)).fit(local=True).step == 57
+
+
+def test_a_batch_that_grows_is_refused_before_anything_is_decided(tmp_path):
+    growing = {0: 2, 20: 4}
+    with pytest.raises(SpecError, match="needs steps of one size, and the batch grows"):
+        trainer(tmp_path, on_spike=RULE, virtual=growing)
+    result = trainer(tmp_path, lambda ctx: body(ctx, jumps), virtual=growing).fit(local=True)
+    with pytest.raises(SpecError, match="the batch of the run grows"):
+        rewind(result.path, 5, (7, 8))
 
 
 def test_a_live_run_is_not_rewound(tmp_path):
