@@ -56,7 +56,7 @@ def test_images_are_the_pixels_that_were_written_for_one_worker_and_for_three(tm
     data.close()
 
 
-@pytest.mark.slow  # in CI clips are: tests/data/test_audio_decoding.py
+@pytest.mark.slow
 def test_images_decoded_in_a_process_are_those_decoded_in_threads(tmp_path):
     config = images(tmp_path, [encoded(pixels(i), "JPEG") for i in range(ROWS)], epochs=1)
     here, there = dealt(config, 1), dealt(dataclasses.replace(config, workers=1), 1)

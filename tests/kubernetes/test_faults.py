@@ -299,6 +299,25 @@ def test_dashboard_by_port_forward_asks_for_the_token(run):
             forward.kill()
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("timeout 10 kubectl -n training get rayjob digits --watch || true", "RUNNING"),
+        ("edp digits status digits", "step"),
+        ("edp digits logs digits --events --tail 5", "FormGeneration"),
+        ("edp digits checkpoints save digits", "a checkpoint of one of the next steps"),
+        ("edp digits checkpoints list /runs/digits", "saved"),
+    ],
+)
+def test_everyday_command_of_the_readme(run, command, said):
+    [block] = re.findall(r"```bash\n(head_of.*?)```", (ROOT / "k8s/README.md").read_text(), re.S)
+    names = os.environ | until(where, lambda: kubectl("get", "pods", "-n", "training")[1])
+    found = f'kubectl() {{ command {_kubectl()} "$@"; }}; export -f kubectl\n'
+    lines = found + block + command
+    done = subprocess.run(["bash", "-c", lines], env=names, capture_output=True, text=True)
+    assert done.returncode == 0 and said in done.stdout, (done.stdout, done.stderr)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_run_goes_on_after(run, name):
     fault = FAULTS[name]
