@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import runpy
 import signal
 import sys
@@ -223,10 +224,11 @@ def rewind(
     from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.run_record import default_storage_path
 
-    first, _, last = (leave_out or "").partition("..")
-    if leave_out is not None and not (first.isdecimal() and last.isdecimal()):
+    found = re.fullmatch(r"([0-9]{1,11})\.\.([0-9]{1,11})", leave_out or "0..0")
+    if found is None:
         raise SpecError(f"--leave-out is {leave_out!r}, must be two steps, as in 41200..41300")
-    stretch = None if leave_out is None else (int(first), int(last))
+    first, last = map(int, found.groups())
+    stretch = None if leave_out is None else (first, last)
     name, storage_path = name_and_path(name, storage_path)
     folder = storage_path or default_storage_path()
     url = EndedRun(name, folder, storage_options(storage_option)).url

@@ -28,8 +28,8 @@ class Rewind:
     - `window`: nothing is a jump before so many steps have been made.
     - `before`, `after`: the rows of so many steps before the jump and after it are left out. The
       run goes back to its newest checkpoint from before them.
-    - `at_most`: how often. After that, a jump changes nothing, and a loss that is not finite fails
-      the run.
+    - `at_most`: how often, rewinds by hand included. After that, a jump changes nothing, and a loss
+      that is not finite fails the run.
     """
 
     factor: float = 3.0

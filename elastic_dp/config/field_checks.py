@@ -82,7 +82,13 @@ def check_rewind(
     """Check the steps of a rewind of a run of `total` steps, if that is known. `grows`: its batch
     does."""
     whole_number("to_step", to_step, 0)
+    if not isinstance(leave_out, tuple | list | None) or len(leave_out or (0, 0)) != 2:
+        raise SpecError(
+            f"leave_out is {leave_out!r}, must be two steps: the first and the last one"
+        )
     first, last = leave_out or (to_step + 1, to_step + 1)
+    if None in (to_step, first, last):
+        raise SpecError(f"to_step is {to_step!r} and leave_out {leave_out!r}: steps are numbers")
     whole_number("leave_out[0]", first, 1)
     whole_number("leave_out[1]", last, 1)
     if not to_step < first <= last:

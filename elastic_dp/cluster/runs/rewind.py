@@ -50,11 +50,11 @@ def rewind(url: str, to_step: int, leave_out: tuple[int, int] | None = None) -> 
     try:
         names = catalog.names()
         base = max((name for name in names if name.step <= to_step), default=None)
-        if base is None and to_step:
+        if base is None and to_step and names:  # without any, the run begins again in any case
             there = ", ".join(str(name.step) for name in names) or "none"
             raise CheckpointError(
                 f"the run at {catalog.store.url} has no checkpoint of step {to_step} or earlier; "
-                f"it has: {there}. to_step=0 begins again"
+                f"it has: {there}. to_step=0 begins again; with a higher num_to_keep more are kept"
             )
         catalog.claim(holder.lease.fence, base, leave_out)
         delete_result(url)

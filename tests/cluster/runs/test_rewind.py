@@ -195,6 +195,9 @@ def test_rule_for_which_no_checkpoint_would_be_old_enough_is_refused(checkpoint,
         (10, (10, 12), SpecError, "must be steps after to_step=10"),
         (10, (13, 12), SpecError, "the first one first"),
         (-1, None, SpecError, "to_step is -1"),
+        (10, (15, 16.5), SpecError, r"leave_out\[1\] is 16.5"),
+        (10, (15,), SpecError, "must be two steps"),
+        (10, (15, None), SpecError, "steps are numbers"),
         (10, (61, 99), SpecError, "the run has 60 steps: it has none of these"),
         (0, (1, 99), SpecError, "none is left"),
         (4, (9, 9), CheckpointError, "no checkpoint of step 4 or earlier; it has: 5, 10, 15"),
@@ -207,6 +210,27 @@ def test_what_cannot_be_is_refused(to_step, leave_out, error, text, tmp_path):
     with pytest.raises(error, match=text):
         rewind(run.url, to_step, leave_out)
     assert Catalog(Store(run.url)).left_out() == ()
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path):
+    """NaN in a step before the first checkpoint."""
+    run = trainer(tmp_path, on_spike=RULE)
+    config = edp.CheckpointConfig(every_steps=25)
+    run.spec = dataclasses.replace(run.spec, checkpoint=config)
+    assert run.fit(local=True).step == 60 - 8
+    assert Catalog(Store(run.url)).left_out() == ((16, 19), (37, 40))
+
+
+@pytest.mark.parametrize("to_step", [1, 9])
+def test_body_that_rewinds_to_where_it_is_ends_the_run(to_step, tmp_path):
+    def rewinds(ctx):
+        model = classifier()
+        for step in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), jumps):
+            ctx.rewind(to_step, leave_out=(to_step + 1, to_step + 2))
+            assert step.number
+
+    with pytest.raises(SpecError, match="must be less than the present step, 1"):
+        trainer(tmp_path, rewinds).fit(local=True)
 
 
 def test_a_stretch_that_begins_in_the_run_ends_with_it(tmp_path):
