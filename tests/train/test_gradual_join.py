@@ -323,8 +323,24 @@ def test_body_that_freezes_a_layer_meanwhile(tmp_path):
 
 
 def test_what_has_arrived_is_kept_when_another_one_joins(tmp_path):
-    script = (4, two_train_and(1)), (1, SizeRequested(4)), (1, wait_for_joins(tmp_path, 2))
-    join_and_check(average_and_plateau, tmp_path, *script, ENOUGH)
+    """The bodies wait, for the first one not to have joined by then."""
+    pause = tmp_path / "pause"
+
+    def comes(size):
+        def wait(run):
+            pause.touch()
+            run.controller.post(SizeRequested(size))
+            status, over = run.controller.status, run.controller.ended.is_set
+            eventually(lambda: status()["world_size"] == size or over(), status)
+
+        return wait
+
+    script = [(4, comes(3)), (1, comes(4)), (1, lambda run: pause.unlink())]
+    script += [(1, wait_for_joins(tmp_path, 2)), ENOUGH]
+    spec = {"config": {**job().config, "pause": str(pause)}}
+    cut = gradually(average_and_plateau, tmp_path)
+    outcome, run = group(with_options(job(), **spec), cut, script=script)
+    check(spec, average_and_plateau, outcome, run)
     assert (tmp_path / "kept").exists()
 
 
