@@ -170,10 +170,10 @@ class RunRecord:
                 f"the run at {redact_url(url)} was rewound while it was being started: start it "
                 "again"
             )
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if k != "left_out"}
+        values = {k: v for k, v in dataclasses.asdict(self).items() if k != "left_out"}
         if stored is None:
             try:
-                write_json(store, _RUN, fields, FORMAT, create_only=True)
+                write_json(store, _RUN, values, FORMAT, create_only=True)
             except FileExistsError:  # another driver was first, perhaps with another job
                 stored = _read_run(store)
                 if stored is None:
@@ -184,7 +184,6 @@ class RunRecord:
                 if index is not None:
                     store.write(path_in(store, _INDEX), index.to_bytes())
                 return
-        values = fields
         values["data"] = values.pop("data")  # at last: it changes with what the order depends on
         rows = values.pop("rows")
         for name, mine in values.items():

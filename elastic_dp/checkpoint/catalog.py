@@ -175,8 +175,8 @@ class Catalog:
     def left_out(self) -> tuple[tuple[int, int], ...]:
         """Returns the first and the last step of each stretch whose rows the run leaves out. Each
         is counted without those before it."""
-        _, claims = self._listed()
-        return tuple(claim.left_out for claim in _chain(claims) if claim.left_out is not None)
+        chain = [*_chain((), self._listed()[1])]
+        return tuple(claim.left_out for claim in reversed(chain) if claim.left_out is not None)
 
     def claim(
         self, fence: int, base: CommitName | None, left_out: tuple[int, int] | None = None
@@ -188,13 +188,13 @@ class Catalog:
         """
         assert base is None or base.fence < fence, (base, fence)
         before = [claim.fence for claim in self._listed()[1] if claim.fence < fence]
-        newest = max([*before, 0 if base is None else base.fence], default=0)
-        claim = Claim(fence, newest, 0 if base is None else base.step, left_out)
+        of_base, step = (base.fence, base.step) if base else (0, 0)
+        claim = Claim(fence, max([*before, of_base]), step, left_out)
         with contextlib.suppress(FileExistsError):  # our own: a fence has one holder
             content = json.dumps(claim._asdict()).encode()
             self.store.write(self.path(claim), content, create_only=True)
         _, claims = self._listed()
-        others = [other for other in claims if other.fence >= claim.fence and other != claim]
+        others = [other for other in claims if other.fence >= fence and other != claim]
         if others:
             raise LeaseLost(f"claim {max(others).fence} of {self.store.url} was made meanwhile")
         return claim
@@ -284,27 +284,25 @@ def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[Commit
     All records of the newest claim count. Of the claim from which it continued, the records up to
     that step count, and so on back to the start of the run.
     """
-    committed, by_fence = set(names), {claim.fence: claim for claim in claims}
-    fence = max([*by_fence, *(name.fence for name in committed)], default=0)
+    committed = set(names)
     found: list[CommitName] = []
     limit: int | None = None
-    while fence:
-        claim = by_fence.get(fence, Claim(fence, 0, 0))
-        mine = [name for name in committed if name.fence == fence]
+    for claim in _chain((name.fence for name in committed), claims):
+        mine = [name for name in committed if name.fence == claim.fence]
         found += [name for name in mine if limit is None or name.step <= limit]
         limit = claim.step if limit is None else min(limit, claim.step)
-        fence = claim.base if claim.base < fence else 0
     return sorted(found)
 
 
-def _chain(claims: Iterable[Claim]) -> list[Claim]:
-    """Returns the newest claim and those that it descends from, oldest first."""
+def _chain(fences: Iterable[int], claims: Iterable[Claim]) -> Iterator[Claim]:
+    """Yields the newest claim of these and of those that have `fences`, and those that it descends
+    from, newest first."""
     by_fence = {claim.fence: claim for claim in claims}
-    fence, found = max(by_fence, default=0), list[Claim]()
-    while fence in by_fence:
-        found.insert(0, by_fence[fence])
-        fence = by_fence[fence].base if by_fence[fence].base < fence else 0
-    return found
+    fence = max([*by_fence, *fences], default=0)
+    while fence:
+        claim = by_fence.get(fence, Claim(fence, 0, 0))
+        yield claim
+        fence = claim.base if claim.base < fence else 0
 
 
 def to_keep(

@@ -224,16 +224,17 @@ def rewind(
     from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.run_record import default_storage_path
 
-    found = re.fullmatch(r"([0-9]{1,11})\.\.([0-9]{1,11})", leave_out or "0..0")
-    if found is None:
-        raise SpecError(f"--leave-out is {leave_out!r}, must be two steps, as in 41200..41300")
-    first, last = map(int, found.groups())
-    stretch = None if leave_out is None else (first, last)
+    stretch, rows = None, ""
+    if leave_out is not None:
+        found = re.fullmatch(r"([0-9]{1,11})\.\.([0-9]{1,11})", leave_out)
+        if found is None:
+            raise SpecError(f"--leave-out is {leave_out!r}, must be two steps, as in 41200..41300")
+        stretch = int(found[1]), int(found[2])
+        rows = f", without the rows of steps {stretch[0]} to {stretch[1]}"
     name, storage_path = name_and_path(name, storage_path)
     folder = storage_path or default_storage_path()
     url = EndedRun(name, folder, storage_options(storage_option)).url
     step = rewinding.rewind(url, to_step, stretch)
-    rows = "" if leave_out is None else f", without the rows of steps {first} to {last}"
     facts = {"name": name, "step": step, "leave_out": stretch}
     _print_reply(facts, f"{name} goes on from step {step}{rows}, when it is started again", as_json)
 

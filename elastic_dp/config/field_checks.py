@@ -82,11 +82,13 @@ def check_rewind(
     """Check the steps of a rewind of a run of `total` steps, if that is known. `grows`: its batch
     does."""
     whole_number("to_step", to_step, 0)
-    if not isinstance(leave_out, tuple | list | None) or len(leave_out or (0, 0)) != 2:
+    if leave_out is None:
+        return
+    if not isinstance(leave_out, tuple | list) or len(leave_out) != 2:
         raise SpecError(
-            f"leave_out is {leave_out!r}, must be two steps: the first and the last one"
+            f"leave_out is {leave_out!r}, must be two steps, the first and the last one"
         )
-    first, last = leave_out or (to_step + 1, to_step + 1)
+    first, last = leave_out
     if None in (to_step, first, last):
         raise SpecError(f"to_step is {to_step!r} and leave_out {leave_out!r}: steps are numbers")
     whole_number("leave_out[0]", first, 1)
@@ -96,8 +98,6 @@ def check_rewind(
             f"leave_out is {first}..{last}, must be steps after to_step={to_step}, the first one "
             "first: what a checkpoint has learned cannot be left out of it"
         )
-    if leave_out is None:
-        return
     if grows:
         raise SpecError(
             "leave_out needs steps of one size, and the batch of the run grows (virtual_workers or "

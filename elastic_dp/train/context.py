@@ -426,7 +426,7 @@ class TrainContext:
         self._refuse_in_loss("ctx.rewind")
         grows, step = len(self._session.spec.micro_batches_by_step) > 1, self._session.position.step
         total = self._session.total_steps or None
-        check_rewind(to_step, leave_out, total=total, grows=grows)
+        check_rewind(to_step, leave_out or (), total=total, grows=grows)
         if to_step >= step:
             raise SpecError(f"to_step is {to_step}, must be less than the present step, {step}")
         raise RewindRequested(step, "ctx.rewind was called", to_step, *leave_out)

@@ -169,9 +169,8 @@ class WorkerCheckpointer:
             if ready:
                 members = tuple(writers) or session.weights.members
                 ready = self._take(step, members, must=bool(writers or is_last))
-            if (
-                not ready and is_due
-            ):  # a later step may satisfy it; the controller itself requests it again
+            # A later step may satisfy it; the controller itself requests it again.
+            if not ready and is_due:
                 self._requested = False
                 control.request_checkpoint()
             session.weights.wanted = step  # other members may have taken it
