@@ -348,13 +348,13 @@ class Controller:
 
     def _note_last_commits(self) -> None:
         """Record the checkpoints that were committed after the last worker had left, and what was
-        wrong with them."""
+        wrong with the first of them."""
         with contextlib.suppress(queue.Empty):
             while True:
                 event = self.inbox.get_nowait()
                 if isinstance(event, CheckpointCommitted):
                     self._note(event)
-                elif isinstance(event, StateDiffers):
+                elif isinstance(event, StateDiffers) and self.outcome.error is None:
                     self._fail(event)
 
     def _lead(self, found: Sequence[WorkerId]) -> None:

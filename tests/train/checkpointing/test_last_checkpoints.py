@@ -16,8 +16,9 @@ import elastic_dp as edp
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator import drain_checkpointer
 from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
-from elastic_dp.errors import Interrupted
+from elastic_dp.errors import Interrupted, StateDiffers
 from elastic_dp.storage.local_backend import LocalBackend
+from elastic_dp.train.checkpointing.checkpoint_committer import CheckpointCommitter
 from elastic_dp.train.interruption import TIME_IS_UP
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import PATIENCE_S, eventually
@@ -206,7 +207,17 @@ def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize("config", [CheckpointConfig(every_steps=3), NONE], ids=["first", "last"])
-def test_state_that_differs_fails_the_run_by_key_with_the_weights_in_a_checkpoint(config, tmp_path):
+def test_state_that_differs_fails_the_run_by_key_with_the_weights_in_a_checkpoint(
+    config, tmp_path, monkeypatch
+):
+    close = CheckpointCommitter.close
+
+    def close_and_find_one_more(committer):
+        close(committer)
+        committer._actions.fail(StateDiffers(99, "of a later checkpoint", "w0"))
+
+    monkeypatch.setattr(CheckpointCommitter, "close", close_and_find_one_more)
+
     def train(ctx):
         model, ranked = classifier(), Kept(0)
         for _ in ctx.steps(model, adamw(model), cross_entropy, state={"mine": ranked}):
