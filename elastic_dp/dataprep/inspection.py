@@ -17,9 +17,8 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import Order
 from elastic_dp.sampling.growing_order import row_groups_at_least
-from elastic_dp.sampling.order import OPEN_BYTES, STREAMS
+from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 from elastic_dp.storage import redact_url
 
 LARGE_BYTES = 16 << 20  # of a row group, decoded

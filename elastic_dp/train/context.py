@@ -15,7 +15,7 @@ from elastic_dp.config.field_checks import check_rewind
 from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.gradient_rounding import GradientRounding
 from elastic_dp.errors import LoopError, LossError, RewindRequested, SpecError
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from elastic_dp.coordinator.messages import WorkerFailed
-from elastic_dp.data.pipeline.global_generators import open_generators, seed_everything
 from elastic_dp.device.faults import FaultKind, broken_context, describe, fault_of
+from elastic_dp.device.global_generators import open_generators, seed_everything
 from elastic_dp.errors import ElasticError, Interrupted, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext

@@ -22,7 +22,7 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_rounding import GradientRounding, Wire, check_wire
 from elastic_dp.distributed.local_shards import is_sharded
 from elastic_dp.errors import ModelError, SpecError
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.gradual_join import GradualJoin

@@ -29,8 +29,8 @@ from elastic_dp.coordinator.messages import (
     WorkerReported,
     WorkerStopped,
 )
-from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.device.gpu import BY_MATH, attends_by_math
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.rendezvous import Rendezvous

@@ -15,9 +15,10 @@ from elastic_dp.config import MapStyleData
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling import Order, batch_seed
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.seeds import batch_seed
 
 NUMBERS = TensorDataset(torch.arange(50), torch.arange(50) * 2)
 

@@ -13,7 +13,7 @@ from elastic_dp.data.datasets.opening import stream_of
 from elastic_dp.data.pipeline.block_memory import BlockMemory
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, Planner
 from elastic_dp.errors import StorageError
-from elastic_dp.sampling import Order
+from elastic_dp.sampling.order import Order
 from tests.data.row_groups import FakeRowGroups
 from tests.patience import PATIENCE_S, eventually
 

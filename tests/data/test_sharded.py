@@ -17,9 +17,11 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.datasets.micro_batch_stream import Evaluation, ShardStream
 from elastic_dp.data.datasets.opening import check_memory, rows_in_file_order, stream_of
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
-from elastic_dp.sampling import Mixture, MixtureSource, Order, batch_seed, generator_for
+from elastic_dp.sampling.mixture import Mixture, MixtureSource
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.seeds import batch_seed, generator_for
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
 from tests.patience import eventually
 from tests.short_plans import short_plans

@@ -8,14 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import (
-    GrowingOrder,
-    Mixture,
-    MixtureSource,
-    Order,
-    PackedOrder,
-    StepSchedule,
-)
+from elastic_dp.sampling.growing_order import GrowingOrder
+from elastic_dp.sampling.mixture import Mixture, MixtureSource
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.packing import PackedOrder
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 STEPS = 30
 numbers = st.lists(st.tuples(st.integers(1, 12), st.integers(2, 9)), min_size=1, max_size=4)

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.sampling import batch_seed, body_seed, generator_for, seed_for
 from elastic_dp.sampling.keyed_permutation import derive, mix64, mix64_words, permute
+from elastic_dp.sampling.seeds import batch_seed, body_seed, generator_for, seed_for
 
 
 def permutation(size: int, key: int) -> list[int]:

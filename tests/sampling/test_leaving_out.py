@@ -4,15 +4,12 @@ import numpy as np
 import pytest
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import (
-    GrowingOrder,
-    Mixture,
-    MixtureSource,
-    Order,
-    PackedOrder,
-    StepSchedule,
-    without,
-)
+from elastic_dp.sampling.growing_order import GrowingOrder
+from elastic_dp.sampling.leaving_out import without
+from elastic_dp.sampling.mixture import Mixture, MixtureSource
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.packing import PackedOrder
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 GROUPS, OPTIONS = [7, 40, 13, 22], {"virtual_workers": 3, "micro_batch_size": 2, "seed": 5}
 ORDERS = {

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from elastic_dp.sampling import Order
+from elastic_dp.sampling.order import Order
 
 
 @pytest.mark.parametrize(

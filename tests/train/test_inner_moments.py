@@ -14,7 +14,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.data import open_data
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.sampling.seeds import seed_for
 from tests.runs import local, spec_of

@@ -16,10 +16,10 @@ from torch import nn
 
 from elastic_dp.config import JobSpec
 from elastic_dp.data import open_data
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import LossError, ModelError, SpecError
-from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import seed_for
+from elastic_dp.sampling.step_schedule import StepSchedule
 from tests.runs import local, spec_of
 from tests.train.jobs import classifier, cross_entropy, hold, loop
 from tests.train.test_bad_shards import GROUPS, ROWS, SHARDS, points

@@ -17,7 +17,7 @@ from elastic_dp.data import open_data
 from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.errors import LossError, SpecError
 from elastic_dp.extensions.delayed.delayed_gradient import DelayedGradient
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.leaf_runner import LeafRunner
 from tests.patience import eventually
 from tests.runs import group, local, spec_of

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from elastic_dp.data.pipeline import global_generators
+from elastic_dp.device import global_generators
 from elastic_dp.errors import LoopError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train import train_function

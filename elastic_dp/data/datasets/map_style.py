@@ -24,18 +24,15 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 from elastic_dp.config import MapStyleData
 from elastic_dp.data.datasets.micro_batch_stream import MicroBatchStream
 from elastic_dp.data.pipeline.collation import aligned_tensors, nbytes_of, pinned
-from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.pipeline import Pipeline
 from elastic_dp.data.pipeline.planner import MicroBatch
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling import (
-    AnyOrder,
-    GrowingOrder,
-    Order,
-    StepSchedule,
-    batch_seed,
-    without,
-)
+from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder
+from elastic_dp.sampling.leaving_out import without
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.seeds import batch_seed
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 Ints = npt.NDArray[np.int64]
 

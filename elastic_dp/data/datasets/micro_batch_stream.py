@@ -35,14 +35,14 @@ from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints, distinct
 from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.collation import Collator, located, nbytes_of, pinned
-from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.pipeline import Assembly, Pipeline
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling import AnyOrder, batch_seed
-from elastic_dp.sampling.growing_order import row_groups_at_once
+from elastic_dp.sampling.growing_order import AnyOrder, row_groups_at_once
 from elastic_dp.sampling.leaving_out import LeavingOut
+from elastic_dp.sampling.seeds import batch_seed
 from elastic_dp.storage import redact_url
 
 if TYPE_CHECKING:

@@ -21,17 +21,12 @@ from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import (
-    AnyOrder,
-    GrowingOrder,
-    Mixture,
-    MixtureSource,
-    Order,
-    PackedOrder,
-    StepSchedule,
-    without,
-)
-from elastic_dp.sampling.growing_order import base_of, row_groups_at_least
+from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder, base_of, row_groups_at_least
+from elastic_dp.sampling.leaving_out import without
+from elastic_dp.sampling.mixture import Mixture, MixtureSource
+from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.packing import PackedOrder
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.storage import redact_url
 
 

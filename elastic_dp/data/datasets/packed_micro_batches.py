@@ -34,8 +34,8 @@ from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import AnyOrder, PackedOrder, Segments
-from elastic_dp.sampling.growing_order import base_of
+from elastic_dp.sampling.growing_order import AnyOrder, base_of
+from elastic_dp.sampling.packing import PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 _ID = np.dtype(np.int32)

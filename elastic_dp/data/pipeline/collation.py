@@ -23,7 +23,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned, aligned_copy
 from elastic_dp.data.pipeline.batch_assembler import pick
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
-from elastic_dp.sampling import generator_for
+from elastic_dp.sampling.seeds import generator_for
 
 _OBJECT_BYTES = 64  # overhead of a Python object
 

@@ -32,8 +32,8 @@ from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_rounding import Wire
 from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 from elastic_dp.errors import GroupError
-from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import rounding_seed
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.state.previous_step import PreviousStep
 from elastic_dp.train.step.leaf_runner import FinishedNode, FinishedWork
 from elastic_dp.train.step.micro_batch import take_read

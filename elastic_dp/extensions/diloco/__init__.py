@@ -10,7 +10,7 @@ import torch
 from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.diloco.inner_rows import InnerMicroBatches, InnerRows
 from elastic_dp.extensions.diloco.inner_steps import InnerSteps
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.loop_guard.steps_arguments import (
     check_clipping,
     check_function,

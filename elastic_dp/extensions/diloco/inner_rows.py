@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, not_finite_loss
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.errors import GroupError
 from elastic_dp.extensions.diloco.inner_moments import InnerMoments

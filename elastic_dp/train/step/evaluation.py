@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.device.gpu import random_state, set_random_state
 from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.device.graph_replay import begin_graph_iteration, outside_graphs
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_dp.coordinator.messages import Membership
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import GroupError
-from elastic_dp.sampling import StepSchedule
 from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.train_state import StepRecord, TrainState

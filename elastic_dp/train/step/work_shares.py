@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from elastic_dp.coordinator.messages import Membership
 from elastic_dp.distributed.reduction_tree import Share
-from elastic_dp.sampling import StepSchedule
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 
 class WorkShares:
