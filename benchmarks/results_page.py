@@ -107,7 +107,7 @@ def more_rows() -> Iterator[Row]:
     }
     if pauses:
         yield Row(
-            "Pause of two members while a third joins, by state",
+            "Pause at a join, by state",
             ", ".join(f"{name.split(', as')[0][9:]} {ms:.0f} ms" for name, ms in pauses.items()),
             "join",
         )
