@@ -233,6 +233,12 @@ def test_public_names_are_exactly_these():
         assert hasattr(elastic_dp, name)
 
 
+def printed_by(code):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize(
     ("imported", "without"),
     [
@@ -246,10 +252,9 @@ def test_public_names_are_exactly_these():
     ],
 )
 def test_start_imports_no_library_that_it_does_not_need(imported, without):
-    look = f"import sys, {imported}; print(*[n for n in {without} if n in sys.modules])"
-    command = [sys.executable, "-c", look]
-    said = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
-    assert not said.stdout.split()
+    assert not printed_by(
+        f"import sys, {imported}; print(*[n for n in {without} if n in sys.modules])"
+    )
 
 
 def test_a_step_imports_few_modules():
@@ -259,9 +264,7 @@ def test_a_step_imports_few_modules():
         "for name in [*sys.modules]:\n"
         "    if name.split('.')[0] == 'elastic_dp': print(sys.modules[name].__file__)"
     )
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
-    files = {Path(line) for line in said.stdout.split()}
+    files = {Path(line) for line in printed_by(code).splitlines()}
     assert len(files) <= 120
     assert sum(len(file.read_text().splitlines()) for file in files) <= 17_000
 
