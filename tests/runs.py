@@ -16,7 +16,7 @@ from elastic_dp.checkpoint import uploader
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, WorkerLocation
 from elastic_dp.data import open_data
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun, preload
 from elastic_dp.testing.simulated_device import SimulatedDevice

@@ -3,19 +3,20 @@ virtual_workers=V).batch(step, v)`.
 
 The order of rows is computed (`sampling/`): (step, virtual worker) has the same rows in every
 process. The driver opens a data set once and ships `dataset.index` to the workers, which list
-nothing. `open_data` needs torch, which takes a second or two to import, so it is imported at the
-first use.
+nothing. Each name is imported at its first use: `open_data` needs torch, which takes a second or
+two, and a worker needs no `read_index`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elastic_dp.data.block_source import BlockSource
-from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.discovery.index_difference import difference
-
 if TYPE_CHECKING:
+    from elastic_dp.data.block_source import BlockSource
     from elastic_dp.data.datasets.micro_batch_stream import Evaluation, MicroBatchStream
     from elastic_dp.data.datasets.opening import open_data, open_evaluation
+    from elastic_dp.data.discovery.index import read_index
+    from elastic_dp.data.discovery.index_difference import difference
+    from elastic_dp.data.discovery.shard_index import Index
 
 __all__ = [
     "BlockSource",
@@ -29,9 +30,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("open_data", "open_evaluation", "Evaluation", "MicroBatchStream"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from elastic_dp.data.datasets import opening
+_MODULES = {
+    "BlockSource": "block_source",
+    **dict.fromkeys(("Evaluation", "MicroBatchStream"), "datasets.micro_batch_stream"),
+    **dict.fromkeys(("open_data", "open_evaluation"), "datasets.opening"),
+    "Index": "discovery.shard_index",
+    "difference": "discovery.index_difference",
+    "read_index": "discovery.index",
+}
 
-    return getattr(opening, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

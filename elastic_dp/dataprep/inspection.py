@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.growing_order import row_groups_at_least
-from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
+from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order, row_groups_at_least
 from elastic_dp.storage import redact_url
 
 LARGE_BYTES = 16 << 20  # of a row group, decoded

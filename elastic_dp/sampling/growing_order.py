@@ -20,18 +20,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Union, cast
-
-import numpy as np
+from typing import Any
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.mixture import Mixture
-from elastic_dp.sampling.order import Order
-from elastic_dp.sampling.packing import PackedOrder, Segments
+from elastic_dp.sampling.order import BaseOrder
 from elastic_dp.sampling.step_schedule import StepSchedule
-
-if TYPE_CHECKING:
-    from elastic_dp.sampling.leaving_out import LeavingOut
 
 _DEALS_KEPT = 64
 _ENDLESS = 1 << 62  # micro-batches in the epoch of a mixture, which has no end
@@ -62,12 +55,12 @@ class GrowingOrder:
     DataError if an epoch has too few rows for a step of `schedule.most`. A micro-batch beyond those
     of a step has no rows."""
 
-    def __init__(self, base: Order | PackedOrder | Mixture, schedule: StepSchedule) -> None:
+    def __init__(self, base: BaseOrder, schedule: StepSchedule) -> None:
         assert base.virtual_workers == schedule.least, "the order of another schedule"
         self.base, self.schedule = base, schedule
         self.num_rows, self.micro_batch_size = base.num_rows, base.micro_batch_size
         self.virtual_workers = schedule.most
-        self._drops = not isinstance(base, Mixture) and base.tail == "drop"
+        self._drops = base.tail == "drop"
         self._per_epoch = self._count_micro_batches()
         self._dealt = lru_cache(_DEALS_KEPT)(self._deal)
         self._stages: list[_Growth] = []
@@ -78,7 +71,7 @@ class GrowingOrder:
     def _count_micro_batches(self) -> int:
         """Return how many micro-batches with rows an epoch has."""
         base, need = self.base, self.schedule.most
-        if isinstance(base, Mixture):
+        if base.tail is None:
             return _ENDLESS
         if not self._drops:
             return -(-base.num_rows // base.micro_batch_size)
@@ -134,12 +127,7 @@ class GrowingOrder:
     def locate(self, step: int, virtual_worker: int) -> Any:
         """Return what the `locate` of the base order returns."""
         in_base = self._in_base(step, virtual_worker)
-        if in_base is not None:
-            return self.base.locate(*in_base)
-        nothing = np.empty(0, dtype=np.int64)
-        if isinstance(self.base, PackedOrder):
-            return Segments(nothing, nothing, nothing, nothing)
-        return nothing, nothing
+        return self.base.no_rows if in_base is None else self.base.locate(*in_base)
 
     def locate_each(self, steps: range, virtual_worker: int) -> list[Any]:
         return [self.locate(step, virtual_worker) for step in steps]
@@ -177,30 +165,3 @@ class GrowingOrder:
 
     def _steps_for(self, micro_batches: int, size: int) -> int:
         return micro_batches // size if self._drops else -(-micro_batches // size)
-
-
-AnyOrder = Union[Order, Mixture, PackedOrder, GrowingOrder, "LeavingOut"]
-
-
-def base_of(order: Any) -> Order | Mixture | PackedOrder:
-    """Return the order without growth, and without steps that are left out."""
-    while hasattr(order, "base"):
-        order = order.base
-    return cast("Order | Mixture | PackedOrder", order)
-
-
-def row_groups_at_once(order: AnyOrder) -> int:
-    """Return how many row groups a worker that runs the whole job has in memory.
-
-    While one replaces another, all others stay.
-    """
-    return order.open_row_groups(order.virtual_workers) + 1
-
-
-def row_groups_at_least(order: AnyOrder) -> int:
-    """Return the least number of row groups that need memory; with less they would be read
-    repeatedly.
-
-    If only one is open, the next can wait until it is released.
-    """
-    return count if (count := row_groups_at_once(order)) > 2 else 1

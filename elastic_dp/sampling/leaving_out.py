@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.growing_order import GrowingOrder
-
-if TYPE_CHECKING:
-    from elastic_dp.sampling.growing_order import AnyOrder
+from elastic_dp.sampling.order import RowOrder
 
 
 class LeavingOut:
     """The interface of `Order`, over `base` without its steps `first` to `last`. Raises DataError
     for an order whose batch grows: its steps cannot take each other's places."""
 
-    def __init__(self, base: AnyOrder, first: int, last: int) -> None:
+    def __init__(self, base: RowOrder, first: int, last: int) -> None:
         assert 1 <= first <= last, (first, last)
         if isinstance(base, GrowingOrder):
             raise DataError(
@@ -55,11 +53,3 @@ class LeavingOut:
 
     def _in_base(self, step: int) -> int:
         return step if step < self.first else step + self.last - self.first + 1
-
-
-def without(order: AnyOrder, steps: tuple[tuple[int, int], ...]) -> AnyOrder:
-    """Return `order` without some steps: pairs of the first and the last one, each counted in the
-    order that the pairs before it leave."""
-    for first, last in steps:
-        order = LeavingOut(order, first, last)
-    return order

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import Ints
 from elastic_dp.sampling.keyed_permutation import derive, mix64_words
-from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
+from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, Order, Shuffle
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
 _SOURCE, _PERIOD = 5, 6  # the purposes of keys; 1 to 4 are used by `Order`
@@ -86,6 +86,9 @@ class Mixture:
     after so many steps; the sources' own weights hold before. A weight may be 0. Raises DataError
     if a source has no rows.
     """
+
+    tail = None
+    no_rows = NOTHING, NOTHING
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ row.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import EpochOrder, Ints, bounds_of
 from elastic_dp.sampling.keyed_permutation import derive, permute
+from elastic_dp.sampling.step_schedule import StepSchedule
 
 STREAMS = 8  # per virtual worker, at most
 # Stored bytes of the row groups that all streams have open together, some two times as many in
@@ -53,6 +55,45 @@ _ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
 
 Shuffle = Literal["none", "rows", "full"]
+NOTHING: Ints = np.empty(0, dtype=np.int64)
+
+
+class RowOrder(Protocol):
+    """What every order of rows has. The methods are those of `Order`."""
+
+    virtual_workers: int
+    micro_batch_size: int
+    num_rows: int
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def steps_of(self, epochs: int) -> int: ...
+
+    def epoch_of(self, step: int) -> int: ...
+
+    def ends_epoch(self, step: int) -> bool: ...
+
+    def open_row_groups(self, virtual_workers: int) -> int: ...
+
+    def rows(self, step: int, virtual_worker: int) -> int: ...
+
+    def locate(self, step: int, virtual_worker: int) -> Any: ...
+
+    def locate_each(self, steps: range, virtual_worker: int) -> list[Any]: ...
+
+
+class BaseOrder(RowOrder, Protocol):
+    """An order of its own, not one over the steps of another."""
+
+    no_rows: Any  # what `locate` returns for a micro-batch without rows
+
+    @property
+    def tail(self) -> Literal["drop", "short"] | None:
+        """None: it has no end."""
 
 
 class Order:
@@ -64,6 +105,8 @@ class Order:
 
     Raises DataError if an epoch has no complete step.
     """
+
+    no_rows = NOTHING, NOTHING
 
     def __init__(
         self,
@@ -254,3 +297,46 @@ def _count_streams(virtual_workers: int, group_bytes: npt.ArrayLike | None, open
     if fit < virtual_workers:
         return max(fit, 1)
     return min(fit // virtual_workers * virtual_workers, most)
+
+
+def with_steps(
+    order: BaseOrder, schedule: StepSchedule, left_out: Sequence[tuple[int, int]]
+) -> RowOrder:
+    """Return `order` with the steps of a job: of sizes that change, if they do in `schedule`, and
+    without those `left_out`, which are pairs of the first and the last one, each counted in the
+    order that the pairs before it leave.
+    """
+    found: RowOrder = order
+    if len(schedule.numbers) > 1:
+        from elastic_dp.sampling.growing_order import GrowingOrder
+
+        found = GrowingOrder(order, schedule)
+    for first, last in left_out:
+        from elastic_dp.sampling.leaving_out import LeavingOut
+
+        found = LeavingOut(found, first, last)
+    return found
+
+
+def base_of(order: Any) -> Any:
+    """Return the order without growth, and without steps that are left out."""
+    while hasattr(order, "base"):
+        order = order.base
+    return order
+
+
+def row_groups_at_once(order: RowOrder) -> int:
+    """Return how many row groups a worker that runs the whole job has in memory.
+
+    While one replaces another, all others stay.
+    """
+    return order.open_row_groups(order.virtual_workers) + 1
+
+
+def row_groups_at_least(order: RowOrder) -> int:
+    """Return the least number of row groups that need memory; with less they would be read
+    repeatedly.
+
+    If only one is open, the next can wait until it is released.
+    """
+    return count if (count := row_groups_at_once(order)) > 2 else 1

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import EpochOrder, Ints
 from elastic_dp.sampling.keyed_permutation import derive, permute
-from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
+from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, Order, Shuffle
 
 _DOCUMENTS = 7  # the purpose of a key; 1 to 6 are used by `Order` and `Mixture`
 _LINES_KEPT = 2
@@ -51,6 +51,8 @@ class PackedOrder:
     `group_tokens` is the number of tokens of each row group, in file order. Raises DataError if an
     epoch has no complete step.
     """
+
+    no_rows = Segments(NOTHING, NOTHING, NOTHING, NOTHING)
 
     def __init__(
         self,

@@ -20,14 +20,12 @@
 from fsspec.utils import glob_translate
 
 from elastic_dp.storage.backend import Entry, FolderListing
-from elastic_dp.storage.disk_cache import DiskCache
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
 from elastic_dp.urls import StorageURL, redact_url
 
 __all__ = [
-    "DiskCache",
     "Entry",
     "FolderListing",
     "ObjectMissing",

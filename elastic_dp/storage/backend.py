@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ODD_KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
+# obstore's stores by scheme: its name for each, and the extra of this package that installs it.
+SCHEMES = {
+    **{"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"},
+    **{"az": "az", "abfs": "az", "abfss": "az", "http": "http", "https": "http"},
+}
 SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
 
 

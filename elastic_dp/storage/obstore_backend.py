@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import (
+    SCHEMES,
     SLOWEST_BYTES_PER_S,
     Entry,
     FolderListing,
@@ -34,11 +35,6 @@ _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known befo
 _READ_CLASS_BYTES = 16 << 20
 _WRITE_CLASS_BYTES = 1 << 20
 _CLASS_FACTOR = 16
-# As obstore calls them, and the extra of this package that installs it.
-SCHEMES = {
-    **{"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"},
-    **{"az": "az", "abfs": "az", "abfss": "az", "http": "http", "https": "http"},
-}
 _CLIENT_OPTIONS = {
     *("allow_invalid_certificates", "default_headers", "http1_only", "http2_only", "user_agent"),
     *("pool_idle_timeout", "pool_max_idle_per_host", "randomize_addresses"),

@@ -15,11 +15,8 @@ from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import Backend, Entry, FolderListing
+from elastic_dp.storage.backend import SCHEMES, Backend, Entry, FolderListing
 from elastic_dp.storage.error_classes import ObjectMissing, OtherVersion, ShortBody, fault_of
-from elastic_dp.storage.fsspec_backend import FsspecBackend
-from elastic_dp.storage.local_backend import LocalBackend
-from elastic_dp.storage.obstore_backend import SCHEMES, open_obstore
 from elastic_dp.storage.redact import redact, url_credentials
 from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts, is_panic
 from elastic_dp.urls import StorageURL, redact_url
@@ -230,14 +227,20 @@ def _open_backend(url: str, options: Mapping[str, Any], stall_s: float) -> Backe
     scheme = split_protocol(url)[0] or "file"
     backend: Backend
     if scheme in SCHEMES and "::" not in url:
+        from elastic_dp.storage.obstore_backend import open_obstore
+
         try:
             backend = open_obstore(scheme, url, options, stall_s)
         except ImportError as error:
             extra = SCHEMES[scheme]
             raise StorageError(f"{error}; pip install 'elastic_dp[{extra}]'") from None
     elif scheme in ("file", "local") and "::" not in url:
+        from elastic_dp.storage.local_backend import LocalBackend
+
         backend = LocalBackend(str(LocalFileSystem._strip_protocol(url)))
     else:
+        from elastic_dp.storage.fsspec_backend import FsspecBackend
+
         backend = FsspecBackend(scheme, url, options, stall_s)
     if redact_url(f"x://x/{backend.path}") != f"x://x/{backend.path}":
         raise StorageError(

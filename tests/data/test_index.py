@@ -17,9 +17,10 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.index import Builder, Index, read_index
+from elastic_dp.data.discovery.index import Builder, read_index
 from elastic_dp.data.discovery.index_difference import difference
-from elastic_dp.data.discovery.listing import list_files, path_of, prefix_of
+from elastic_dp.data.discovery.listing import list_files
+from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of
 from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
@@ -288,7 +289,8 @@ def test_many_shards_fit():
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.file_format import Scan
 from elastic_dp.data import open_data
-from elastic_dp.data.discovery.index import Builder, Index
+from elastic_dp.data.discovery.index import Builder
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.columns.schema import Columns
 def made(shards):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])

@@ -4,7 +4,8 @@ import pyarrow.compute as pc
 import torch
 
 import elastic_dp as edp
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.tar import Tar
 from tests.data.shards import write_tar
 from tests.data.test_index import config

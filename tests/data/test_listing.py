@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError, StorageError
 from tests.storage.conftest import send

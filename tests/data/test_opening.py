@@ -106,7 +106,7 @@ def test_a_worker_needs_only_the_index(folder, monkeypatch):
     driver = open_data(config(folder), virtual_workers=2)
     shipped = pickle.loads(pickle.dumps(driver.index))
     monkeypatch.setattr(
-        "elastic_dp.data.datasets.opening.read_index", lambda *_, **__: pytest.fail("listed")
+        "elastic_dp.data.discovery.index.read_index", lambda *_, **__: pytest.fail("listed")
     )
     worker = open_data(config(folder), virtual_workers=2, index=shipped)
     assert worker.fingerprint == driver.fingerprint

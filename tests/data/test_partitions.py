@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from tests.data.shards import refused
 from tests.data.test_rows_in_rows_out import dealt
 from tests.data.values import in_place

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats import open_format
 from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.parquet import Parquet

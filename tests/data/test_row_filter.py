@@ -11,7 +11,8 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns import row_filter
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
 from tests.data.shards import damage, refused

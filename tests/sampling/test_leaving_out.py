@@ -5,9 +5,9 @@ import pytest
 
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.growing_order import GrowingOrder
-from elastic_dp.sampling.leaving_out import without
+from elastic_dp.sampling.leaving_out import LeavingOut
 from elastic_dp.sampling.mixture import Mixture, MixtureSource
-from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.order import Order, with_steps
 from elastic_dp.sampling.packing import PackedOrder
 from elastic_dp.sampling.step_schedule import StepSchedule
 
@@ -45,7 +45,7 @@ def rows_of(order, step):
     ],
 )
 def test_the_others_are_as_before(order, steps, gone):
-    left = without(order, steps)
+    left = with_steps(order, StepSchedule(order.virtual_workers), steps)
     kept = [step for step in range(1, 80) if step not in gone]
     assert [rows_of(left, n) for n in range(1, 61)] == [rows_of(order, step) for step in kept[:60]]
     of_range = left.locate_each(range(1, 61), 0)
@@ -59,4 +59,4 @@ def test_the_others_are_as_before(order, steps, gone):
 def test_a_batch_that_grows_is_refused():
     growing = GrowingOrder(ORDERS["drop"], StepSchedule({0: 3, 5: 6}))
     with pytest.raises(DataError, match="its batch grows"):
-        without(growing, ((2, 3),))
+        LeavingOut(growing, 2, 3)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_dp.storage import DiskCache, Store, disk_cache
+from elastic_dp.storage import Store, disk_cache
+from elastic_dp.storage.disk_cache import DiskCache
 
 PIECE = 1000  # bytes of a range
 
@@ -251,7 +252,7 @@ def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
 
 _OTHER = """
 import random, signal, sys, time
-from elastic_dp.storage import DiskCache
+from elastic_dp.storage.disk_cache import DiskCache
 
 folder, limit, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 cache = DiskCache(folder, limit, "a", print)

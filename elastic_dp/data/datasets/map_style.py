@@ -28,9 +28,7 @@ from elastic_dp.data.pipeline.pipeline import Pipeline
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder
-from elastic_dp.sampling.leaving_out import without
-from elastic_dp.sampling.order import Order
+from elastic_dp.sampling.order import Order, with_steps
 from elastic_dp.sampling.seeds import batch_seed
 from elastic_dp.sampling.step_schedule import StepSchedule
 
@@ -65,8 +63,7 @@ class ItemStream(MicroBatchStream):
             shuffle="full" if config.shuffle and not evaluation else "none",
             tail="short" if evaluation else config.tail,
         )
-        order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
-        order = without(order, left_out)
+        order = with_steps(base, schedule, left_out)
         workers = 0 if evaluation else config.workers
         super().__init__(config, order, workers=workers, pin=pin)
         identity = f"evaluation {config.micro_batch_size}" if evaluation else order.identity

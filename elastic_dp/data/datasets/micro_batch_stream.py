@@ -40,8 +40,7 @@ from elastic_dp.data.pipeline.planner import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
-from elastic_dp.sampling.growing_order import AnyOrder, row_groups_at_once
-from elastic_dp.sampling.leaving_out import LeavingOut
+from elastic_dp.sampling.order import RowOrder, row_groups_at_once
 from elastic_dp.sampling.seeds import batch_seed
 from elastic_dp.storage import redact_url
 
@@ -74,7 +73,7 @@ class MicroBatchStream(ABC):
     _pipeline: Pipeline
 
     def __init__(
-        self, config: DataConfig | MapStyleData, order: AnyOrder, *, workers: int, pin: bool
+        self, config: DataConfig | MapStyleData, order: RowOrder, *, workers: int, pin: bool
     ) -> None:
         self._config, self._pin = config, pin
         self._order: Any = order  # packed rows are located by segments, others by rows
@@ -138,6 +137,8 @@ class MicroBatchStream(ABC):
     def left_out(self) -> Iterator[str]:
         """What each micro-batch of the steps that are left out consists of, the last stretch
         first, and of each at most `_LISTED_STEPS`."""
+        from elastic_dp.sampling.leaving_out import LeavingOut
+
         view = copy.copy(self)
         while isinstance(order := view._order, LeavingOut):
             view._order = order.base
@@ -288,7 +289,7 @@ class ShardStream(MicroBatchStream):
         self,
         config: DataConfig,
         row_groups: RowGroups,
-        order: AnyOrder,
+        order: RowOrder,
         *,
         row_bytes: int,
         copy_bytes: int = 0,
@@ -431,7 +432,7 @@ Located = tuple[Ints, Ints]  # row groups, rows in them
 
 class RowStream(ShardStream):
     def __init__(
-        self, config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
+        self, config: DataConfig, row_groups: RowGroups, order: RowOrder, **options: Any
     ) -> None:
         row_bytes = int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum()))
         super().__init__(config, row_groups, order, row_bytes=max(1, row_bytes), **options)

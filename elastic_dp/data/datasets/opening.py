@@ -16,16 +16,12 @@ from elastic_dp.data.datasets.micro_batch_stream import (
     ShardStream,
     largest_bytes,
 )
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.growing_order import AnyOrder, GrowingOrder, base_of, row_groups_at_least
-from elastic_dp.sampling.leaving_out import without
-from elastic_dp.sampling.mixture import Mixture, MixtureSource
-from elastic_dp.sampling.order import Order
-from elastic_dp.sampling.packing import PackedOrder
+from elastic_dp.sampling.order import BaseOrder, Order, RowOrder, row_groups_at_least, with_steps
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.storage import redact_url
 
@@ -47,7 +43,7 @@ def open_data(
     - `index`: None: read it, which raises StorageError if the store cannot be reached for
       `timeout_s` seconds.
     - `known`: without `index`, one of an earlier start, which is used if nothing has changed.
-    - `left_out`: steps whose rows are left out; see `elastic_dp.sampling.without`.
+    - `left_out`: steps whose rows are left out; see `with_steps`.
     - `pin`: tensors are in pinned memory.
     - `on_wait(message)`: called when the store cannot be reached for longer than `timeout_s` later,
       and when it can be again. Without it, the first is a StorageError.
@@ -59,10 +55,11 @@ def open_data(
         from elastic_dp.data.datasets.map_style import ItemStream
 
         return ItemStream(config, schedule=schedule, left_out=left_out, pin=pin)
-    index = index or read_index(config, timeout_s=timeout_s, known=known)
-    base = _order(config, index, schedule.least)
-    order: AnyOrder = GrowingOrder(base, schedule) if len(schedule.numbers) > 1 else base
-    order = without(order, left_out)
+    if index is None:
+        from elastic_dp.data.discovery.index import read_index
+
+        index = read_index(config, timeout_s=timeout_s, known=known)
+    order = with_steps(_order(config, index, schedule.least), schedule, left_out)
     check_decoded(config.decode, leaves(index.delivered))
     row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, order, config.memory_bytes)
@@ -82,22 +79,25 @@ def open_evaluation(
         from elastic_dp.data.datasets.map_style import ItemStream
 
         return Evaluation(ItemStream(config, evaluation=True, pin=pin))
-    index = index or read_index(config, timeout_s=timeout_s)
+    if index is None:
+        from elastic_dp.data.discovery.index import read_index
+
+        index = read_index(config, timeout_s=timeout_s)
     check_decoded(config.decode, leaves(index.delivered))
     row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, None, config.memory_bytes)
     if config.pack is not None:
-        order: AnyOrder = _packed_order(config, index, 1, shuffle="none", tail="short")
+        order: RowOrder = _packed_order(config, index, 1, shuffle="none", tail="short")
     else:
         order = rows_in_file_order(index.rows, config.micro_batch_size)
     return Evaluation(stream_of(config, row_groups, order, evaluation=True, pin=pin))
 
 
 def stream_of(
-    config: DataConfig, row_groups: RowGroups, order: AnyOrder, **options: Any
+    config: DataConfig, row_groups: RowGroups, order: RowOrder, **options: Any
 ) -> ShardStream:
     """`options`: of the stream."""
-    if isinstance(base_of(order), PackedOrder):
+    if config.pack is not None:
         from elastic_dp.data.datasets.packed_micro_batches import PackedStream
 
         return PackedStream(config, row_groups, order, **options)
@@ -115,7 +115,7 @@ def rows_in_file_order(group_rows: Ints, micro_batch_size: int) -> Order:
     )
 
 
-def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: int) -> None:
+def check_memory(row_groups: RowGroups, order: RowOrder | None, memory_bytes: int) -> None:
     """Raises DataError if `memory_bytes` is not enough for one worker that runs all virtual
     workers, as it may have to."""
     largest = int(np.argmax(row_groups.reading_bytes))
@@ -144,7 +144,7 @@ def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: in
         )
 
 
-def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mixture | PackedOrder:
+def _order(config: DataConfig, index: Index, virtual_workers: int) -> BaseOrder:
     if config.pack is not None:
         return _packed_order(config, index, virtual_workers, config.shuffle, config.tail)
     if index.weights is None:
@@ -157,6 +157,8 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
             shuffle=config.shuffle,
             tail=config.tail,
         )
+    from elastic_dp.sampling.mixture import Mixture, MixtureSource
+
     stages, urls = config.weights_by_step, config.urls
     assert stages is not None, "an index of another config"
     changes = {n: [float(w.get(u, 0)) for u in urls] for n, w in stages.items() if n}
@@ -181,8 +183,9 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
 
 def _packed_order(
     config: DataConfig, index: Index, virtual_workers: int, shuffle: Any, tail: Any
-) -> PackedOrder:
+) -> BaseOrder:
     from elastic_dp.data.datasets.packed_micro_batches import packed_row_bytes
+    from elastic_dp.sampling.packing import PackedOrder
 
     assert config.pack is not None and index.tokens is not None, "an index of another config"
     order = PackedOrder(

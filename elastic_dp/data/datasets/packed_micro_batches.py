@@ -34,7 +34,7 @@ from elastic_dp.data.pipeline.block_memory import Columns
 from elastic_dp.data.pipeline.planner import MicroBatch
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.growing_order import AnyOrder, base_of
+from elastic_dp.sampling.order import RowOrder, base_of
 from elastic_dp.sampling.packing import PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
@@ -108,7 +108,7 @@ class PackedStream(ShardStream):
         self,
         config: DataConfig,
         row_groups: RowGroups,
-        order: AnyOrder,
+        order: RowOrder,
         **options: Any,
     ) -> None:
         packed = base_of(order)

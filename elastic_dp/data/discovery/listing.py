@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from elastic_dp.data.discovery.shard_index import glob_mark, root_of
 from elastic_dp.errors import DataError, StorageError
 from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
 STATE, INFO = "state.json", "dataset_info.json"  # notes of Hugging Face `datasets`
 CACHED = "cached results of Hugging Face datasets"
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
-_GLOB_MARKS = "*?["
 _NAMED = 3
 _LOOKS = 16  # folders that are listed to find an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
@@ -82,32 +82,6 @@ def list_files(url: str, store: Store, *, in_list: bool = False) -> Listing:
     if store.lists and not (listing.is_file and in_list):
         _refuse_table(url, store, look, listing)
     return _without_cached(store, look, listing)
-
-
-def path_of(store_path: str, name: str, is_file: bool) -> str:
-    """The path of a file in its store."""
-    return store_path if is_file else root_of(store_path) + name
-
-
-def prefix_of(url: str, is_file: bool) -> str:
-    """What precedes the names of files in messages if there are several sources."""
-    shown = redact_url(url)
-    return shown[: shown.rfind("/") + 1] if is_file else root_of(shown)
-
-
-def root_of(path: str) -> str:
-    """The path that the names of files are relative to, for a folder or a glob."""
-    mark = glob_mark(path)
-    if mark is not None:
-        return path[: path.rfind("/", 0, mark) + 1]
-    return path.rstrip("/") + "/" if path.strip("/") else ""
-
-
-def glob_mark(path: str) -> int | None:
-    return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
-
-
-# ------------------------------------------------------------------------------- what a URL means
 
 
 def _find(url: str, store: Store) -> tuple[FolderListing, Listing]:

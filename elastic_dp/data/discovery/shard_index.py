@@ -24,8 +24,10 @@ from elastic_dp.data.columns.arrow_arrays import arrow_ints, view
 from elastic_dp.data.columns.schema import top_level
 from elastic_dp.data.formats.file_format import Ints, ShardAt
 from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
 
 VERSION = 4  # of `Index.to_bytes`
+_GLOB_MARKS = "*?["
 CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
 
@@ -230,6 +232,32 @@ def shard_at(index: Index, number: int, path: str, store: Any, shown: str) -> Sh
         footer=index.footer(number),
         partition=index.partition(number),
     )
+
+
+def path_of(store_path: str, name: str, is_file: bool) -> str:
+    """The path of a file in its store."""
+    return store_path if is_file else root_of(store_path) + name
+
+
+def prefix_of(url: str, is_file: bool) -> str:
+    """What precedes the names of files in messages if there are several sources."""
+    shown = redact_url(url)
+    return shown[: shown.rfind("/") + 1] if is_file else root_of(shown)
+
+
+def root_of(path: str) -> str:
+    """The path that the names of files are relative to, for a folder or a glob."""
+    mark = glob_mark(path)
+    if mark is not None:
+        return path[: path.rfind("/", 0, mark) + 1]
+    return path.rstrip("/") + "/" if path.strip("/") else ""
+
+
+def glob_mark(path: str) -> int | None:
+    return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
+
+
+# ------------------------------------------------------------------------------- what a URL means
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

@@ -18,12 +18,10 @@ from elastic_dp.data.discovery.listing import (
     HIDDEN,
     Listing,
     list_files,
-    path_of,
-    prefix_of,
     skipped_message,
     why_nothing,
 )
-from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of, shard_at
 from elastic_dp.data.formats import (
     ENDINGS,
     MAGIC_BYTES,

@@ -20,8 +20,7 @@ from elastic_dp.data.block_source import Blocks
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table, view
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.schema import leaves
-from elastic_dp.data.discovery.listing import path_of, prefix_of
-from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of, shard_at
 from elastic_dp.data.formats import open_format
 from elastic_dp.data.formats.decode_errors import decoding, refuse_other_count
 from elastic_dp.data.formats.file_format import (
@@ -31,10 +30,11 @@ from elastic_dp.data.formats.file_format import (
     ShardAt,
     read_table,
 )
-from elastic_dp.storage import DiskCache, Store
+from elastic_dp.storage import Store
 
 if TYPE_CHECKING:
     from elastic_dp.data.columns.row_filter import RowFilter
+    from elastic_dp.storage.disk_cache import DiskCache
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class ShardRowGroups:
         assert len(urls) == len(index.sources), "an index of another config"
         self._cache: DiskCache | None = None
         if config.cache_dir is not None and config.cache_bytes is not None:
+            from elastic_dp.storage.disk_cache import DiskCache
+
             say = on_wait or _log.warning
             self._cache = DiskCache(config.cache_dir, config.cache_bytes, index.digest, say)
         self._stores = [
