@@ -110,15 +110,17 @@ def group(
     device: SimulatedDevice | None = None,
     location: Callable[[WorkerId], WorkerLocation] | None = None,
     fails: bool = False,
+    **where: Any,
 ) -> tuple[RunOutcome, ProcessRun]:
     """A run on processes. `script`: at (or after) a step, post an event or call something with the
     run. `timeout_s`: for what comes behind it. `device`: what the workers compute on; any test of
     this module's runs on a simulated one with ELASTIC_DP_SIMULATED_DEVICE=1 in the environment.
-    `location`: where each worker claims to run. Only a run that `fails` may end with an error."""
+    `location`: where each worker claims to run. Only a run that `fails` may end with an error.
+    `where`: see `ProcessRun`."""
     if device is None and os.environ.get("ELASTIC_DP_SIMULATED_DEVICE"):
         device = SimulatedDevice()
     with ProcessRun(
-        spec, train, faults=faults, index=index, url=url, device=device, location=location
+        spec, train, faults=faults, index=index, url=url, device=device, location=location, **where
     ) as run:
         for step, action in script:
             eventually(lambda s=step: reached(run, s), run.controller.status)

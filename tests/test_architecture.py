@@ -287,7 +287,7 @@ BUDGETS = {
     "dataprep": (1_540, 1_100),
     "device": (830, 620),
     "distributed": (4_175, 3_100),
-    "extensions": (4_010, 3_300),
+    "extensions": (4_100, 3_300),
     "integrations": (1_620, 950),
     "report": (1_310, 800),
     "sampling": (1_235, 1_000),

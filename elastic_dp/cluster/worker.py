@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class WorkerJob:
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[WorkerFault, ...] = ()
     processes: int = 1  # of each worker
+    nodes: int = 1  # over which they are divided
     # The processes of all workers have one GPU, so they exchange through the host: NCCL refuses two
     # ranks on one. For checks.
     shares_gpu: bool = False
@@ -116,9 +118,12 @@ class Worker:
         link: ControllerLink,
         address: str | None = None,
         followers: Sequence[FollowerProcess] = (),
+        listener: socket.socket | None = None,
     ) -> None:
-        """`followers` are the worker's other processes, if it has several."""
+        """`followers` are the worker's other processes on this node, if it has several. Those on
+        other nodes connect to the `listener`. Raises ClusterError if they do not."""
         self.identity, self._job, self._link = identity, job, link
+        self._address = address
         self._begin = threading.Event()
         self._is_source = False
         self._session: WorkerSession | None = None
@@ -128,7 +133,7 @@ class Worker:
         self._spec: JobSpec = spec
         self._gangs: Any = None
         control: Callable[..., Any] = WorkerControl
-        if followers:
+        if job.processes > 1:
             self._gangs = importlib.import_module(GANGS)
             control = self._gangs.LeaderControl
         self._control = control(
@@ -138,6 +143,8 @@ class Worker:
         )
         if self._gangs is not None:
             connections = [follower.connection for follower in followers]
+            if listener is not None:
+                connections += self._gangs.accept_followers(identity, job, listener)
             self._control.lead(connections, link.post, link.register, self._page.write_fault)
         self._rendezvous = Rendezvous(identity, job.secret, link.register)
         torch.set_num_threads(spec.scaling.num_threads)
@@ -266,6 +273,7 @@ class Worker:
                 device,
                 is_source=self._is_source,
                 stores=self._job.url is not None,
+                address=self._address,
                 shares_gpu=self._job.shares_gpu,
             )
             return gang

@@ -29,7 +29,7 @@ def label_values(wanted: str) -> list[str]:
 
 _LEAST = {
     **dict.fromkeys(("min_workers", "max_workers", "threads_per_worker"), 1),
-    **{"processes_per_worker": 1, "standby": 0},
+    **{"processes_per_worker": 1, "nodes_per_worker": 1, "standby": 0},
 }
 
 
@@ -46,10 +46,12 @@ class ScalingConfig:
     - `standby`: the number of workers that are kept ready without a rank, to replace lost ones.
     - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
       worker has its own and NCCL is used; otherwise Gloo.
-    - `processes_per_worker`: the number of processes of a worker, all on one node, over which its
-      model is sharded (see `TrainContext.mesh`). Each process has rows of its own, so a global
+    - `processes_per_worker`: the number of processes of a worker, over which its model is sharded
+      (see `TrainContext.mesh`). Each process has rows of its own, so a global
       batch is V × `processes_per_worker` micro-batches. On GPUs each process has one, so "GPU" is
       the same number. Fixed at the run's first start.
+    - `nodes_per_worker`: the number of nodes over which a worker's processes and resources are
+      divided equally.
     - `threads_per_worker`: the number of torch's threads in each process, part of the job because
       it changes bits. Default: the worker's CPUs, divided by `processes_per_worker`.
     - `stabilization_s`: how long a worker that is ready to join waits for others that will soon be
@@ -75,6 +77,7 @@ class ScalingConfig:
     standby: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     processes_per_worker: int = 1
+    nodes_per_worker: int = 1
     threads_per_worker: int | None = None
     stabilization_s: float = 5.0
     market: Literal["any", "spot", "on-demand", "spot-first"] = "any"
@@ -101,6 +104,7 @@ class ScalingConfig:
                 "a higher one comes first"
             )
         self._check_label_selector()
+        self._check_nodes()
         if self.min_workers > self.max_workers:
             raise SpecError(
                 f"ScalingConfig.min_workers is {self.min_workers}, more than max_workers "
@@ -135,6 +139,15 @@ class ScalingConfig:
                 f"{field} is {amount!r} and ScalingConfig.processes_per_worker is {processes}, but "
                 f'each process has a GPU of its own: ask for "GPU": {processes}, or leave it out '
                 "to train on CPUs"
+            )
+
+    def _check_nodes(self) -> None:
+        nodes, processes = self.nodes_per_worker, self.processes_per_worker
+        if processes % nodes:
+            raise SpecError(
+                f"ScalingConfig.nodes_per_worker is {nodes} and processes_per_worker is "
+                f"{processes}, but each node has the same number of processes: make "
+                "processes_per_worker a multiple of nodes_per_worker"
             )
 
     def _check_label_selector(self) -> None:
@@ -181,6 +194,12 @@ class ScalingConfig:
     def grows(self) -> bool:
         """Whether the number of virtual workers changes with the step."""
         return len(self.virtual_workers_by_step) > 1
+
+    @property
+    def resources_per_node(self) -> Mapping[str, float]:
+        """What a worker needs on each of its nodes."""
+        nodes, whole = self.nodes_per_worker, self.resources_per_worker
+        return whole if nodes == 1 else {name: amount / nodes for name, amount in whole.items()}
 
     @property
     def num_threads(self) -> int:

@@ -16,6 +16,7 @@ import os
 import pickle
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -97,8 +98,9 @@ class ProcessWorkerGroup:
         limit: int | None = None,
         device: SimulatedDevice | None = None,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
-        host_of: Callable[[WorkerId], Host] | None = None,
+        host_of: Callable[[WorkerId, int], Host] | None = None,
     ) -> None:
+        """`host_of` takes a worker and the number of one of its nodes."""
         self._job, self._controller, self._device = job, controller, device
         self.limit, self._location, self._host_of = limit, location, host_of
         self._lock = threading.Lock()
@@ -165,36 +167,50 @@ class ProcessWorkerGroup:
                 self._pipes[worker] = ours
                 outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._outboxes[worker] = outbox
-            followers = self._start_followers(worker)
-            host = None if self._host_of is None else self._host_of(worker)
+            host, listener = self._host(worker, 0), None
+            if self._job.nodes > 1:
+                listener = _listen(host)
+            followers = self._start_followers(worker, listener)
             process = _context.Process(
                 target=_main,
-                args=(worker, self._job, theirs, self._device, followers, host),
+                args=(worker, self._job, theirs, self._device, followers, host, listener),
                 daemon=True,
             )
             process.start()
             for pipe in (theirs, *(follower.connection for follower in followers)):
                 pipe.close()
+            if listener is not None:
+                listener.close()
             self.processes[worker] = process
             fail = self._controller.fail
             background(f"from {worker}", partial(self._read, worker, ours), fail).start()
             background(f"to {worker}", partial(_write, ours, outbox), fail).start()
 
-    def _start_followers(self, worker: WorkerId) -> list[FollowerProcess]:
-        """Start the processes of a worker beside its first one. Return them, for that."""
+    def _host(self, worker: WorkerId, node: int) -> Host | None:
+        return None if self._host_of is None else self._host_of(worker, node)
+
+    def _start_followers(
+        self, worker: WorkerId, listener: socket.socket | None
+    ) -> list[FollowerProcess]:
+        """Start the processes of a worker beside its first one. Return those on its node, for that;
+        the others connect to the `listener`."""
         started = []
+        on_a_node = self._job.processes // self._job.nodes
         for number in range(1, self._job.processes):
             ours, theirs = _context.Pipe()
+            host = self._host(worker, number // on_a_node)
+            leader = theirs if listener is None or number < on_a_node else listener.getsockname()
             process = _context.Process(
                 target=_follow,
-                args=(worker, number, self._job, theirs, self._device),
+                args=(worker, number, self._job, leader, self._device, host),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self.followers.setdefault(worker, []).append(process)
             assert process.pid is not None
-            started.append(FollowerProcess(process.pid, ours))
+            if number < on_a_node:
+                started.append(FollowerProcess(process.pid, ours))
         return started
 
     def _read(self, worker: WorkerId, pipe: Connection) -> None:
@@ -268,6 +284,7 @@ def _main(
     device: SimulatedDevice | None,
     followers: Sequence[FollowerProcess],
     host: Host | None,
+    listener: socket.socket | None,
 ) -> None:
     if host is not None:
         host.enter()
@@ -278,7 +295,7 @@ def _main(
         print_whatever_fits()
     link = _PipeLink(pipe)
     address = _HOST if host is None else host.address
-    worker = Worker(identity, job, link, address, followers)
+    worker = Worker(identity, job, link, address, followers, listener)
 
     def listen() -> None:
         while True:
@@ -303,18 +320,40 @@ def _follow(
     identity: WorkerId,
     number: int,
     job: WorkerJob,
-    leader: Connection,
+    leader: Connection | tuple[str, int],
     device: SimulatedDevice | None,
+    host: Host | None,
 ) -> None:
+    if host is not None:
+        host.enter()
     if device is not None:
         install(SimulatedAccelerator(device))
-    given = job.pickled, job.index, job.secret, job.faults, _HOST, job.shares_gpu
+    address = _HOST if host is None else host.address
+    given = job.pickled, job.index, job.secret, job.faults, address, job.shares_gpu
+    gangs = importlib.import_module(GANGS)
+    if not isinstance(leader, Connection):
+        gangs.follow_far(identity, number, leader, *given)
+        os._exit(0)
     try:
-        importlib.import_module(GANGS).follow(identity, number, leader, *given)
+        gangs.follow(identity, number, leader, *given)
     except Exception:
         leader.send(traceback.format_exc())
         raise
     os._exit(0)
+
+
+def _listen(host: Host | None) -> socket.socket:
+    """Return a socket of this host that listens for followers."""
+    made: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+    def run() -> None:
+        if host is not None:
+            host.enter()
+        gangs = importlib.import_module(GANGS)
+        made.put(gangs.listen(_HOST if host is None else host.address))
+
+    background("listener", run).start()
+    return made.get()
 
 
 class ProcessRun:
@@ -324,7 +363,7 @@ class ProcessRun:
     folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
     compute on a simulated device. `shares_gpu`: see `WorkerJob`; on a machine with a GPU, all
     processes have its first one. `location`: where each worker claims to run. `address`: where
-    workers find the controller. `host_of`: on which host each worker runs, if not on this one.
+    workers find the controller. `host_of`: the host of each node of each worker, if not this one.
     `state_store`: of the controller.
     """
 
@@ -343,7 +382,7 @@ class ProcessRun:
         shares_gpu: bool = False,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
         address: str = _HOST,
-        host_of: Callable[[WorkerId], Host] | None = None,
+        host_of: Callable[[WorkerId, int], Host] | None = None,
         state_store: ControllerStateStore | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)
@@ -368,6 +407,7 @@ class ProcessRun:
             self.controller.state_store.state.lease_token,
             faults,
             spec.scaling.processes_per_worker,
+            spec.scaling.nodes_per_worker,
             shares_gpu,
         )
         where = location, host_of

@@ -9,6 +9,7 @@ a network made is gone when it closes; what one left that was killed goes when t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -57,6 +58,11 @@ class Host:
             )
         self._processes.append(process)
         return process
+
+    def enter(self) -> None:
+        """This thread, and what it starts, is on this host from now on."""
+        with open(f"/var/run/netns/{self.name}", "rb") as network:
+            assert not ctypes.CDLL(None).setns(network.fileno(), 0)
 
     def pids(self, pattern: str = "") -> list[int]:
         """Return the processes whose command line contains `pattern`."""
@@ -114,7 +120,7 @@ class Network:
     def __init__(self) -> None:
         _bury()
         self._tag, self._prefix = f"edp{os.getpid()}", _free_prefix()
-        self.hosts: list[Host] = []
+        self.address, self.hosts = f"{self._prefix}.1", list[Host]()
         _run("ip", "link", "add", self._tag, "type", "bridge")
         _run("ip", "address", "add", f"{self._prefix}.1/24", "dev", self._tag)
         _run("ip", "link", "set", self._tag, "up")

@@ -3,11 +3,12 @@
 The controller knows a worker by its first process. The others hear from that alone, run the same
 train function in step with it, and end with it.
 
-They are children of the worker's actor, on its node, and use its resources. Each has one
-connection, to the actor, and ends when that closes. Three things would keep a connection open or a
-process alive, and do not: a process that user code has forked and that holds a copy of the
-connection, a child that is frozen, and a child whose interpreter is locked. The actor waits for the
-end of each child, and the kernel ends a child whose parent has ended.
+They are children of the worker's actor, or of a host actor on another node of the worker, and use
+its resources. Each has one connection, to the first process, and ends when that closes. On other
+nodes, `gang_connections` makes it. Three things would keep a connection open or a process alive,
+and do not: a process that user code has forked and that holds a copy of the connection, a child
+that is frozen, and a child whose interpreter is locked. The actor waits for the end of each child,
+and the kernel ends a child whose parent has ended.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import torch
 
-from elastic_dp.cluster.worker import FollowerProcess, connects_devices
+from elastic_dp.cluster.worker import FollowerProcess, WorkerJob, connects_devices
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
@@ -40,8 +42,15 @@ from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
+from elastic_dp.errors import ClusterError
+from elastic_dp.extensions.gangs.gang_connections import (
+    FollowerConnections,
+    connect,
+    shut,
+    watch,
+)
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
-from elastic_dp.extensions.gangs.local_mesh import open_local_mesh
+from elastic_dp.extensions.gangs.gang_mesh import open_mesh
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
@@ -63,6 +72,7 @@ except Exception:
     raise
 """
 _PR_SET_PDEATHSIG = 1
+_STARTING_S = 120.0  # for the processes on other nodes to start
 
 
 def lead(
@@ -74,23 +84,22 @@ def lead(
     *,
     is_source: bool,
     stores: bool,
+    address: str | None,
     shares_gpu: bool = False,
 ) -> Gang:
     """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
-    checkpoints. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
-    # A file without a name, which this process holds open for its life.
-    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('mesh')}"
-    told = {"path": path, "is_source": is_source, "stores": stores}
-    control.exchange(json.dumps(told).encode())
+    checkpoints. `address`: of its node. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
+    control.exchange(json.dumps({"is_source": is_source, "stores": stores}).encode())
     size = scaling.processes_per_worker
-    mesh = open_local_mesh(
-        path,
+    mesh = open_mesh(
+        control.store,
         identity,
         secret=secret,
         number=0,
         size=size,
         device=device,
         shares_gpu=shares_gpu,
+        address=address if scaling.nodes_per_worker > 1 else None,
     )
     return Gang(0, size, mesh, control)
 
@@ -123,14 +132,15 @@ def follow(
     link = _FollowerLink(control)
     told = json.loads(control.exchange(b"")[0])
     size = spec.scaling.processes_per_worker
-    mesh = open_local_mesh(
-        told["path"],
+    mesh = open_mesh(
+        control.store,
         identity,
         secret=secret,
         number=number,
         size=size,
         device=device,
         shares_gpu=shares_gpu,
+        address=address if spec.scaling.nodes_per_worker > 1 else None,
     )
     gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
     try:
@@ -179,38 +189,80 @@ class _FollowerLink(ControllerLink, HeartbeatStatus):
         self._control.tell(Faulted(kind, text))  # this process ends now, and the worker with it
 
 
+def listen(address: str) -> socket.socket:
+    """Returns a socket of this node to which processes on other nodes connect. Raises
+    ClusterError."""
+    if ":" in address:
+        raise ClusterError(
+            f"a worker on several nodes needs IPv4, and the address of this node is {address}"
+        )
+    return socket.create_server((address, 0), backlog=128)
+
+
+def accept_followers(
+    identity: WorkerId, job: WorkerJob, listener: socket.socket
+) -> list[Connection]:
+    """Waits for the processes of a worker on other nodes. Returns the connection of each. Raises
+    ClusterError."""
+    numbers = range(job.processes // job.nodes, job.processes)
+    return FollowerConnections(listener, job.secret, identity).accept(numbers, _STARTING_S)
+
+
+def follow_far(identity: WorkerId, number: int, leader: tuple[str, int], *given: Any) -> str:
+    """Runs `follow` in this process, whose first process is on another node. `given`: the further
+    arguments of `follow`."""
+    connection, watched = connect(leader, given[2], identity, number)
+    watch(watched, lambda: os._exit(1))
+    return follow(identity, number, connection, *given)
+
+
 def start_followers(
-    identity: WorkerId, environments: Sequence[Mapping[str, str]], *given: Any
+    identity: WorkerId,
+    environments: Sequence[Mapping[str, str]],
+    *given: Any,
+    first: int = 1,
+    leader: tuple[str, int] | None = None,
 ) -> list[FollowerProcess]:
-    """Return the processes of a worker beside its first one, for that one. `environments` has the
-    variables of each in which it differs from this one. `given` are the further arguments of
-    `follow`."""
+    """Return processes of a worker beside its first one: that which is numbered `first`, and
+    following ones. `environments` has the variables of each in which it differs from this one.
+    `given` are the further arguments of `follow`. `leader`: where the first process listens, if it
+    is on another node. Raises OSError and EOFError if it does not answer."""
     return [
-        _start(number, environment, (identity, number, given))
-        for number, environment in enumerate(environments, 1)
+        _start(number, environment, (identity, number, given), leader)
+        for number, environment in enumerate(environments, first)
     ]
 
 
-def _start(number: int, environment: Mapping[str, str], arguments: Any) -> FollowerProcess:
-    ours, theirs = socket.socketpair()
+def _start(
+    number: int, environment: Mapping[str, str], arguments: Any, leader: tuple[str, int] | None
+) -> FollowerProcess:
+    watched = None
+    if leader is None:
+        ours, theirs = Pipe()
+    else:
+        identity, number, given = arguments
+        theirs, watched = connect(leader, given[2], identity, number)
+        ours = Connection(os.dup(theirs.fileno()))
     started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-    run = partial(_run_child, ours, theirs, environment, arguments, started)
+    run = partial(_run_child, ours, theirs, watched, environment, arguments, started)
     background(f"child-{number}", run, started.put).start()
     pid = started.get()
     if isinstance(pid, Exception):
         raise pid
-    return FollowerProcess(pid, Connection(os.dup(ours.fileno())))
+    return FollowerProcess(pid, ours)
 
 
 def _run_child(
-    ours: socket.socket,
-    theirs: socket.socket,
+    ours: Connection,
+    theirs: Connection,
+    watched: Connection | None,
     environment: Mapping[str, str],
     arguments: Any,
     started: queue.SimpleQueue[int | Exception],
 ) -> None:
     """Starts a child and waits for its end. On a thread that ends with this process: the kernel
     takes it for the parent."""
+    ends = Connection(os.dup(ours.fileno()))
     with theirs:
         child = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid())],
@@ -221,12 +273,14 @@ def _run_child(
             pass_fds=[theirs.fileno()],
         )
     started.put(child.pid)
+    if watched is not None:
+        watch(watched, child.kill)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin:
         pickle.dump(arguments, child.stdin)
     child.wait()
-    with contextlib.suppress(OSError), ours:
-        ours.shutdown(socket.SHUT_RDWR)
+    with ends:
+        shut(ends)
 
 
 def main() -> None:

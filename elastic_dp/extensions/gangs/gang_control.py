@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 from elastic_dp.coordinator.messages import Membership, WorkerFailed
 from elastic_dp.distributed.rendezvous import GroupRecords, MemberRecord
 from elastic_dp.errors import ClusterError, GroupAborted, GroupError, LoopError
+from elastic_dp.extensions.gangs.gang_store import GangStore
 from elastic_dp.threads import background
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
@@ -58,6 +59,19 @@ class Arrived(NamedTuple):
 
     point: str
     payload: Any
+
+
+class Stored(NamedTuple):
+    """A change of the store: asked of the first process, and told by it."""
+
+    key: str
+    value: bytes | int  # a number is added
+
+
+class Added(NamedTuple):
+    """The answer to a follower's change."""
+
+    total: int
 
 
 class Faulted(NamedTuple):
@@ -87,6 +101,12 @@ class GangControl(WorkerControl):
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
         self._agreed_stop: str | None = None
+        self._storing = threading.Lock()
+        self.store = GangStore(self._change)
+
+    def _change(self, key: str, value: bytes | int) -> int:
+        """Changes the store of all processes. Any thread may call it."""
+        raise NotImplementedError
 
     def _decide(self, point: str, payload: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Returns what the first process decides by the payloads of all processes, in order."""
@@ -169,6 +189,12 @@ class LeaderControl(GangControl):
         self._alive: list[queue.SimpleQueue[Signal]] = [queue.SimpleQueue() for _ in followers]
         for number, connection in enumerate(followers):
             background(f"process-{number + 1}", partial(self._read, number, connection)).start()
+
+    def _change(self, key: str, value: bytes | int) -> int:
+        with self._storing:
+            total = self.store.apply(key, value)
+            self._send(Stored(key, value))
+            return total
 
     def deliver(self, records: GroupRecords) -> None:
         """Passes on the records of a group of followers. Any thread may call it."""
@@ -307,6 +333,9 @@ class LeaderControl(GangControl):
             if isinstance(message, MemberRecord):
                 self._register(message)
                 continue
+            if isinstance(message, Stored):
+                self._send(Added(self._change(*message)), [number])
+                continue
             if isinstance(message, str) and has_started:
                 continue  # it ends now, and has printed that
             did_not_start, has_started = isinstance(message, str), True
@@ -334,6 +363,7 @@ class FollowerControl(GangControl):
         super().__init__()
         self._leader, self._sending = leader, threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._totals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def follow(self, on_records: Callable[[GroupRecords], None]) -> None:
         """Begins to hear from the first process. `on_records` is called with the records of a group
@@ -341,7 +371,14 @@ class FollowerControl(GangControl):
         self._on_records = on_records
         background("leader", self._read, lambda _: os._exit(1)).start()
 
-    def tell(self, message: Arrived | Faulted | MemberRecord | WorkerFailed | Signal) -> None:
+    def _change(self, key: str, value: bytes | int) -> int:
+        with self._storing:
+            self.tell(Stored(key, value))
+            return self._totals.get()
+
+    def tell(
+        self, message: Arrived | Faulted | MemberRecord | Stored | WorkerFailed | Signal
+    ) -> None:
         """Sends this to the first process. Any thread may call it."""
         try:
             with self._sending:
@@ -388,6 +425,10 @@ class FollowerControl(GangControl):
                     self._end(message.generation)
             elif isinstance(message, GroupRecords):
                 self._on_records(message)
+            elif isinstance(message, Stored):
+                self.store.apply(*message)
+            elif isinstance(message, Added):
+                self._totals.put(message.total)
             elif message is Signal.ARE_YOU_THERE:
                 self.tell(Signal.HERE)
             else:

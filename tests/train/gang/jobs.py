@@ -21,15 +21,14 @@ STEPS = 8
 
 
 def gangs(workers: int, *, steps: int = STEPS, **options: Any) -> JobSpec:
-    """Returns a job whose workers have two processes, with rows of their own by default."""
+    """Returns a job whose workers have two processes by default."""
     config = {"eval": MapStyleData(Points(24), micro_batch_size=4)} | options.pop("config", {})
-    options.setdefault("min_workers", workers)
+    options = {"min_workers": workers, "processes_per_worker": 2} | options
     return spec_of(
         steps=steps,
         workers=workers,
         virtual=4,
         micro_batch_size=2,
-        processes_per_worker=2,
         config=config,
         **options,
     )

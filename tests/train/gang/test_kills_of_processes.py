@@ -109,7 +109,7 @@ def test_any_process_may_die_at_any_point_of_a_step(point: str, tmp_path: Any) -
 
 
 def check_kills_of_each_process(
-    point: str, tmp_path: Any, device: SimulatedDevice | None = None
+    point: str, tmp_path: Any, device: SimulatedDevice | None = None, **where: Any
 ) -> None:
     """One after another dies at `point`, with all gangs there."""
     deaths = [{"rank": rank, "process": process} for rank in range(2) for process in range(2)]
@@ -119,7 +119,9 @@ def check_kills_of_each_process(
     train: Any = trains
     if device is not None:
         spec, train = connects(spec, 2, tmp_path), faults_while_switched(train)
-    outcome, run = with_faults(spec, train, faults, device=device)
+    if where:
+        spec = scaled(spec, nodes_per_worker=2)
+    outcome, run = with_faults(spec, train, faults, device=device, **where)
     assert (outcome.error, outcome.workers_lost) == (None, len(faults)), losses_of(run)
     assert outcome.digest == calm(outcome.step)[0].digest
 
@@ -144,6 +146,7 @@ def check_kill_while_a_joiner_gets_the_state(
     point: str,
     tmp_path: Any,
     device: SimulatedDevice | None = None,
+    **where: Any,
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     faults = (
@@ -152,6 +155,8 @@ def check_kill_while_a_joiner_gets_the_state(
     )
     config = {"body_s": 0.05}
     spec = gangs(3, steps=ENDLESS, min_workers=1, standby=1, config=config)
-    outcome, run = with_faults(spec, trains, faults, device=device)
+    if where:
+        spec = scaled(spec, nodes_per_worker=2)
+    outcome, run = with_faults(spec, trains, faults, device=device, **where)
     assert (outcome.error, outcome.workers_lost) == (None, 2), losses_of(run)
     assert outcome.digest == calm(outcome.step)[0].digest

@@ -1,9 +1,12 @@
-"""A mesh of the processes of one worker, which all run on one machine."""
+"""The mesh of the processes of one worker."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -20,8 +23,11 @@ _FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def open_local_mesh(
-    path: str,
+_SIOCGIFADDR = 0x8915
+
+
+def open_mesh(
+    store: dist.Store,
     name: str,
     *,
     secret: bytes,
@@ -29,20 +35,21 @@ def open_local_mesh(
     size: int,
     device: torch.device,
     shares_gpu: bool = False,
+    address: str | None = None,
 ) -> DeviceMesh:
     """Makes torch's default process group of `size` processes, each with its `device`. Returns the
-    mesh of it. `shares_gpu`: all processes have the same one.
+    mesh of it. `shares_gpu`: all processes have the same one. `address`: of this node, for a worker
+    on several nodes.
 
-    They meet in the file at `path`, and prove to each other that they hold `secret`. No other mesh
-    has the same `name`. The mesh lives as long as the process, and its collectives cannot be
-    aborted. Raises ConnectionError if a peer does not hold the secret, and ClusterError if the GPUs
-    cannot be connected.
+    They meet in the `store`, and prove to each other that they hold `secret`. No other mesh has the
+    same `name`. The mesh lives as long as the process, and its collectives cannot be aborted.
+    Raises ConnectionError if a peer does not hold the secret, and ClusterError if the GPUs cannot
+    be connected, or no interface has the address.
     """
-    store = dist.FileStore(path, size)
     store.set_timeout(_FORMING_LIMIT)
     connects = is_gpu(device) and not shares_gpu
     try:
-        with _on_loopback():
+        with _on_interface("lo" if address is None else interface_of(address)):
             # A peer may be in a long download. If a peer dies, this process ends.
             dist.init_process_group(
                 backends_of_mesh(device, shared=shares_gpu),
@@ -66,11 +73,21 @@ def open_local_mesh(
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
 
 
+def interface_of(address: str) -> str:
+    """Returns the name of the network interface with this IPv4 address. Raises ClusterError."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made, contextlib.suppress(OSError):
+            found = fcntl.ioctl(made, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    raise ClusterError(f"no network interface of this node has its address {address}")
+
+
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """A context in which Gloo listens on this machine's loopback interface only."""
+def _on_interface(name: str) -> Iterator[None]:
+    """A context in which Gloo listens on this interface only."""
     before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = "lo"
+    os.environ[_INTERFACE] = name
     try:
         yield
     finally:

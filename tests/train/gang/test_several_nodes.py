@@ -1,0 +1,298 @@
+"""Workers whose processes are on several nodes, which are network namespaces here: the weights are
+those of workers on one node, whatever happens to any process or cable, and strangers do nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic_dp.config import FailureConfig, ScalingConfig
+from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.extensions.gangs import gang_connections
+from elastic_dp.extensions.gangs.followers import listen
+from elastic_dp.extensions.gangs.gang_connections import FollowerConnections, connect, prove, watch
+from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
+from elastic_dp.extensions.gangs.gang_mesh import interface_of
+from elastic_dp.testing.process_worker_group import ProcessRun
+from tests.chaos.hosts import Host, Network, available
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import ENDLESS, at_size, goes_on, group, losses_of, scaled
+from tests.train.gang.jobs import gangs, trains
+from tests.train.gang.test_kills_of_processes import (
+    IN_A_STEP_OF_GANGS,
+    calm,
+    check_kill_while_a_joiner_gets_the_state,
+    check_kills_of_each_process,
+)
+
+SLOW = pytest.mark.slow
+HERE, SECRET = "127.0.0.1", bytes(32)
+NODES = pytest.mark.skipif(not available(), reason="needs root and iproute2, to make hosts")
+
+
+class Nodes:
+    """Six hosts: each worker has two, and no two of three that follow one another share one."""
+
+    def __init__(self) -> None:
+        self.network = Network()
+        self.hosts = [self.network.host() for _ in range(6)]
+
+    def host(self, worker: str, node: int) -> Host:
+        return self.hosts[2 * (int(worker.removeprefix("w")) % 3) + node]
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"host_of": self.host, "address": self.network.address}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    yield made
+    made.network.close()
+
+
+# ---------------------------------------------------------------------------------------- the bits
+
+
+@NODES
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=SLOW)])
+def test_gangs_on_several_nodes_have_the_digest_of_one_on_one_node(
+    processes: int, nodes: Nodes
+) -> None:
+    sizes: dict[str, Any] = {"processes_per_worker": processes, "virtual_workers": 8 // processes}
+    alone, _ = group(scaled(gangs(1), **sizes), trains)
+    spec = scaled(gangs(2), nodes_per_worker=2, **sizes)
+    outcome, run = group(spec, trains, **nodes.where)
+    assert outcome.workers_lost == 0, losses_of(run)
+    assert (outcome.digest, outcome.inexact_because) == (alone.digest, ())
+
+
+@NODES
+@pytest.mark.parametrize("point", [pytest.param(p, marks=SLOW) for p in IN_A_STEP_OF_GANGS])
+def test_process_of_each_node_may_die_at_any_point_of_a_step(
+    point: str, tmp_path: Any, nodes: Nodes
+) -> None:
+    check_kills_of_each_process(point, tmp_path, **nodes.where)
+
+
+@SLOW
+@NODES
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("point", ["forming", "sending_state", "receiving_state"])
+def test_process_of_a_node_may_die_while_a_joiner_gets_the_state(
+    node: int, point: str, tmp_path: Any, nodes: Nodes
+) -> None:
+    check_kill_while_a_joiner_gets_the_state(node, point, tmp_path, **nodes.where)
+
+
+@NODES
+@pytest.mark.parametrize("node", [pytest.param(0, marks=SLOW), 1])
+def test_node_that_is_cut_off_costs_its_gang_within_seconds(node: int, nodes: Nodes) -> None:
+    """The others hear nothing of it: no connection is closed."""
+    took: list[float] = []
+
+    def cut(run: ProcessRun) -> None:
+        at_size(2)(run)
+        victim = max(run.worker_group.processes)
+        host, status = nodes.host(victim, node), run.controller.status
+        began = time.monotonic()
+        host.cut()
+        try:
+            eventually(lambda: victim not in run.worker_group.processes, status)
+            took.append(time.monotonic() - began)
+            goes_on(run)
+        finally:
+            host.heal()
+
+    spec = gangs(2, steps=ENDLESS, min_workers=1, config={"body_s": 0.05}, nodes_per_worker=2)
+    spec = dataclasses.replace(spec, failure=FailureConfig(heartbeat_timeout_s=3.0))
+    script = [(3, cut), (3, StopRequested("enough"))]
+    outcome, run = group(spec, trains, script=script, **nodes.where)
+    assert outcome.workers_lost == 1, losses_of(run)
+    assert took[0] < 8, took
+    assert outcome.digest == calm(outcome.step)[0].digest
+
+
+# ----------------------------------------------------------------------------------- the arguments
+
+
+def test_processes_that_cannot_be_divided_over_the_nodes_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"nodes_per_worker is 2 and processes_per_worker is 3, but"
+    ):
+        ScalingConfig(processes_per_worker=3, nodes_per_worker=2)
+
+
+def test_each_node_has_its_part_of_the_resources() -> None:
+    scaling = ScalingConfig(
+        processes_per_worker=4, nodes_per_worker=2, resources_per_worker={"CPU": 8, "GPU": 4}
+    )
+    assert scaling.resources_per_node == {"CPU": 4, "GPU": 2}
+
+
+def test_address_that_gloo_cannot_use_is_refused_by_name() -> None:
+    assert interface_of(HERE) == "lo"
+    with pytest.raises(ClusterError, match=r"has its address 203\.0\.113\.1"):
+        interface_of("203.0.113.1")
+    with pytest.raises(ClusterError, match=r"needs IPv4, and .* is fd00::1"):
+        listen("fd00::1")
+
+
+# ----------------------------------------------------------------------------------- the strangers
+
+
+@pytest.fixture
+def leader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Returns the address of a first process that waits for two followers, and what it gets."""
+    monkeypatch.setattr(gang_connections, "_PROOF_LIMIT_S", 1)
+    listener, taken = listen(HERE), queue.SimpleQueue[Any]()
+    waits = FollowerConnections(listener, SECRET, "w1")
+
+    def accept() -> None:
+        try:
+            taken.put(waits.accept([1, 2], PATIENCE_S))
+        except Exception as error:
+            taken.put(error)
+
+    address = listener.getsockname()
+    threading.Thread(target=accept, daemon=True).start()
+    return address, taken
+
+
+def says(*words: bytes) -> Any:
+    def attack(address: Any) -> None:
+        with socket.create_connection(address) as stranger:
+            for word in words:
+                stranger.sendall(word)
+
+    return attack
+
+
+def message(content: bytes) -> bytes:
+    return struct.pack("!i", len(content)) + content
+
+
+def echoes(address: Any) -> None:
+    """Sends back what it gets, so that the leader's own proof would be the answer."""
+    with socket.create_connection(address) as stranger:
+        while word := stranger.recv(1024):
+            stranger.sendall(word)
+
+
+def of_another_worker(address: Any) -> None:
+    with pytest.raises((EOFError, OSError)):
+        connect(address, SECRET, "w2", 1)
+
+
+def of_another_run(address: Any) -> None:
+    with pytest.raises((EOFError, OSError)):
+        connect(address, bytes(31) + b"1", "w1", 1)
+
+
+ATTACKS = [
+    *(echoes, of_another_worker, of_another_run),
+    says(b""),
+    says(os.urandom(4096)),
+    says(message(bytes(32)), message(bytes(32)), message(bytes(4096))),
+    says(struct.pack("!i", -1) + struct.pack("!Q", 1 << 62)),
+    says(message(bytes(1 << 20))),
+]
+
+
+def test_strangers_are_refused_and_followers_are_taken(leader: Any) -> None:
+    address, taken = leader
+    held = [socket.create_connection(address) for _ in range(300)]  # who say nothing
+    for attack in ATTACKS:
+        attack(address)
+    second, first = (connect(address, SECRET, "w1", number) for number in (2, 1))
+    accepted = taken.get(timeout=PATIENCE_S)
+    for connection, (other, _) in zip(accepted, (first, second), strict=True):
+        other.send("hello")
+        assert connection.recv() == "hello"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    for stranger in held:
+        stranger.close()
+
+
+def test_lost_watch_ends_the_connection_for_messages(leader: Any) -> None:
+    address, taken = leader
+    (first, watched), _ = (connect(address, SECRET, "w1", number) for number in (1, 2))
+    connection, _ = taken.get(timeout=PATIENCE_S)
+    lost = threading.Event()
+    watch(watched, lost.set)
+    gang_connections.shut(watched)
+    assert lost.wait(PATIENCE_S)
+    assert connection.poll(PATIENCE_S)
+    with pytest.raises(EOFError):
+        connection.recv()
+    first.close()
+
+
+def test_follower_that_does_not_come_is_named() -> None:
+    waits = FollowerConnections(listen(HERE), SECRET, "w1")
+    with pytest.raises(ClusterError, match=r"processes 3, 4 of this worker, on other nodes, have"):
+        waits.accept([2, 3], 0.3)
+
+
+def test_ends_prove_the_secret_to_each_other() -> None:
+    """And a proof of one end is none of the other."""
+    for keys, names, works in (
+        ((b"a", b"a"), (b"leader", b"follower"), True),
+        ((b"a", b"b"), (b"leader", b"follower"), False),
+        ((b"a", b"a"), (b"leader", b"leader"), False),
+    ):
+        results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def run(
+            end: Connection, key: bytes, ours: bytes, theirs: bytes, results: Any = results
+        ) -> None:
+            try:
+                prove(end, key, ours=ours, theirs=theirs)
+                results.put(True)
+            except ConnectionError:
+                results.put(False)
+
+        ends = Pipe()
+        other = {b"leader": b"follower", b"follower": b"leader"}
+        for end, key, name in zip(ends, keys, names, strict=True):
+            threading.Thread(target=run, args=(end, key, name, other[name])).start()
+        assert {results.get(timeout=PATIENCE_S) for _ in ends} == {works}
+
+
+# --------------------------------------------------------------------------------------- the store
+
+
+def test_values_and_sums_of_the_store_are_those_of_all_processes() -> None:
+    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    leader, followers = LeaderControl(), [FollowerControl(end) for end in theirs]
+    leader.lead(ours, *3 * [lambda *_: None])
+    for follower in followers:
+        follower.follow(lambda records: None)
+    stores = [leader.store, *(follower.store for follower in followers)]
+    seen = [dist.PrefixStore("a", store) for store in stores]  # as torch's groups do
+    threads = [threading.Thread(target=store.add, args=("n", 1)) for store in 50 * seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen[2].add("n", 0) == 150
+    for store, (one, other) in zip(seen, itertools.pairwise([*seen, seen[0]]), strict=True):
+        one.set(f"key of {id(store)}", "value")
+        assert other.get(f"key of {id(store)}") == b"value"
+    leader._may_end = True
