@@ -20,7 +20,7 @@ from typing import Any, Literal
 from benchmarks import peers, token_rows
 from benchmarks.report import ratio, spread
 from elastic_dp.config import DataConfig
-from elastic_dp.data import Dataset, open_data
+from elastic_dp.data import MicroBatchStream, open_data
 from elastic_dp.data.discovery.index import read_index
 
 VIRTUAL_WORKERS = 8
@@ -80,7 +80,7 @@ def ours(path: Path, shuffle: Literal["none", "rows"]) -> Callable[[], float]:
 
 def opening(
     url: str, shuffle: Literal["none", "rows"], **storage_options: str
-) -> Callable[[], contextlib.AbstractContextManager[Dataset]]:
+) -> Callable[[], contextlib.AbstractContextManager[MicroBatchStream]]:
     """What opens the data of an epoch. The index is read before: a run does it once, in its
     driver."""
     config = DataConfig(
@@ -97,7 +97,7 @@ def opening(
     )
 
 
-def take_all(data: Dataset) -> int:
+def take_all(data: MicroBatchStream) -> int:
     """The rows of an epoch, as a worker takes them that runs all virtual workers. How many there
     were."""
     count = 0

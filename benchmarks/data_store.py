@@ -37,7 +37,7 @@ from benchmarks import token_rows
 from benchmarks.data_local import VIRTUAL_WORKERS, opening, take_all
 from benchmarks.report import median_interval, ratio
 from benchmarks.slow_store import BUCKET, serving
-from elastic_dp.data.pipeline.pipeline import READ_THREADS
+from elastic_dp.data.pipeline.row_groups import READ_THREADS
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}
 LATENCY_S = 0.02

@@ -76,15 +76,17 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        removed = importlib.import_module("elastic_dp.config.removed_names").REMOVED_NAMES
-        if name in removed:  # `from elastic_dp import ...` hides the words of an AttributeError
-            raise ImportError(removed[name])
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.config")), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            removed = importlib.import_module("elastic_dp.config.removed_names").REMOVED_NAMES
+            if name in removed:  # `from elastic_dp import ...` hides the words of an AttributeError
+                raise ImportError(removed[name])
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.config")), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
