@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage.json_files import path_in
 
 _COMMIT = re.compile(r"step-(\d{12})\.claim-(\d{8})\.json")
 _CLAIM = re.compile(r"claim-(\d{8})\.from-(\d{8})-(\d{12})(?:\.without-(\d+)-(\d+))?\.json")
@@ -89,7 +90,7 @@ class Catalog:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.folder = f"{store.path.rstrip('/')}/checkpoints".lstrip("/" if not store.path else "")
+        self.folder = path_in(store, "checkpoints")
 
     def path(self, name: CommitName | Claim) -> str:
         """Returns the path of a commit record or claim in the store."""

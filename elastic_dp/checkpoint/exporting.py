@@ -24,6 +24,7 @@ from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes
 from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store
+from elastic_dp.storage.json_files import path_in
 
 
 @dataclass(frozen=True)
@@ -160,4 +161,4 @@ def _write(destination: str, content: Any) -> None:
         folder += "/"
     options = destination.options if isinstance(destination, StorageURL) else None
     store = Store(folder or slash or ".", options)
-    store.write(f"{store.path.rstrip('/')}/{name}".lstrip("/" if not store.path else ""), content)
+    store.write(path_in(store, name), content)

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar
 
 from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
 from elastic_dp.storage import ObjectMissing, Store
-from elastic_dp.storage.json_files import make, parse_json
+from elastic_dp.storage.json_files import make, parse_json, path_in
 
 _NAME = re.compile(r"(\d{10})\.json")
 _LONG_AGO = 10  # leases
@@ -205,7 +205,7 @@ class Holder:
         """
         self.lease, self._used = lease, used
         self._store, self._clock, self._wall = store, clock, wall
-        self._folder = f"{store.path.rstrip('/')}/lease" if store.path else "lease"
+        self._folder = path_in(store, "lease")
 
     def acquire(self) -> Record | Held:
         """Takes the lease if it is free or expired."""

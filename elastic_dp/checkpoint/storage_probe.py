@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import path_in
 
 
 def probe(store: Store, token: str) -> None:
@@ -16,9 +17,7 @@ def probe(store: Store, token: str) -> None:
 
     `token` must never have been used before. Raises StorageError if the store cannot be trusted.
     """
-    path = f"{store.path.rstrip('/')}/checkpoints/trial-{token}".lstrip(
-        "/" if not store.path else ""
-    )
+    path = path_in(store, f"checkpoints/trial-{token}")
     first, second = f"first {token}".encode(), f"second {token}".encode()
     store.write(path, first, create_only=True)
     try:

@@ -72,7 +72,7 @@ from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.interruption import INTERRUPTED_REASON
 from elastic_dp.train.local_run import LocalRun
-from elastic_dp.train.loop_guard.steps_arguments import check_function
+from elastic_dp.train.steps_arguments import check_function
 from elastic_dp.train.train_function import TrainFunction
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -25,7 +25,7 @@ Members of one generation differ by at most one step; a worker that is further b
 up and is replaced. While the run is being stopped, `min_workers` does not apply: one worker is
 enough to end the run.
 
-Each part owns its state and knows only the parts before it. No part assigns another part's fields:
+Each part owns its state and knows only the parts before it:
 
     run_state              configuration, sizes, phase, timers, commands to be sent
     leadership             claims; events that are deferred while leadership is in doubt
@@ -161,7 +161,7 @@ class Coordinator:
             due = min(due, self._registry.failure_detector.due)
         return due if due < math.inf else None
 
-    # ----------------------------------------------------------------------------- lineage
+    # ------------------------------------------------------------------------------- start
 
     def start(self, now: float) -> list[Command]:
         """Return the first commands of a new run."""

@@ -47,7 +47,6 @@ _MAGIC = {
     b"version https://git-lfs": "LFS pointer",
 }
 _READ_BYTES = 4 << 20
-GLOB_MARKS = "*?["
 _DESCRIPTIONS = ("text", "json")  # a README.txt or config.json next to files of another format
 _UNFINISHED = {"_temporary", "__magic"}
 

@@ -20,7 +20,7 @@ from elastic_dp.errors import SpecError
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 from elastic_dp.train.step.participants import LeafGradients, Results, StepParticipant
 from elastic_dp.train.step.step_gradient import StepGradient
-from elastic_dp.train.training_parts import StepBuilder
+from elastic_dp.train.step_builder import StepBuilder
 
 if TYPE_CHECKING:
     from elastic_dp.train.context import Step

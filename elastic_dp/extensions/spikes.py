@@ -17,7 +17,7 @@ from elastic_dp.errors import RewindRequested
 from elastic_dp.train.state.train_state import OWN, TrainState
 from elastic_dp.train.step.loss_result import mean
 from elastic_dp.train.step.participants import Results, StepParticipant, Verdict
-from elastic_dp.train.training_parts import StepBuilder
+from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:

@@ -19,7 +19,7 @@ from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.state.train_state import StepRecord
 from elastic_dp.train.step.micro_batch import LossFn
 from elastic_dp.train.step.participants import StepParticipant
-from elastic_dp.train.training_parts import StepsArguments
+from elastic_dp.train.step_builder import StepsArguments
 from elastic_dp.train.worker_session import WorkerSession
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class TrainContext:
 
     def _is_in_loss(self) -> bool:
         session = self._session
-        return session.loop.opened and session.state.loop_body_guard.is_in_loss
+        return session.loop.opened and session.state.model_guard.is_in_loss
 
     def _tell_if_in_loss(self, name: str) -> None:
         """Warns about a value that differs between workers, or changes with their number."""

@@ -1,4 +1,5 @@
-"""Ends a run before its last step: its time limit, Ctrl-C, SIGTERM."""
+"""Words and rules for runs that end before their last step: a time limit, Ctrl-C, SIGTERM. Who
+handles the signals: cluster/console.py, and train/local_run.py without Ray."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ from elastic_dp.train.generations.worker_control import (
 )
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.interruption import INTERRUPTED_REASON, NO_HANDLERS, handlers
-from elastic_dp.train.loop_guard.steps_arguments import check_schedule_lasts, decay_by_epochs
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.train_state import StepRecord, TrainState
@@ -66,7 +65,8 @@ from elastic_dp.train.step.micro_batch import MicroBatchRunner
 from elastic_dp.train.step.participants import RetryStep, StopAgreed, WeightComparison
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
-from elastic_dp.train.training_parts import StepBuilder, StepsArguments
+from elastic_dp.train.step_builder import StepBuilder, StepsArguments
+from elastic_dp.train.steps_arguments import check_schedule_lasts, decay_by_epochs
 from elastic_dp.train.user_loop import UserLoop
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class WorkerSession:
             self.link.say(BY_MATH)
         can_source = self._can_source  # as of now: the probe may take long
         self._try_out(build.trial)
-        build.loop_guard.loss_tried()
+        build.variables_guard.loss_tried()
         self.inexact_because[:] = self.control.ready(self.inexact_because)
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
@@ -274,7 +274,7 @@ class WorkerSession:
     def next_step(self) -> StepRecord | None:
         """Returns the next committed step, or None after the last. Raises Released when
         released."""
-        self._parts.loop_guard.body_ended(self._warn)
+        self._parts.variables_guard.body_ended(self._warn)
         self.loop.in_body = False
         self._checkpoint_if_requested()
         if self.control.interrupted:
@@ -319,7 +319,7 @@ class WorkerSession:
     def loop_left(self) -> None:
         """Removes what the loop has put into the user's objects."""
         if self.loop.opened:
-            self._parts.loop_guard.close()
+            self._parts.variables_guard.close()
 
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""
@@ -559,7 +559,7 @@ class WorkerSession:
         self.loop.in_body = True
         # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self._parts.loop_guard.body_begins(record.number)
+        self._parts.variables_guard.body_begins(record.number)
         self.report("body")
         self.pass_point("body")
         return record

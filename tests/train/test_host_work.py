@@ -16,7 +16,7 @@ import elastic_dp
 from benchmarks.models import GPT, RandomTokens, loss_fn
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.train.local_run import LocalRun
-from elastic_dp.train.loop_guard import loop_body_guard
+from elastic_dp.train.loop_guard import model_guard
 
 OURS = os.path.dirname(elastic_dp.__file__)
 OF_REDUCTION = os.path.join(OURS, "distributed")
@@ -120,7 +120,7 @@ def test_versions_of_parameters_are_read_as_often_whatever_the_number_of_micro_b
     class Versions:
         def __enter__(self) -> None:
             self.read = 0
-            monkeypatch.setattr(loop_body_guard, "_version", self.of)
+            monkeypatch.setattr(model_guard, "_version", self.of)
 
         def __exit__(self, *_: object) -> None:
             monkeypatch.undo()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from elastic_dp.train.loop_guard.steps_arguments import decay_by_epochs
+from elastic_dp.train.steps_arguments import decay_by_epochs
 
 
 @pytest.mark.parametrize(

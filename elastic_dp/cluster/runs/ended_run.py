@@ -22,6 +22,7 @@ from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail, read_events
 from elastic_dp.wording import did_you_mean
 
@@ -40,7 +41,7 @@ class EndedRun:
         """Raises ClusterError if no run has started there."""
         self.name, self.url = name, run_url(name, storage_path, storage_options)
         self._store = Store(self.url)
-        files = (_inside(self._store, f"{n}.json") for n in ("run", "result"))
+        files = (path_in(self._store, f"{n}.json") for n in ("run", "result"))
         if not any(self._store.look_up(file) for file in files):
             where = Store(os.fspath(storage_path), storage_options)
             raise ClusterError(
@@ -105,7 +106,3 @@ class EndedRun:
     def _read_holder(self) -> str:
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
         return newest.holder if newest is not None and newest.state == "held" else ""
-
-
-def _inside(store: Store, name: str) -> str:
-    return f"{store.path.rstrip('/')}/{name}" if store.path else name

@@ -343,7 +343,6 @@ INCOMPLETE = "_incomplete"  # an object that is there while `write_shards` write
 _EXAMPLES = 3
 _ENDINGS = 6  # endings that a message names
 HIDDEN = "hidden"
-NO_ROWS = "without a row"
 _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 

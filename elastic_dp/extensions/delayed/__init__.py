@@ -7,7 +7,7 @@ from functools import partial
 from elastic_dp.extensions.delayed.delayed_gradient import DelayedGradient
 from elastic_dp.sampling.step_schedule import StepSchedule
 from elastic_dp.train.state.previous_step import PreviousStep
-from elastic_dp.train.training_parts import StepBuilder
+from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:

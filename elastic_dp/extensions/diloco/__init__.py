@@ -11,12 +11,12 @@ from elastic_dp.errors import ModelError, SpecError
 from elastic_dp.extensions.diloco.inner_rows import InnerMicroBatches, InnerRows
 from elastic_dp.extensions.diloco.inner_steps import InnerSteps
 from elastic_dp.sampling.step_schedule import StepSchedule
-from elastic_dp.train.loop_guard.steps_arguments import (
+from elastic_dp.train.step_builder import StepBuilder
+from elastic_dp.train.steps_arguments import (
     check_clipping,
     check_function,
     check_optimizer,
 )
-from elastic_dp.train.training_parts import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:

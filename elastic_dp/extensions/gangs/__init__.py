@@ -13,7 +13,7 @@ from elastic_dp.extensions.gangs.gang_kind import kind_of_gang
 from elastic_dp.extensions.gangs.gang_step import GangReduction, GradientOrders, refuses_none
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.step.leaf_runner import OnePass
-from elastic_dp.train.training_parts import StepBuilder
+from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:

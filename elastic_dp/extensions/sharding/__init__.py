@@ -8,7 +8,7 @@ from elastic_dp.extensions.sharding.piece_reduction import PieceReduction
 from elastic_dp.extensions.sharding.shardable_optimizers import check_shardable
 from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.extensions.sharding.sharded_update import ShardedUpdate
-from elastic_dp.train.training_parts import StepBuilder
+from elastic_dp.train.step_builder import StepBuilder
 
 
 def extend(build: StepBuilder) -> None:

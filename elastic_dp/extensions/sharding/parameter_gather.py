@@ -23,7 +23,7 @@ from elastic_dp.distributed.gradient_units import in_memory_order
 from elastic_dp.distributed.piece_assignment import Holders
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.extensions.sharding.pieces import StatePiece
-from elastic_dp.train.state.weight_comparison import sum_of_bits
+from elastic_dp.train.state.tensor_digests import sum_of_bits
 
 
 class ParameterGather:

@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 
 from elastic_dp.distributed.local_shards import local_of
-from elastic_dp.train.state.weight_comparison import digest_of
+from elastic_dp.train.state.tensor_digests import digest_of
 
 MOST = 64  # items of a container or an object; only the length of a larger container is compared
 PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)

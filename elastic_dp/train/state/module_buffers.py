@@ -35,7 +35,7 @@ from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.reduction_tree import Node, middle
 from elastic_dp.errors import LoopError, ModelError, StateError
 from elastic_dp.train.state.module_attributes import ModuleAttributes
-from elastic_dp.train.state.weight_comparison import INTEGERS
+from elastic_dp.train.state.tensor_digests import INTEGERS
 
 _COUNT = "num_batches_tracked"  # of torch's batch normalisation
 _EXTRA = "_extra_state"  # the name that torch uses in a state_dict

@@ -21,7 +21,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.distributed.local_shards import is_sharded, local_of, part_of, whole_of
-from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
+from elastic_dp.train.loop_guard.model_guard import ModelGuard
 from elastic_dp.train.master_weights import state_kind
 from elastic_dp.train.state.module_buffers import extra_states
 from elastic_dp.train.state.optimizer_holders import OptimizerHolders
@@ -77,7 +77,7 @@ class TrainState:
         self.optimizers = OptimizerState(
             self.optimizer, self.scheduler, self.model, self.user.values()
         )
-        self.loop_body_guard = LoopBodyGuard(self.model, self.optimizer)
+        self.model_guard = ModelGuard(self.model, self.optimizer)
         self.note_commit()
 
     def layout(self) -> tuple[str, bytes]:

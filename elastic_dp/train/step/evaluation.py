@@ -24,10 +24,10 @@ from elastic_dp.device.gpu import random_state, set_random_state
 from elastic_dp.distributed.local_shards import reshard
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
-from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
 from elastic_dp.train.state.module_buffers import changed_by_body
 from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, to_device
+from elastic_dp.train.steps_arguments import check_loss_fn
 from elastic_dp.train.worker_session import WorkerSession
 
 # batch -> (loss, weight, metrics, rows that were skipped because they cannot be decoded)

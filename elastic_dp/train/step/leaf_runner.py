@@ -247,7 +247,7 @@ class LeafRunner:
         With `sends`, the gradients of the last leaf are sent in its backward pass. An `idle` worker
         runs none. Raises GroupError, and LossError if a loss function has changed a parameter.
         """
-        self.state.loop_body_guard.leaves_begin()
+        self.state.model_guard.leaves_begin()
         self.speed.begin(self.micro_batches(step))
         last = share[-1][1] if sends and share else None
         virtual_workers, expected = self.shares.virtual_workers(step), self.expected_weight(step)

@@ -145,7 +145,7 @@ class MicroBatchRunner:
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.
         torch.clear_autocast_cache()
-        with self._state.loop_body_guard.loss_runs(), self.autocast():
+        with self._state.model_guard.loss_runs(), self.autocast():
             returned = self._loss_fn(self._state.model, batch)
         if self.several or self._is_trial:  # else after those of all virtual workers
             self.check_written()
@@ -179,7 +179,7 @@ class MicroBatchRunner:
         If it wrote to the parameter in the trial, too, where all values are compared, it only
         writes the values back.
         """
-        name = self._state.loop_body_guard.written_by_losses()
+        name = self._state.model_guard.written_by_losses()
         if name is None:
             return
         self._writes_back |= self._is_trial

@@ -31,13 +31,13 @@ from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import GroupError, ModelError, SpecError
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard import parameter_groups
-from elastic_dp.train.loop_guard.parameter_groups import fields_of, groups_differ, record_of
 from elastic_dp.train.state.module_buffers import ModuleBuffers
+from elastic_dp.train.state.tensor_digests import digest_of
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import digest_of
+from elastic_dp.train.step import parameter_groups
 from elastic_dp.train.step.batch_source import RowSource
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner, take_read
+from elastic_dp.train.step.parameter_groups import fields_of, groups_differ, record_of
 
 
 @dataclass(frozen=True, slots=True)

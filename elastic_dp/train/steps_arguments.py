@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from elastic_dp.checkpoint.codec import encode
 from elastic_dp.errors import ModelError, RunMismatch, SpecError, StateError
 from elastic_dp.train.step.precision import check_precision
 
+if TYPE_CHECKING:
+    from elastic_dp.train.step_builder import StepsArguments
+
 
 def check_clipping(name: str, limit: Any) -> None:
     """Raises SpecError unless `limit`, of the argument `name`, is a largest norm or None."""
@@ -24,44 +27,35 @@ def check_clipping(name: str, limit: Any) -> None:
         raise SpecError(f"{name} is {limit!r}, must be a number of more than 0, or None")
 
 
-def check_steps_arguments(
-    model: Any,
-    optimizer: Any,
-    loss_fn: Any,
-    scheduler: Any,
-    clip_norm: Any,
-    clip_value: Any,
-    precision: Any,
-    state: Mapping[str, Any],
-) -> None:
+def check_steps_arguments(given: StepsArguments) -> None:
     """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
-    check_precision(precision)
-    check_clipping("clip_norm", clip_norm)
-    check_clipping("clip_value", clip_value)
-    if clip_norm is not None and clip_value is not None:
+    check_precision(given.precision)
+    check_clipping("clip_norm", given.clip_norm)
+    check_clipping("clip_value", given.clip_value)
+    if given.clip_norm is not None and given.clip_value is not None:
         raise SpecError("clip_norm and clip_value are both set: leave out one of the two")
-    if not isinstance(model, nn.Module):
+    if not isinstance(given.model, nn.Module):
         raise ModelError(
-            f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module; "
+            f"ctx.steps got a {type(given.model).__name__} as model, must be a torch.nn.Module; "
             "several go into one nn.ModuleDict"
         )
-    _check_model(model)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    _check_model(given.model)
+    if not isinstance(given.optimizer, torch.optim.Optimizer):
         raise ModelError(
-            f"ctx.steps got a {type(optimizer).__name__} as optimizer, must be a "
+            f"ctx.steps got a {type(given.optimizer).__name__} as optimizer, must be a "
             "torch.optim.Optimizer; a step has one, whose parameter groups may differ in lr "
             "and the like"
         )
-    check_optimizer("optimizer", optimizer, model)
-    check_loss_fn("loss_fn", loss_fn)
-    if scheduler is not None:
-        _check_scheduler(scheduler)
-    if not isinstance(state, Mapping):
+    check_optimizer("optimizer", given.optimizer, given.model)
+    check_loss_fn("loss_fn", given.loss_fn)
+    if given.scheduler is not None:
+        _check_scheduler(given.scheduler)
+    if not isinstance(given.state, Mapping):
         raise SpecError(
-            f"state is a {type(state).__name__}, must be a dict of what the body changes, "
+            f"state is a {type(given.state).__name__}, must be a dict of what the body changes, "
             'e.g. {"ema": ema}'
         )
-    for key, value in state.items():
+    for key, value in given.state.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise SpecError(
                 f"state[{key!r}] is a {type(value).__name__}, and needs state_dict() and "

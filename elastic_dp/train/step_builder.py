@@ -27,8 +27,7 @@ from elastic_dp.train.exactness.torch_optimizers import may_write_to_gradients
 from elastic_dp.train.gang import Gang
 from elastic_dp.train.generations.gradual_join import GradualJoin
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.loop_guard.loop_guard import LoopGuard
-from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
+from elastic_dp.train.loop_guard.variables_guard import VariablesGuard
 from elastic_dp.train.master_weights import class_of
 from elastic_dp.train.phase_reporter import PhaseReporter
 from elastic_dp.train.state.module_buffers import ModuleBuffers
@@ -55,6 +54,7 @@ from elastic_dp.train.step.step_gradient import FiniteGradient, StepGradient
 from elastic_dp.train.step.transaction import Transaction
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.step.work_shares import WorkShares
+from elastic_dp.train.steps_arguments import check_steps_arguments
 
 if TYPE_CHECKING:
     from elastic_dp.train.state.previous_step import PreviousStep
@@ -84,16 +84,7 @@ class StepsArguments:
 
     def check(self) -> None:
         """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
-        check_steps_arguments(
-            self.model,
-            self.optimizer,
-            self.loss_fn,
-            self.scheduler,
-            self.clip_norm,
-            self.clip_value,
-            self.precision,
-            self.state,
-        )
+        check_steps_arguments(self)
         whole_number("noise_scale_every", self.noise_scale_every, 1)
         for one in self.participants:
             if not isinstance(one, StepParticipant):
@@ -135,7 +126,7 @@ class StepBuilder:
     joining: GradualJoin = field(init=False)
     transaction: Transaction = field(init=False)
     trial: TrialRun = field(init=False)
-    loop_guard: LoopGuard = field(init=False)
+    variables_guard: VariablesGuard = field(init=False)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -292,7 +283,7 @@ class StepBuilder:
             spec.data.seed,
         )
         self.trial = TrialRun(self.leaves, given.loss_fn, self.device, self.gang)
-        self.loop_guard = LoopGuard(state, buffers, given.loss_fn, given.inner_optimizer)
+        self.variables_guard = VariablesGuard(state, buffers, given.loss_fn, given.inner_optimizer)
 
 
 def _refuse_inner_arguments(given: StepsArguments) -> None:

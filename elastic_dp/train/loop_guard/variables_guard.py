@@ -1,5 +1,5 @@
 """Checks each body of the loop: what it changes and a worker that joins would lack is named, or an
-error. What it writes to the model and the optimizer: loop_body_guard.py.
+error. What it writes to the model and the optimizer: model_guard.py.
 
 Compared around each body (facts.py) are the variables of the frames between `ctx.steps` and the
 train function that exist when the first body begins or that a body may read before it assigns them,
@@ -62,14 +62,14 @@ _OUTSIDE = "elastic_dp.train.train_function"  # calls the train function
 _MODULE, _USED = "#module", "!"  # begin facts about a module, and about what a body must not use
 
 
-class LoopGuard:
+class VariablesGuard:
     """Checks the bodies of one loop, and what its loss function refers to. Raises LossError where
     that may not be used."""
 
     def __init__(
         self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any, inner_optimizer: Any = None
     ) -> None:
-        self._buffers, self._body = buffers, state.loop_body_guard
+        self._buffers, self._body = buffers, state.model_guard
         model, scheduler, passed = state.model, state.scheduler, state.user
         self._optimizers, self._scheduler = list(state.optimizers.all), scheduler
         ids = {id(module) for module in model.modules()}

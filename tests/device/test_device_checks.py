@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_dp.device.admission import admit
+from elastic_dp.device.device_checks import admit
 from elastic_dp.errors import ClusterError
 from tests.device import fake_gpu
 
@@ -68,7 +68,7 @@ class OneWrongElement(TorchDispatchMode):
 def gpu(monkeypatch):
     """A GPU, with this NVML."""
     fake_gpu.install(functools.partial(monkeypatch.setattr, raising=False))
-    monkeypatch.setattr("elastic_dp.device.admission._TILES", 1)
+    monkeypatch.setattr("elastic_dp.device.device_checks._TILES", 1)
     monkeypatch.setattr("elastic_dp.device.gpu._multiply", lambda device: None)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     with fake_gpu.modes():

@@ -31,13 +31,13 @@ from torch.nn.utils import clip_grad
 
 from elastic_dp.distributed.local_shards import is_sharded, local_of
 from elastic_dp.errors import LoopError, LossError
-from elastic_dp.train.state.weight_comparison import digest_of
+from elastic_dp.train.state.tensor_digests import digest_of
 
 _version = attrgetter("_version")
 _THREAD = threading.local()  # the guard of its loop, if it runs one
 
 
-class LoopBodyGuard:
+class ModelGuard:
     """Watches one model and its optimizer, from `begin` to `check` of each body."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import ReplicaMismatch
 from elastic_dp.errors import GroupError
 from elastic_dp.train.fault_injection import WorkerFault
-from elastic_dp.train.state.weight_comparison import digest_of, sums_of
+from elastic_dp.train.state.tensor_digests import digest_of, sums_of
 from elastic_dp.train.step.participants import WeightComparison
 from tests.runs import PATIENT, group, lines_of, local, never_put_off, spec_of, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import steps_of, when_committed
