@@ -25,6 +25,10 @@ class WorkerGroup(Protocol):
 
     def kill(self, worker: WorkerId) -> None: ...
 
+    def avoid_node_of(self, worker: WorkerId) -> None:
+        """Start no worker on this one's node for a while, if another node could hold it."""
+        ...
+
     def close(self) -> None:
         """Kill all remaining processes."""
         ...

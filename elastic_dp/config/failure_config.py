@@ -12,6 +12,7 @@ _LEAST_S = {
     **dict.fromkeys(("heartbeat_timeout_s", "forming_timeout_s", "orphan_timeout_s"), 0.1),
     **{"hang_timeout_s": 1.0, "run_lease_s": 0.5},
     "storage_timeout_s": 0.0,
+    "replace_slow": 1.0,
 }
 _LEAST = {
     **{"compare_weights_every": 1, "max_losses_without_progress": 1, "max_user_errors": 0},
@@ -69,6 +70,8 @@ class FailureConfig:
       fails the run; errors of this package always do.
     - `on_spike`: what to do when the loss jumps (see `Rewind`). None: nothing; a loss that is not
       finite fails the run.
+    - `replace_slow`: a worker that slows the run down for so many seconds is replaced, on another
+      node if there is one; three at most. None: it is only named.
     - `storage_timeout_s`: how long a store may be unavailable at the start; during a run, how long
       before the wait is reported.
     - `run_lease_s`: how long another cluster waits before it takes over a run whose controller no
@@ -89,6 +92,7 @@ class FailureConfig:
     max_losses_without_progress: int = 50
     max_user_errors: int = 0
     on_spike: Rewind | None = None
+    replace_slow: float | None = None
     storage_timeout_s: float = 60.0
     run_lease_s: float = 60.0
     orphan_timeout_s: float | None = None

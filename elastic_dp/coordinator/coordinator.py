@@ -276,6 +276,9 @@ class Coordinator:
             case m.DrainNoticed(worker=worker_id, deadline=deadline):
                 if worker_id in registry.workers:
                     registry.drain(registry.workers[worker_id], deadline, now)
+            case m.WorkerSlow(worker=worker_id, reason=reason):
+                if worker_id in registry.workers:
+                    self._eligibility.replace_slow(registry.workers[worker_id], reason, now)
             case m.HeadDrainNoticed(deadline=deadline):
                 self._checkpointer.head_drains(deadline, now)
             case m.SizeRequested():

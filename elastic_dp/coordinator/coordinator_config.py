@@ -36,6 +36,7 @@ class CoordinatorConfig:
     size: int = 1
     standby: int = 0
     virtual_workers: int = 1
+    balances: bool = True  # whether faster workers get more virtual workers
     exact: bool = True  # whether all workers must be of one kind of machine
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 5.0

@@ -209,7 +209,7 @@ class Generation:
             if event.phase not in BEFORE_TRAINING:
                 self.not_formed.discard(worker.id)
                 self._lineage.established = True
-                if event.virtual_s:
+                if event.virtual_s and self.run.config.balances:
                     worker.virtual_s, worker.measured_in = event.virtual_s, self.number
             elif event.phase in ("give", "receive", "restore"):
                 self._form_by = max(self._form_by, now + self.run.config.forming_timeout_s)

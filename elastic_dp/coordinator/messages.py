@@ -303,6 +303,14 @@ class DrainNoticed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSlow:
+    """The worker has slowed the run down for so long that the job wants it to be replaced."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HeadDrainNoticed:
     """The cluster's head node will go away at `deadline` (same clock as `now`), and the run's
     controller and driver with it; None: the time is not known.
@@ -397,6 +405,7 @@ Event = (
     | StackTracesCaptured
     | WorkerReported
     | DrainNoticed
+    | WorkerSlow
     | HeadDrainNoticed
     | SizeRequested
     | SizeLimited
@@ -521,6 +530,13 @@ class EvictWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class AvoidNode:
+    """Start no worker on the node of `worker` for a while, if another node could hold it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class StopTraining:
     """End the run: the worker sets the stop flag in the header of its next step."""
 
@@ -604,6 +620,7 @@ Command = (
     | RenewLease
     | ReleaseWorker
     | EvictWorker
+    | AvoidNode
     | StopTraining
     | TakeCheckpoint
     | WriteDrainCheckpoint

@@ -30,6 +30,7 @@ from elastic_dp.report.worker_histories import WorkerHistories
 from elastic_dp.run_record import Result
 from elastic_dp.telemetry.data_rates import DataRates
 from elastic_dp.telemetry.goodput import GoodputMeter
+from elastic_dp.telemetry.slow_workers import SlowWorker
 from elastic_dp.urls import redact_url
 from elastic_dp.wording import counted, first_few
 
@@ -60,6 +61,7 @@ class ReportBuilder:
         self._group = _Group()
         self._log = _EventLog()
         self._checkpoints = _Checkpoints()
+        self._slow: dict[str, SlowWorker] = {}
         self._began: float | None = None
         self._now = 0.0  # of the last line
         self._led_s = 0.0
@@ -119,6 +121,7 @@ class ReportBuilder:
             band=list(group.band),
             events=list(self._log.events),
             workers=self._workers.rows(),
+            slow=list(self._slow.values()),
             checkpoints=self._checkpoints.rows(stored),
             decisions=list(self._log.decisions),
         )
@@ -168,6 +171,8 @@ class ReportBuilder:
             self._on_event(event)
 
     def _of_run(self, kind: str, now: float, line: Mapping[str, Any]) -> None:
+        if kind in ("ControllerStarted", "FinishRun", "FailRun"):
+            self._slow = {}
         match kind:
             case "ControllerStarted" if line["takes_over"]:
                 self._requested, self._limit = int(line["size"]), None
@@ -225,6 +230,12 @@ class ReportBuilder:
                 for worker, times in line["times"].items():
                     workers.report(_text(worker), times, int(line["step"]))
                 self._reach(int(line["step"]))
+            case "SlowWorkersFound":
+                slow = [SlowWorker(**one) for one in line["workers"]]
+                texts, before = {one.worker: str(one) for one in slow}, self._slow
+                self._slow = {one.worker: one for one in slow}
+                for worker in texts.keys() - before.keys():
+                    self._add(now, EventKind.SLOW, texts[worker], worker=worker)
             case "DrainNoticed":
                 worker = _text(line["worker"])
                 self._add(now, EventKind.NOTICE, f"the node of {worker} goes away", worker=worker)

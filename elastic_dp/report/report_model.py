@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from elastic_dp.telemetry.goodput import Goodput
+from elastic_dp.telemetry.slow_workers import SlowWorker
 
 _DIGITS = 6  # significant digits of a number in JSON that is no time
 
@@ -42,6 +43,7 @@ class EventKind(StrEnum):
     CHECKPOINT = "checkpoint"
     SCALE = "scale"
     STOP = "stop"
+    SLOW = "slow"  # a worker slows the others down
     ERROR = "error"  # of the user's code
     END = "end"
 
@@ -160,6 +162,7 @@ class Report:
     band: list[GroupSize] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
     workers: list[WorkerRow] = field(default_factory=list)
+    slow: list[SlowWorker] = field(default_factory=list)  # at its newest line
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     verdict: tuple[str, ...] = ()  # three sentences

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
 from elastic_dp.report.report_model import Report, RunPhase
 from elastic_dp.report.verdict import concerns, workers_train
+from elastic_dp.telemetry.slow_workers import SlowWorker
 
 
 class Health(StrEnum):
@@ -65,6 +67,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "avoided_nodes": {},
         "goodput": report.goodput.fraction if report.goodput.total else None,
         "rows_per_s": report.rows_per_s,
+        "slow": [asdict(one) for one in report.slow],
     }
 
 
@@ -100,7 +103,8 @@ def health_of(status: Mapping[str, Any]) -> tuple[Health, str]:
     loss = loss_of(status)
     is_finite = loss is None or math.isfinite(loss)
     led_s, goodput = float(status.get("led_s", 0.0)), 1.0 if goodput is None else goodput
-    found = concerns(present, wanted, is_finite, led_s, goodput)
+    slow = [SlowWorker(**one) for one in status.get("slow", ())]
+    found = concerns(present, wanted, is_finite, led_s, goodput, slow)
     health = Health.CONCERN if found else Health.HEALTHY
     why = ", ".join(found) or workers_train(present, wanted)
     if limit is not None:

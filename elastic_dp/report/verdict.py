@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_dp.report.report_model import CheckpointRow, Report, RunPhase
+from elastic_dp.telemetry.slow_workers import SlowWorker
 from elastic_dp.wording import counted, first_few
 
 _LOW_GOODPUT = 0.5
@@ -36,7 +39,12 @@ def share(part: float, whole: float) -> str:
 
 
 def concerns(
-    present: int, wanted: int, loss_is_finite: bool, led_s: float, goodput: float
+    present: int,
+    wanted: int,
+    loss_is_finite: bool,
+    led_s: float,
+    goodput: float,
+    slow: Sequence[SlowWorker],
 ) -> list[str]:
     """Return what somebody should look at in a run that goes on."""
     found = []
@@ -46,7 +54,7 @@ def concerns(
         found.append("its loss is not finite")
     if led_s > _EARLY_S and goodput < _LOW_GOODPUT:
         found.append(f"its goodput is {share(goodput, 1.0)}")
-    return found
+    return [*found, *map(str, slow)]
 
 
 def workers_train(present: int, wanted: int) -> str:
@@ -123,7 +131,7 @@ def _concerns(report: Report) -> list[str]:
     loss = [point for point in report.curves.get("loss", ()) if point.counts]
     is_finite = not loss or loss[-1].value is not None
     goodput = report.goodput.fraction
-    found = concerns(report.present, report.wanted, is_finite, report.led_s, goodput)
+    found = concerns(report.present, report.wanted, is_finite, report.led_s, goodput, report.slow)
     return ["its cluster may be gone, or it waits for nodes"] * silent + found
 
 

@@ -142,6 +142,9 @@ class ProcessWorkerGroup:
         if process is not None:
             process.kill()
 
+    def avoid_node_of(self, worker: WorkerId) -> None:
+        """There is only one."""
+
     def allow(self, limit: int | None) -> None:
         """Change the limit. No process is killed."""
         self.limit = limit

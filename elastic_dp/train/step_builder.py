@@ -15,7 +15,7 @@ import torch
 
 from elastic_dp.config import JobSpec
 from elastic_dp.config.field_checks import whole_number
-from elastic_dp.device.gpu import keep_cublas_config
+from elastic_dp.device.gpu import is_gpu, keep_cublas_config
 from elastic_dp.distributed.gradient_exchange import GradientExchange
 from elastic_dp.distributed.gradient_norm import GradientClipping
 from elastic_dp.distributed.gradient_reducer import GradientReducer
@@ -202,7 +202,8 @@ class StepBuilder:
         compared = spec.failure.compare_weights_every if spec.exact else None
         self.weights = WeightComparison(state.parameters, compared)
         by_speed = spec.scaling.balance == "measured"
-        self.speed = ComputeSpeed(self.device, self.write_speed if by_speed else None)
+        measures = by_speed or is_gpu(self.device)  # where phases do not tell what it computes
+        self.speed = ComputeSpeed(self.device, self.write_speed if measures else None)
         shares = WorkShares(self.schedules[0], equal=not by_speed)
         buffers = ModuleBuffers(state.model)
         self.micro_batches = self.new_micro_batches(

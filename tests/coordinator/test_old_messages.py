@@ -26,6 +26,7 @@ OLD = [
     m.WorkerStopped("w3", 2, TrainingPosition(99), True, "dead"),
     m.WorkerFinished("w3", 2, TrainingPosition(99, 1), "dead"),
     m.DrainNoticed("w3", 1.0),
+    m.WorkerSlow("w3", "slow"),
     m.DeadlineReached(),
 ]
 

@@ -158,6 +158,8 @@ class FaultInjector:
         controller = self.world.controllers[-1]
         if controller.alive and not controller.frozen:
             controller.deliver(m.SizeRequested(size, least))
+            if alive and size % 3:
+                controller.deliver(m.WorkerSlow(alive[0].id, "data takes long"))
 
     def fault_stop(self, alive: list[SimWorker]) -> None:
         self.world.stop_asked = True

@@ -189,6 +189,8 @@ class World:
                 by.alive = False
                 if self.controllers[-1] is by:  # somebody has to lead
                     self.at(self.rng.uniform(1.0, 5.0), self.replace_controller, by)
+            case m.AvoidNode(worker=worker):
+                by.drained.add(worker)  # only who is about to leave
             case m.FinishRun() | m.FailRun() | m.Explain() | m.PrepareGroup():
                 pass
             case m.FormGeneration(membership=membership):

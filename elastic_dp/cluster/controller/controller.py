@@ -29,6 +29,7 @@ from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.metric_log import MetricLog
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
+from elastic_dp.cluster.controller.slow_worker_watch import SlowWorkerWatch
 from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
 from elastic_dp.cluster.outage_notice import OutageNotice
@@ -46,6 +47,7 @@ from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     AbortGeneration,
+    AvoidNode,
     BeginTraining,
     CheckpointCommitted,
     CheckpointFound,
@@ -73,6 +75,7 @@ from elastic_dp.coordinator.messages import (
     WorkerFinished,
     WorkerId,
     WorkerLost,
+    WorkerPlaced,
     WorkerStopped,
 )
 from elastic_dp.distributed.rendezvous import GroupName, MemberRecord, RendezvousTables
@@ -118,6 +121,7 @@ class Controller:
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricLog(journal)
         self.times = RunTimes(journal)
+        self.slow_workers = SlowWorkerWatch(journal, spec.failure.replace_slow, self.post)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
         self.committer: CheckpointCommitter | None = None  # of a run with a folder, once open
@@ -217,6 +221,7 @@ class Controller:
             "led_s": age_s,
             "started_age_s": age_s,
             "rows_per_s": self.times.rows_per_s(),
+            "slow": [dataclasses.asdict(one) for one in self.slow_workers.found],
             **_newest(self.journal, now),
         }
 
@@ -454,6 +459,7 @@ class Controller:
             case HeartbeatReceived(step=step):
                 self.report.heard(step)
                 self.times.heard(event)
+                self.slow_workers.heard(event, self.coordinator.membership)
                 if step and not self.state_store.state.stepped:  # the run's first
                     self.state_store.record(event)
                     if self.committer is not None:
@@ -461,6 +467,8 @@ class Controller:
                 return  # not news
             case DeadlineReached():
                 return
+            case WorkerPlaced():
+                self.slow_workers.placed(event)
             case WorkerFinished(inexact_because=because):
                 self.report.add_inexact(because)
             case WorkerLost(worker=worker, cause=cause):
@@ -473,6 +481,7 @@ class Controller:
                 if self.committer is not None:
                     self.committer.lost(worker)
                 self.times.lost(worker)
+                self.slow_workers.lost(worker)
                 expected = self.report.has_ended or worker in self.exits.released
                 if worker in self.exits.evicted or not expected:
                     self.state_store.count_loss()
@@ -521,6 +530,8 @@ class Controller:
                 return partial(send, workers, command)
             case StartWorker(worker=worker):
                 return partial(self._worker_group.start, worker)
+            case AvoidNode(worker=worker):
+                return partial(self._worker_group.avoid_node_of, worker)
             case EvictWorker(worker=worker, stuck=stuck):
                 self.exits.evicted.add(worker)
                 self.heartbeats.evict(worker, stuck)
@@ -621,6 +632,7 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
             max_user_errors=failure.max_user_errors,
         ),
         stabilization_s=scaling.stabilization_s,
+        balances=scaling.balance == "measured",
         exact=spec.exact,
         checkpointing=checkpointing,
     )

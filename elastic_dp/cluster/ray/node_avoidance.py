@@ -64,19 +64,20 @@ class NodeAvoidance:
                 del self._excluded[worker]
         return found
 
-    def failed(self, actor: Any) -> None:
-        """Record the loss of a worker that was neither released nor preempted."""
+    def failed(self, actor: Any, times: int = 1) -> None:
+        """Record the loss of a worker that was neither released nor preempted. `times`: as many as
+        it counts for; a slow one that is to be replaced counts for `FAILURES`."""
         entry = private.actor(actor)
         if entry is None or not entry.node:
             return  # the worker was never placed
         node = entry.node
         with self._lock:
             before = self._recent(node)
-            self._failures[node] = [*before, time.monotonic()]
-        if len(before) == FAILURES - 1 and node in self._avoided_nodes():
+            self._failures[node] = [*before, *[time.monotonic()] * times]
+        if len(before) < FAILURES <= len(before) + times and node in self._avoided_nodes():
             self._say(
                 f"node {node} is avoided for now: {counted(FAILURES, 'worker')} failed on it "
-                "within 30 minutes"
+                "within 30 minutes, or one was slow"
             )
 
     def _avoided_nodes(self) -> list[str]:

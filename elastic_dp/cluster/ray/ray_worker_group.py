@@ -21,7 +21,7 @@ import ray
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.ray import private, worker_placement
-from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
+from elastic_dp.cluster.ray.node_avoidance import FAILURES, NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.attach import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
@@ -75,6 +75,10 @@ class RayWorkerGroup:
 
     def kill(self, worker: WorkerId) -> None:
         self._tasks.put(lambda: self._kill(worker))
+
+    def avoid_node_of(self, worker: WorkerId) -> None:
+        if (actor := self._actors.get(worker)) is not None:
+            self._tasks.put(partial(self._note_failure, actor, FAILURES))
 
     def _run_tasks(self) -> None:
         notice = OutageNotice("starting and ending workers", self._controller.say)
@@ -214,9 +218,9 @@ class RayWorkerGroup:
         entries = {w: private.actor(actors[w]) for w in workers if w in actors}
         return [w for w, entry in entries.items() if entry is None or not entry.pid]
 
-    def _note_failure(self, actor: Any) -> None:
+    def _note_failure(self, actor: Any, times: int = 1) -> None:
         """Count a loss against its node. A replacement does not wait for that."""
-        self._notes.attempt(lambda: self.node_avoidance.failed(actor))
+        self._notes.attempt(lambda: self.node_avoidance.failed(actor, times))
 
     def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
         error = future.exception()

@@ -33,6 +33,7 @@ class WorkerEligibility:
         self._generation, self._lineage = generation, lineage
         self._no_source_since = math.inf
         self.rejections = 0
+        self.replaced_slow = 0
 
     def begin(self, worker: WorkerState, now: float) -> None:
         """Record that the worker's process is up and tell it to start training."""
@@ -103,6 +104,23 @@ class WorkerEligibility:
         self._reject()
         self.run.explain(f"{worker.id} fails before it joins: {event.error}\n{event.traceback}")
         self._registry.evict(worker, f"its code fails before it joins: {event.error}", now)
+
+    def replace_slow(self, worker: WorkerState, reason: str, now: float) -> None:
+        """Let a slow member leave once it is replaced, on another node if there is one.
+
+        One leaves at a time. A replacement may be as slow, so `max_rejections` are replaced.
+        """
+        most = self.run.config.max_rejections
+        if worker.stage is not Stage.MEMBER or self._generation.draining or self.run.stop:
+            return
+        self.replaced_slow += 1
+        if self.replaced_slow > most:
+            if self.replaced_slow == most + 1:
+                self.run.explain(f"{worker.id} stays: {most} slow workers were replaced before it")
+            return
+        self.run.explain(f"{worker.id} is to be replaced: {reason}")
+        self.run.emit(m.AvoidNode(worker.id))
+        self._registry.drain(worker, None, now, f"it is slow: {reason}")
 
     def _reject(self) -> None:
         """Count a worker that cannot join. Too many are not replaced."""

@@ -84,7 +84,7 @@ const KINDS = [ // kind, color, symbol
   ["start", "c6", "triangle-right"], ["takeover", "c6", "hourglass"], ["join", "c5", "triangle-up"],
   ["notice", "c3", "diamond-open"], ["loss", "bad", "x"], ["leave", "c6", "triangle-down"],
   ["eviction", "bad", "square-x-open"], ["pause", "c4", "line-ns-open"], ["rollback", "bad", "triangle-left"],
-  ["checkpoint", "c1", "square"], ["scale", "c3", "star"], ["stop", "c6", "octagon"],
+  ["checkpoint", "c1", "square"], ["scale", "c3", "star"], ["stop", "c6", "octagon"], ["slow", "c4", "hexagon"],
   ["error", "bad", "cross"], ["end", "c6", "octagon-open"],
 ];
 
