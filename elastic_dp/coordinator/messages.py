@@ -209,6 +209,7 @@ class HeartbeatReceived:
     # seconds by what the worker did, for reports alone (`telemetry.phase_clock.PhaseTimes`)
     times: tuple[float, ...] = ()
     store_retries: int = 0  # requests to stores that the worker has retried, for reports alone
+    sending_s: float = 0.0  # of this generation, for reports alone (`distributed.link_times`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 Members of a generation do equal work for each micro-batch, and all wait for the slowest of them in
 each step. So seconds per micro-batch of waiting for data and of computing are compared with the
-median of the members, and so is the rest of a step. The collectives of a slow worker say nothing:
-it is the one that waits least.
+median of the members, and so is the rest of a step. The time in collectives says nothing, since
+there each waits for the slowest. What tells a slow link is for how long that which a worker sends
+is under way to whichever member it reaches soonest. Of two members nobody can tell whose it is.
 
-Times are added up over windows of several steps. A worker is slow once all of the last `WINDOWS`
-show it, and until fewer than `KEPT` of them do, so a stall, however long, is no verdict. The first
-window of a generation does not count: its steps compile, and read what moved with the members.
+Times are added up over windows of several steps. A worker is slow once `FOUND` of the last
+`WINDOWS` show it, and until fewer than `KEPT` do, so a stall, however long, neither makes a verdict
+nor hides one. The first window of a generation does not count: its steps compile, and read what
+moved with the members.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from typing import Any, NamedTuple
 from elastic_dp.telemetry.phase_clock import PhaseTimes
 
 WINDOW_S, STEPS = 10.0, 5  # at least, of a window
-WINDOWS, KEPT = 12, 6
+WINDOWS, FOUND, KEPT = 12, 11, 6
 COST, RATIO = 0.05, 1.25  # at least, of a step, and of the time that the others take
 SPREAD = 4.0  # at least, times the median distance of the members from their median
 PAIR = 2.0  # times as much of all where one other worker is all there is to compare with
-PHASES = ("data", "compute", "other")
+PHASES = ("data", "compute", "other", "collective")
+WORDS = {"collective": "sending in collectives"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,8 @@ class SlowWorker:
 
     @property
     def why(self) -> str:
-        return (
-            f"{self.phase} takes {self.ratio:.1f} times as long as with the others, which costs "
-            f"the run {100 * self.cost:.0f} %"
-        )
+        what, cost = WORDS.get(self.phase, self.phase), f"the run {100 * self.cost:.0f} %"
+        return f"{what} takes {self.ratio:.1f} times as long as with the others, which costs {cost}"
 
     def __str__(self) -> str:
         where = f" on node {self.node[:15]}" if self.node else ""
@@ -72,6 +73,7 @@ class WorkerReport(NamedTuple):
     times: PhaseTimes
     micro_batches: int  # of a step
     micro_batch_s: float = 0.0  # of its device; 0: not known
+    sending_s: float = 0.0  # in this generation, on its fastest link
 
 
 class _Window(NamedTuple):
@@ -123,28 +125,33 @@ class SlowWorkers:
     ) -> None:
         numbers = [one.micro_batches for one in before.values()]
         paces = [_seconds_per_step(one, after[worker]) for worker, one in before.items()]
-        data, compute, other, work, whole = zip(*paces, strict=True)
-        phases = _usual(data, numbers), _usual(compute, numbers), _usual(other, [1] * len(numbers))
-        works, whole_s = _usual(work, numbers), max(median_low(whole), 1e-9)
+        data, compute, other, sending, work, waits = zip(*paces, strict=True)
+        once = [1] * len(numbers)
+        phases = [_usual(data, numbers), _usual(compute, numbers)]
+        phases += [_usual(other, once), _usual(sending, once)]
+        works = _usual(work, numbers)
+        exchange_s = min(waits) if len(numbers) > 2 else 0.0  # of two, both see the same link
+        whole_s = max(median_low(map(sum, zip(work, other, waits, strict=True))), 1e-9)
         factor = PAIR if len(numbers) == 2 else 1.0
         for i, (worker, one) in enumerate(before.items()):
             usual = tuple(phase[i][0] for phase in phases)
-            excess = tuple(s - u for s, u in zip(paces[i], usual, strict=False))
-            cost = (work[i] - works[i][0] + excess[-1]) / whole_s
+            *excess, late_s = (s - u for s, u in zip(paces[i], usual, strict=False))
+            excess.append(min(max(0.0, late_s), exchange_s))  # the rest is hidden by computation
+            cost = (work[i] - works[i][0] + excess[2] + excess[3]) / whole_s
             worst = excess.index(max(excess))
             limits = COST * whole_s, (RATIO - 1.0) * usual[worst], SPREAD * phases[worst][i][1]
             shows = cost > factor * COST and excess[worst] > factor * max(limits)
             recent = self._recent.setdefault(worker, deque(maxlen=WINDOWS))
-            recent.append(_Window(since, one.step, excess, usual, cost, shows))
+            recent.append(_Window(since, one.step, tuple(excess), usual, cost, shows))
             known = self.found.pop(worker, None)
-            if sum(each.shows for each in recent) >= (KEPT if known else WINDOWS):
-                self.found[worker] = _verdict(worker, recent, known or recent[0], whole_s)
+            if sum(each.shows for each in recent) >= (KEPT if known else FOUND):
+                self.found[worker] = _verdict(worker, recent, known, whole_s)
 
 
 def _verdict(
-    worker: str, recent: Sequence[_Window], first: SlowWorker | _Window, whole_s: float
+    worker: str, recent: Sequence[_Window], known: SlowWorker | None, whole_s: float
 ) -> SlowWorker:
-    number = len(recent)
+    number, first = len(recent), known or next(one for one in recent if one.shows)
     excess = [sum(each) for each in zip(*(one.excess for one in recent), strict=True)]
     i = excess.index(max(excess))
     # Waits for data may take no time with the others.
@@ -155,12 +162,14 @@ def _verdict(
 
 def _seconds_per_step(before: WorkerReport, after: WorkerReport) -> tuple[float, ...]:
     """Return the seconds of each phase; of data and compute, as far as a device does not overlap
-    them; and of the whole step."""
+    them; and of collectives."""
     steps, spent = after.step - before.step, after.times.plus(before.times, -1)
     device_s = steps * after.micro_batch_s * after.micro_batches
-    other, work = spent.other + spent.checkpoint, spent.data + spent.compute
-    compute, whole = max(spent.compute, device_s), work + spent.collective + other
-    return tuple(s / steps for s in (spent.data, compute, other, max(work, device_s), whole))
+    other, sending = spent.other + spent.checkpoint, after.sending_s - before.sending_s
+    host_s, compute = spent.data + spent.compute, max(spent.compute, device_s)
+    work = max(host_s, device_s)
+    waits = max(0.0, host_s + spent.collective - work)  # without what the device computes meanwhile
+    return tuple(s / steps for s in (spent.data, compute, other, sending, work, waits))
 
 
 def _usual(seconds: Sequence[float], numbers: Sequence[int]) -> list[tuple[float, float]]:

@@ -64,6 +64,10 @@ class HeartbeatStatus(Protocol):
         """Writes the seconds for one virtual worker; 0 if unknown in this generation."""
         return
 
+    def write_sending(self, sending_s: float) -> None:
+        """Writes `ProcessGroup.sending_s` of the present generation."""
+        return
+
     def write_fault(self, kind: str, text: str) -> None:
         """The device has failed (`kind`: a FaultKind), and this process ends now."""
         return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from elastic_dp.train.controller_link import HeartbeatStatus
 from elastic_dp.train.fault_injection import HANDING_OVER, FaultInjector
 from elastic_dp.train.generations.generation_groups import GenerationGroups
 from elastic_dp.train.generations.worker_progress import WorkerProgress
+
+LOOK_S, LOOK_S_PER_MEMBER = 0.2, 0.005  # at least, between two looks at the links of a group
 
 
 class PhaseReporter:
@@ -21,12 +24,17 @@ class PhaseReporter:
         self._status, self._faults = status, faults
         self._groups, self._progress = groups, progress
         self.phase = "start"
+        self._look_at = 0.0  # at the links of the group
 
     def report(self, phase: str) -> None:
         self.phase = phase
         membership = self._groups.membership
         generation = 0 if membership is None else membership.generation
         self._status.write(generation, self._progress.position.step, phase)
+        group = self._groups.main
+        if phase == "apply" and group is not None and (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + max(LOOK_S, LOOK_S_PER_MEMBER * group.world_size)
+            self._status.write_sending(group.sending_s)
 
     @property
     def points(self) -> Callable[[str, int], None] | None:

@@ -92,6 +92,13 @@ class Host:
         if incoming:
             _run(*f"tc qdisc replace dev {self._port} root pfifo limit 0".split())
 
+    def slow(self, rate: str, *, incoming: bool = False) -> None:
+        """Let so much pass of what it says, or would hear, like "20mbit"."""
+        where = f"dev {self._port}" if incoming else "dev eth0"
+        inside = "" if incoming else f"ip netns exec {self.name} "
+        how = f"tbf rate {rate} burst 32kbit latency 400ms"
+        _run(*f"{inside}tc qdisc replace {where} root {how}".split())
+
     def heal(self) -> None:
         for command in (
             f"ip netns exec {self.name} tc qdisc delete dev eth0 root",

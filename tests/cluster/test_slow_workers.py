@@ -18,6 +18,7 @@ from elastic_dp.report.report_model import EventKind
 from elastic_dp.report.run_status import Health, health_of, status_of_report
 from elastic_dp.telemetry import slow_workers
 from elastic_dp.testing.process_worker_group import ProcessRun
+from tests.chaos.hosts import Network, available
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, lines_of, local, spec_of, texts_of
 
@@ -63,18 +64,57 @@ def train(ctx):
 
 
 @contextlib.contextmanager
-def running(monkeypatch, **options):
+def running(monkeypatch, train=train, host_of=None, address="127.0.0.1", **options):
     """A run of three workers that names slow ones within seconds."""
-    monkeypatch.setattr(slow_workers, "WINDOWS", 4)
-    monkeypatch.setattr(slow_workers, "KEPT", 2)
+    for name, number in {"WINDOWS": 4, "FOUND": 4, "KEPT": 2}.items():
+        monkeypatch.setattr(slow_workers, name, number)
     run = ProcessRun(
         spec_of(virtual=3, **options),
         train,
         location=lambda worker: WorkerLocation(f"node-of-{worker}"),
+        host_of=host_of,
+        address=address,
     )
     run.controller.slow_workers.finder.window_s = 0.2
     with run:
         yield run
+
+
+NODES = pytest.mark.skipif(not available(), reason="needs root and iproute2, to make hosts")
+
+
+def wide(ctx):
+    """Gradients of 4 MB."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 1 << 16), torch.nn.Linear(1 << 16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss = torch.nn.functional.cross_entropy
+    for _ in ctx.steps(model, optimizer, lambda model, batch: loss(model(batch["x"]), batch["y"])):
+        pass
+
+
+@NODES
+@pytest.mark.slow
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_worker_with_a_slow_link_is_named_and_no_other(both_ways, monkeypatch):
+    network = Network()
+    hosts = [network.host() for _ in range(3)]
+
+    def host_of(worker, node):
+        return hosts[int(worker.removeprefix("w")) % 3]
+
+    where = {"host_of": host_of, "address": network.address}
+    with contextlib.closing(network), running(monkeypatch, wide, steps=ENDLESS, **where) as run:
+        status, host = run.controller.status, host_of("w2", 0)
+        eventually(lambda: (status()["step"] > 40, status()["world_size"]) == (True, 3), status)
+        assert not status()["slow"]
+        host.slow("100mbit")
+        if both_ways:
+            host.slow("100mbit", incoming=True)
+        eventually(lambda: status()["slow"], status)
+        [one] = status()["slow"]
+        assert (one["worker"], one["phase"]) == ("w2", "collective")
+        host.heal()
+        eventually(lambda: not status()["slow"], status)
 
 
 def report_of(run):

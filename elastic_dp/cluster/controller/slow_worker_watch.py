@@ -65,7 +65,7 @@ class SlowWorkerWatch:
         number = self._micro_batches.get(event.worker)  # one that joins step by step has none
         if number is None or event.phase not in _IN_STEPS or not event.times:
             return
-        report = event.step, PhaseTimes.of(event.times), number, event.virtual_s
+        report = event.step, PhaseTimes.of(event.times), number, event.virtual_s, event.sending_s
         self._reports[event.worker] = WorkerReport(*report)
         now = time.monotonic()
         if now >= self._look_at and len(self._reports) == len(self._micro_batches):
@@ -75,7 +75,8 @@ class SlowWorkerWatch:
             self._record(now)
 
     def lost(self, worker: WorkerId) -> None:
-        self._micro_batches = {}  # this generation is over
+        if worker in self._micro_batches:
+            self._micro_batches = {}  # this generation is over
         self.finder.forget([worker])
         self._record(time.monotonic())
 

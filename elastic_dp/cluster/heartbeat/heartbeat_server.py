@@ -168,6 +168,7 @@ def _event_of(
         float(message["virtual_s"]),
         tuple(float(seconds) for seconds in message.get("times", ())),
         int(message.get("store_retries", 0)),
+        float(message.get("sending_s", 0.0)),
     )
 
 

@@ -60,6 +60,7 @@ class Page(ctypes.Structure):
         ("fault_text", ctypes.c_char * 1024),
         ("times", ctypes.c_double * 9),  # `telemetry.phase_clock.PhaseClock.state`
         ("store_retries", ctypes.c_int64),
+        ("sending_s", ctypes.c_double),  # `distributed.link_times`
     ]
 
     def controller_address(self) -> tuple[str, int, bytes]:
@@ -331,6 +332,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
                     "virtual_s": page.virtual_s,
                     "times": page.times_until(now),
                     "store_retries": page.store_retries,
+                    "sending_s": page.sending_s,
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

@@ -63,6 +63,9 @@ class SharedMemoryPage:
     def write_speed(self, virtual_s: float) -> None:
         self._page.virtual_s = virtual_s
 
+    def write_sending(self, sending_s: float) -> None:
+        self._page.sending_s = sending_s
+
     def write_fault(self, kind: str, text: str) -> None:
         self._page.fault_text = text.encode(errors="replace")[:1024]
         self._page.fault_kind = kind.encode()
