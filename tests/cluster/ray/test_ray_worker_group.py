@@ -64,7 +64,8 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
     worker_group, monkeypatch
 ):
     failed = []
-    monkeypatch.setattr(worker_group.node_avoidance, "failed", failed.append)
+    count = worker_group.node_avoidance
+    monkeypatch.setattr(count, "failed", lambda actor, times: failed.append(actor))
     dies = died(worker_group, "w1")
     worker_group.kill("w1")
     dies()
