@@ -212,11 +212,6 @@ class ElasticTrainer:
         If no cluster is connected, a local one is started. `faults` are for tests: where workers
         die or freeze, by point, step and rank.
         """
-        if (nodes := self.spec.scaling.nodes_per_worker) > 1:
-            raise SpecError(
-                f"ScalingConfig.nodes_per_worker is {nodes}, and on Ray a worker has one node: use "
-                "1, and as many processes_per_worker as a node has GPUs"
-            )
         self._adopt_fixed_fields()
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()

@@ -104,7 +104,6 @@ class ScalingConfig:
                 "a higher one comes first"
             )
         self._check_label_selector()
-        self._check_nodes()
         if self.min_workers > self.max_workers:
             raise SpecError(
                 f"ScalingConfig.min_workers is {self.min_workers}, more than max_workers "
@@ -124,6 +123,7 @@ class ScalingConfig:
             at_least(field, amount, 0)
             if name == "GPU":
                 self._check_gpus(field, amount)
+        self._check_nodes()
 
     def _check_gpus(self, field: str, amount: float) -> None:
         processes = self.processes_per_worker
@@ -143,12 +143,14 @@ class ScalingConfig:
 
     def _check_nodes(self) -> None:
         nodes, processes = self.nodes_per_worker, self.processes_per_worker
+        given = f"ScalingConfig.nodes_per_worker is {nodes}"
         if processes % nodes:
             raise SpecError(
-                f"ScalingConfig.nodes_per_worker is {nodes} and processes_per_worker is "
-                f"{processes}, but each node has the same number of processes: make "
-                "processes_per_worker a multiple of nodes_per_worker"
+                f"{given} and processes_per_worker is {processes}, which must be a multiple of it: "
+                "each node has the same number of processes"
             )
+        if nodes > 1 and not any(self.resources_per_worker.values()):
+            raise SpecError(f"{given}, so resources_per_worker must have some, by which Ray places")
 
     def _check_label_selector(self) -> None:
         selector = self.label_selector

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -141,7 +141,28 @@ class _Member(NamedTuple):
     world_size: int
 
 
-class RendezvousStore(dist.Store):
+class StoreBase(dist.Store):
+    """What the stores of this package have in common: a limit for waiting."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        super().__init__()
+        self._timeout = timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> Self:
+        return self
+
+
+class RendezvousStore(StoreBase):
     """Implements torch's interface for the backend of one group.
 
     The members exchange in rounds. A member sends what it has set since the last round when it sets
@@ -152,8 +173,8 @@ class RendezvousStore(dist.Store):
     def __init__(
         self, member: _Member, send: Callable[[MemberRecord], None], timeout: timedelta
     ) -> None:
-        super().__init__()
-        self._member, self._send, self._timeout = member, send, timeout
+        super().__init__(timeout)
+        self._member, self._send = member, send
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}  # packed
         self._unsent: dict[str, bytes] = {}
@@ -216,19 +237,6 @@ class RendezvousStore(dist.Store):
     def check(self, keys: Any) -> bool:
         with self._changed:
             return all(key in self._values for key in keys)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> RendezvousStore:
-        return self
 
 
 def packed(value: bytes) -> bytes:

@@ -8,6 +8,8 @@ import pytest
 import ray
 
 from elastic_dp.cluster.ray import private
+from elastic_dp.cluster.ray.worker_placement import NodeGroups
+from elastic_dp.config import ScalingConfig
 from tests.patience import eventually
 from tests.ray import clusters
 
@@ -59,6 +61,21 @@ def test_resources_are_those_of_each_node(actor):
     assert total[node["NodeID"]]["CPU"] == node["Resources"]["CPU"]
     eventually(lambda: {n: r["CPU"] for n, r in private.free_resources().items()} == used)
     ray.kill(actor)
+
+
+def test_placement_groups_of_a_run_are_found_by_name_with_their_nodes_until_they_are_removed():
+    nodes = NodeGroups("one", ScalingConfig(resources_per_worker={"CPU": 1}))
+    once, again = (nodes.options("w1", {})["scheduling_strategy"] for _ in range(2))
+    assert once.placement_group == again.placement_group, "an attempt is repeated"
+    other = ray.util.placement_group([{"CPU": 1}], name="another/w1")
+    eventually(lambda: nodes.all_of({"w1": ""}) == [("w1", ray.nodes()[0]["NodeID"])])
+    assert private.placement_groups("one").keys() == {"w1"}
+    nodes.keep(["w1"])
+    assert nodes.all_of({"w1": ""}) and nodes.all_of({"w2": ""}) == []
+    nodes.keep([])
+    eventually(lambda: private.placement_groups("one") == {})
+    assert private.placement_groups("another").keys() == {"w1"}
+    ray.util.remove_placement_group(other)
 
 
 def test_head_node_is_the_one_with_the_gcs_and_does_not_drain():

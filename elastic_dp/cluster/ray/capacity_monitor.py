@@ -23,6 +23,7 @@ from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.config import ScalingConfig
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.threads import background
+from elastic_dp.wording import counted
 
 _CHECK_EVERY_S = 5.0
 # How long a worker waits before this is reported: the room that seems taken may be its own, while
@@ -94,7 +95,7 @@ class CapacityMonitor:
             lost = kubernetes_pods.on_lost_nodes(kubernetes_pods.pods_of_this_cluster())
         reasons = lost, lacking, self._autoscaler(has_large_nodes=not lacking)
         said = ". ".join(reason for reason in reasons if reason)
-        if not said and waited and not has_room(self._scaling.resources_per_worker):
+        if not said and waited and not has_room(self._scaling):
             return (
                 "no node has room for another worker now: what could hold one is taken. Waiting "
                 "for room"
@@ -111,7 +112,7 @@ class CapacityMonitor:
             return ""
         if now - self._looked_since > _SILENT_S:
             return f"Ray's autoscaler does not look at the cluster: {_LOG}"
-        said = autoscaler_words(state, self._scaling.resources_per_worker, has_large_nodes, now)
+        said = autoscaler_words(state, self._scaling.resources_per_node, has_large_nodes, now)
         return said and f"Ray's autoscaler: {said}"
 
 
@@ -144,20 +145,29 @@ def autoscaler_words(
     return "; ".join(sentences)
 
 
-def has_room(needs: Mapping[str, float]) -> bool:
-    """Return whether a node has enough free resources for a worker."""
-    free = private.free_resources().values()
-    return any(can_hold(needs, {"Resources": resources}) for resources in free)
+def has_room(scaling: ScalingConfig) -> bool:
+    """Return whether a node, or enough of them, have free resources for a worker."""
+    free = [{"Resources": resources} for resources in private.free_resources().values()]
+    having = [node for node in free if can_hold(scaling.resources_per_node, node)]
+    return len(having) >= scaling.nodes_per_worker
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return why no node could hold a worker that the job asks for, even if it were idle; empty if
     one could.
     """
-    alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
+    alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_node
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
-        why = worker_placement.why_none_matches(worker_placement.node_selector(scaling), large)
+        selector, wanted = worker_placement.node_selector(scaling), scaling.nodes_per_worker
+        fitting = [labels for labels in large if worker_placement.matches(selector, labels)]
+        if fitting and len(fitting) < wanted:
+            return (
+                f"a worker needs {wanted} nodes with {dict(needs)} each, and this cluster has "
+                f"{counted(len(fitting), 'such node')}. Waiting for more; lower "
+                "ScalingConfig.nodes_per_worker if none will come"
+            )
+        why = worker_placement.why_none_matches(selector, large)
         return why and f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
     return (

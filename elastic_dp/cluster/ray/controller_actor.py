@@ -113,12 +113,13 @@ class ControllerActor:
             lease_token=state_store.state.lease_token,
             faults=job.faults,
             processes=self._spec.scaling.processes_per_worker,
+            nodes=self._spec.scaling.nodes_per_worker,
         )
         self._handle = ray.get_runtime_context().current_actor
         self._worker_group = RayWorkerGroup(worker_job, self._spec, self._controller, self._handle)
         self._drain_watcher = DrainWatcher(
             private.draining_nodes,
-            self._worker_group.nodes,
+            self._worker_group.all_nodes,
             private.head_node,
             self._controller.post,
             self._controller.say,

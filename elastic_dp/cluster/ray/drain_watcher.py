@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.coordinator.messages import DrainNoticed, HeadDrainNoticed, WorkerId
@@ -26,14 +26,14 @@ class DrainWatcher:
     """Posts drain notices.
 
     `draining()` returns node -> deadline in milliseconds of the wall clock, 0 if it is not known.
-    `nodes()` returns the node of each worker, `head()` the head node; they are called only while a
-    node drains.
+    `nodes()` returns each worker with each of its nodes, `head()` the head node; they are called
+    only while a node drains.
     """
 
     def __init__(
         self,
         draining: Callable[[], Mapping[str, int]],
-        nodes: Callable[[], Mapping[WorkerId, str]],
+        nodes: Callable[[], Iterable[tuple[WorkerId, str]]],
         head: Callable[[], str],
         post: Callable[[DrainNoticed | HeadDrainNoticed], None],
         say: Callable[[str], None],
@@ -41,7 +41,7 @@ class DrainWatcher:
         self._notice = OutageNotice("the watch for nodes that are taken away", say)
         self._draining, self._nodes, self._head, self._post = draining, nodes, head, post
         self._told_of_head: int | None = None
-        self._told: dict[WorkerId, int] = {}
+        self._told: dict[tuple[WorkerId, str], int] = {}
         self._closed = threading.Event()
         self._thread = background("notices", self._watch)
 
@@ -56,7 +56,7 @@ class DrainWatcher:
         wall clock.
         """
         draining = self._draining()
-        nodes = self._nodes() if draining else {}
+        nodes = [*self._nodes()] if draining else []
 
         def at(deadline_ms: int) -> float | None:
             return now + deadline_ms / 1000 - wall if deadline_ms else None
@@ -65,11 +65,11 @@ class DrainWatcher:
         if of_head is not None and of_head != self._told_of_head:
             self._post(HeadDrainNoticed(at(of_head)))
         self._told_of_head = of_head
-        self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
-        for worker, node in nodes.items():
+        self._told = {pair: told for pair, told in self._told.items() if pair in nodes}
+        for worker, node in nodes:
             deadline_ms = draining.get(node)
-            if deadline_ms is not None and self._told.get(worker) != deadline_ms:
-                self._told[worker] = deadline_ms
+            if deadline_ms is not None and self._told.get((worker, node)) != deadline_ms:
+                self._told[worker, node] = deadline_ms
                 self._post(DrainNoticed(worker, at(deadline_ms)))
 
     def _watch(self) -> None:

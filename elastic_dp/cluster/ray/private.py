@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 _RPC_S = 5.0
 HEAD_RESOURCE = "node:__internal_head__"  # Ray 2.56-2.60: a resource of the head node alone
@@ -71,6 +72,24 @@ def actors_in(*states: str) -> Iterator[ActorEntry]:
     """Yield the actors in these states. Read in Ray 2.60: `ray._private.state.actors`."""
     for state in states:
         yield from map(_entry, ray._private.state.actors(actor_state_name=state).values())
+
+
+def placement_groups(run: str) -> dict[str, Any]:
+    """Return the placement groups that are named run/worker, by worker. Read in Ray 2.60:
+    `ray.util.placement_group_table`, `PlacementGroupID`.
+    """
+    from ray._raylet import PlacementGroupID
+
+    return {
+        table["name"].removeprefix(f"{run}/"): PlacementGroup(PlacementGroupID.from_hex(group))
+        for group, table in placement_group_table().items()
+        if table["name"].startswith(f"{run}/") and table["state"] != "REMOVED"
+    }
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Return the node of each bundle of a placement group that has one."""
+    return [node for node in placement_group_table(group)["bundles_to_node_id"].values() if node]
 
 
 def owns_cluster() -> bool:

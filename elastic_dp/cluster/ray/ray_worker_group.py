@@ -54,8 +54,11 @@ class RayWorkerGroup:
         self._actors: dict[WorkerId, Any] = {}
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
+        several = spec.scaling.nodes_per_worker > 1
+        placement = worker_placement.NodeGroups if several else worker_placement.WorkerNodes
+        self._worker_nodes = placement(job.run, spec.scaling)
         self.node_avoidance = NodeAvoidance(
-            spec.scaling.resources_per_worker,
+            spec.scaling.resources_per_node,
             worker_placement.node_selector(spec.scaling),
             controller.say,
         )
@@ -89,7 +92,6 @@ class RayWorkerGroup:
         if worker in self._told_to_go:  # meanwhile
             self._controller.post(WorkerLost(worker, "was not started"))
             return
-        resources = dict(self._spec.scaling.resources_per_worker)
         environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
         name = f"{self._job.run}/{worker}"
@@ -97,12 +99,8 @@ class RayWorkerGroup:
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            memory=resources.pop("memory", None),
-            resources=resources or None,
             runtime_env={"env_vars": environment},
-            **worker_placement.actor_options(self.node_avoidance.selector_of(worker)),
+            **self._worker_nodes.options(worker, self.node_avoidance.selector_of(worker)),
         )
         try:
             actor = options.remote(worker, self._stored, self._handle, self._term)
@@ -122,6 +120,7 @@ class RayWorkerGroup:
         for worker, actor in found:
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
+        self._worker_nodes.keep(self.actors())
         return [worker for worker, _ in found]
 
     def ask_for_metrics(self, logged_to: LogCall) -> None:
@@ -175,6 +174,7 @@ class RayWorkerGroup:
         for worker in list(self._actors):
             self._told_to_go.add(worker)
             self.kill(worker)
+        self._tasks.put(partial(self._worker_nodes.keep, ()))
         self._closing.set()
         self._tasks.put(None)
         self._thread.join()
@@ -188,7 +188,7 @@ class RayWorkerGroup:
         actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
 
     def nodes(self) -> dict[WorkerId, str]:
-        """Return the node of each worker that has one.
+        """Return the node of each worker that has one, or its first.
 
         Each is looked up once, because the actor is never restarted on another node.
         """
@@ -201,14 +201,18 @@ class RayWorkerGroup:
         self._nodes = known
         return known
 
+    def all_nodes(self) -> list[tuple[WorkerId, str]]:
+        """Return each worker that has a node, with each of its nodes."""
+        return self._worker_nodes.all_of(self.nodes())
+
     def held_nodes(self) -> list[str]:
-        """Return the node of each worker that holds a place there, also if its process is still
+        """Return the nodes of each worker that holds a place there, also if its process is still
         starting.
         """
         placed = self.nodes()
         others = [private.actor(a) for w, a in self.actors().items() if w not in placed]
         starting = [entry.node for entry in others if entry is not None and entry.pid]
-        return [*placed.values(), *starting]
+        return [*(node for _, node in self._worker_nodes.all_of(placed)), *starting]
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
         """Return the workers for which Ray has no process yet: they wait for a node, or their
@@ -219,8 +223,9 @@ class RayWorkerGroup:
         return [w for w, entry in entries.items() if entry is None or not entry.pid]
 
     def _note_failure(self, actor: Any, times: int = 1) -> None:
-        """Count a loss against its node. A replacement does not wait for that."""
-        self._notes.attempt(lambda: self.node_avoidance.failed(actor, times))
+        """Count a loss against its node, if it has one. A replacement does not wait for that."""
+        if self._spec.scaling.nodes_per_worker == 1:
+            self._notes.attempt(lambda: self.node_avoidance.failed(actor, times))
 
     def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
         error = future.exception()
@@ -239,6 +244,8 @@ class RayWorkerGroup:
         if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
             # before another is asked for
             self._tasks.put(lambda: self._note_failure(actor))
+        if not self._closing.is_set():
+            self._tasks.put(lambda: self._worker_nodes.keep(self.actors()))
         self._told_to_go.discard(worker)
         self._withdrawn.discard(worker)
         self._controller.post(WorkerLost(worker, reason, cause))

@@ -4,16 +4,21 @@ because an identity is used once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
+import sys
+import time
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
+from elastic_dp.cluster.runs.attach import NAMESPACE
 from elastic_dp.cluster.worker import GANGS, Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
@@ -31,13 +36,16 @@ class WorkerActor:
         print_whatever_fits()
         self._link = ActorLink(controller, term)
         address = ray.util.get_node_ip_address()
-        given = job.pickled, job.index, job.secret, job.faults, address
-        first, *others = _environments(job.processes)
+        first, *others = _environments(job.processes // job.nodes)
         os.environ |= first  # before CUDA is asked for GPUs
-        followers = []
-        if others:
-            followers = importlib.import_module(GANGS).start_followers(identity, others, *given)
-        self._worker = Worker(identity, job, self._link, address, followers)
+        followers, listener = [], None
+        if job.processes > 1:
+            gangs = importlib.import_module(GANGS)
+            followers = gangs.start_followers(identity, others, *_given(job, address))
+        if job.nodes > 1:
+            listener = gangs.listen(address)
+            _start_hosts(identity, job, listener.getsockname())
+        self._worker = Worker(identity, job, self._link, address, followers, listener)
         self._placed = WorkerPlaced(identity, _home())
         self._link.post(self._placed)
 
@@ -67,8 +75,60 @@ class WorkerActor:
         self._worker.deliver(command)
 
 
+@ray.remote(max_restarts=0)
+class HostActor:
+    """Has the processes of a worker on a node that is not its first, and frees the nodes of the
+    worker when its first process has ended. It is detached, so that Ray does not end it before."""
+
+    def __init__(self, identity: WorkerId, job: WorkerJob, first: int, leader: Any) -> None:
+        print_whatever_fits()
+        given = _given(job, ray.util.get_node_ip_address())
+        environments = _environments(job.processes // job.nodes)
+        group = ray.util.get_current_placement_group()
+
+        def free() -> None:  # which ends this process
+            while True:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.util.remove_placement_group(group)
+                time.sleep(1)
+
+        importlib.import_module(GANGS).start_followers(
+            identity, environments, *given, first=first, leader=leader, on_end=free
+        )
+
+    def wait(self) -> None:
+        """Return when the processes have started."""
+
+
+def _start_hosts(identity: WorkerId, job: WorkerJob, leader: Any) -> None:
+    """Start the processes of a worker on its other nodes; this process ends if they do not
+    start."""
+    group, each = ray.util.get_current_placement_group(), job.processes // job.nodes
+    assert group is not None
+    for node, bundle in enumerate(group.bundle_specs[1:], 1):
+        host = HostActor.options(  # type: ignore[attr-defined]
+            name=f"{job.run}/{identity}/{node}",
+            namespace=f"{NAMESPACE}.hosts",
+            lifetime="detached",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
+            **worker_placement.resource_options(bundle),
+        ).remote(identity, job, node * each, leader)
+        host.wait.remote().future().add_done_callback(_end_if_failed)
+
+
+def _end_if_failed(future: Any) -> None:
+    if (error := future.exception()) is not None:
+        print(f"another node of this worker did not start: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _given(job: WorkerJob, address: str) -> tuple[Any, ...]:
+    """Return what each process beside the first one is given."""
+    return job.pickled, job.index, job.secret, job.faults, address
+
+
 def _environments(processes: int) -> list[dict[str, str]]:
-    """Return the variables of each process of this worker. Raises ClusterError."""
+    """Return the variables of each process of this worker on this node. Raises ClusterError."""
     if processes == 1:
         return [{}]  # as Ray has set them
     given = ray.get_runtime_context().get_accelerator_ids()

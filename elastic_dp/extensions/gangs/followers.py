@@ -23,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -43,12 +43,7 @@ from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
 from elastic_dp.errors import ClusterError
-from elastic_dp.extensions.gangs.gang_connections import (
-    FollowerConnections,
-    connect,
-    shut,
-    watch,
-)
+from elastic_dp.extensions.gangs.gang_connections import accept, connect, shut, watch
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.gang_mesh import open_mesh
 from elastic_dp.threads import background
@@ -90,18 +85,8 @@ def lead(
     """Tells the followers how to begin. Returns the gang of the first process. `stores`: it takes
     checkpoints. `address`: of its node. `shares_gpu`: see `WorkerJob`. Raises ClusterError."""
     control.exchange(json.dumps({"is_source": is_source, "stores": stores}).encode())
-    size = scaling.processes_per_worker
-    mesh = open_mesh(
-        control.store,
-        identity,
-        secret=secret,
-        number=0,
-        size=size,
-        device=device,
-        shares_gpu=shares_gpu,
-        address=address if scaling.nodes_per_worker > 1 else None,
-    )
-    return Gang(0, size, mesh, control)
+    mesh = open_mesh(control.store, identity, secret, 0, scaling, device, address, shares_gpu)
+    return Gang(0, scaling.processes_per_worker, mesh, control)
 
 
 def follow(
@@ -131,18 +116,10 @@ def follow(
     control.follow(rendezvous.deliver)
     link = _FollowerLink(control)
     told = json.loads(control.exchange(b"")[0])
-    size = spec.scaling.processes_per_worker
-    mesh = open_mesh(
-        control.store,
-        identity,
-        secret=secret,
-        number=number,
-        size=size,
-        device=device,
-        shares_gpu=shares_gpu,
-        address=address if spec.scaling.nodes_per_worker > 1 else None,
-    )
-    gang = Gang(number, size, mesh, control, helps_to_gather=told["stores"])
+    scaling = spec.scaling
+    mesh = open_mesh(control.store, identity, secret, number, scaling, device, address, shares_gpu)
+    size, helps = scaling.processes_per_worker, told["stores"]
+    gang = Gang(number, size, mesh, control, helps_to_gather=helps)
     try:
         data = open_data(
             spec.data,
@@ -205,7 +182,7 @@ def accept_followers(
     """Waits for the processes of a worker on other nodes. Returns the connection of each. Raises
     ClusterError."""
     numbers = range(job.processes // job.nodes, job.processes)
-    return FollowerConnections(listener, job.secret, identity).accept(numbers, _STARTING_S)
+    return accept(listener, job.secret, identity, numbers, _STARTING_S)
 
 
 def follow_far(identity: WorkerId, number: int, leader: tuple[str, int], *given: Any) -> str:
@@ -222,29 +199,35 @@ def start_followers(
     *given: Any,
     first: int = 1,
     leader: tuple[str, int] | None = None,
+    on_end: Callable[[], object] = lambda: None,
 ) -> list[FollowerProcess]:
     """Return processes of a worker beside its first one: that which is numbered `first`, and
     following ones. `environments` has the variables of each in which it differs from this one.
     `given` are the further arguments of `follow`. `leader`: where the first process listens, if it
-    is on another node. Raises OSError and EOFError if it does not answer."""
+    is on another node; then `on_end` is called when it has ended. Raises OSError and EOFError if it
+    does not answer."""
     return [
-        _start(number, environment, (identity, number, given), leader)
+        _start(number, environment, (identity, number, given), leader, on_end)
         for number, environment in enumerate(environments, first)
     ]
 
 
 def _start(
-    number: int, environment: Mapping[str, str], arguments: Any, leader: tuple[str, int] | None
+    number: int,
+    environment: Mapping[str, str],
+    arguments: Any,
+    leader: tuple[str, int] | None,
+    on_end: Callable[[], object],
 ) -> FollowerProcess:
-    watched = None
     if leader is None:
         ours, theirs = Pipe()
     else:
         identity, number, given = arguments
         theirs, watched = connect(leader, given[2], identity, number)
         ours = Connection(os.dup(theirs.fileno()))
+        watch(watched, on_end)
     started: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-    run = partial(_run_child, ours, theirs, watched, environment, arguments, started)
+    run = partial(_run_child, ours, theirs, environment, arguments, started)
     background(f"child-{number}", run, started.put).start()
     pid = started.get()
     if isinstance(pid, Exception):
@@ -255,7 +238,6 @@ def _start(
 def _run_child(
     ours: Connection,
     theirs: Connection,
-    watched: Connection | None,
     environment: Mapping[str, str],
     arguments: Any,
     started: queue.SimpleQueue[int | Exception],
@@ -273,8 +255,6 @@ def _run_child(
             pass_fds=[theirs.fileno()],
         )
     started.put(child.pid)
-    if watched is not None:
-        watch(watched, child.kill)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin:
         pickle.dump(arguments, child.stdin)

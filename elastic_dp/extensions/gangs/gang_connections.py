@@ -32,54 +32,51 @@ _LOOK_EVERY_S = 0.2
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
-class FollowerConnections:
-    """Takes the connections of followers on other nodes."""
+def accept(
+    listener: socket.socket, secret: bytes, identity: str, numbers: Iterable[int], limit_s: float
+) -> list[Connection]:
+    """Waits for the followers with these numbers. `secret` is that of the run, `identity` the
+    worker's. Returns their connections, in order. Raises ClusterError if one does not come in
+    time."""
+    key, until = _key(secret, identity), time.monotonic() + limit_s
+    missing = {(number, is_watch) for number in numbers for is_watch in (False, True)}
+    found: dict[tuple[int, bool], Connection] = {}
+    proving = threading.BoundedSemaphore(_PROOFS_AT_ONCE)
 
-    def __init__(self, listener: socket.socket, secret: bytes, identity: str) -> None:
-        """`secret` is that of the run, `identity` the worker's."""
-        self._listener, self._key = listener, _key(secret, identity)
-        self._found: dict[tuple[int, bool], Connection] = {}
-        self._proving = threading.BoundedSemaphore(_PROOFS_AT_ONCE)
-
-    def accept(self, numbers: Iterable[int], limit_s: float) -> list[Connection]:
-        """Waits for the followers with these numbers. Returns their connections, in order. Raises
-        ClusterError if one does not come in time."""
-        until, wanted = time.monotonic() + limit_s, list(numbers)
-        self._listener.settimeout(_LOOK_EVERY_S)
-        with self._listener:
-            while lacking := {(n, watch) for n in wanted for watch in (False, True)} - {
-                *self._found
-            }:
-                if time.monotonic() > until:
-                    names = ", ".join(str(number + 1) for number in sorted({n for n, _ in lacking}))
-                    raise ClusterError(
-                        f"processes {names} of this worker, on other nodes, have not connected to "
-                        f"{self._listener.getsockname()[0]} in {limit_s:g} s: see that the nodes "
-                        "reach each other"
-                    )
-                if not self._proving.acquire(timeout=_LOOK_EVERY_S):
-                    continue
-                try:
-                    accepted, _ = self._listener.accept()
-                except OSError:  # nobody came, or too many
-                    self._proving.release()
-                    continue
-                background("follower", partial(self._take, accepted)).start()
-        for number in wanted:
-            watch(self._found[number, True], partial(shut, self._found[number, False]))
-        return [self._found[number, False] for number in wanted]
-
-    def _take(self, accepted: socket.socket) -> None:
+    def take(accepted: socket.socket) -> None:
         connection = _connection(accepted)
         try:
-            prove(connection, self._key, ours=b"leader", theirs=b"follower")
+            prove(connection, key, ours=b"leader", theirs=b"follower")
             number, is_watch = connection.recv()
             _set_limit(connection, 0)
-            self._found[number, is_watch] = connection
+            found[number, is_watch] = connection
         except (OSError, EOFError):  # a stranger
             connection.close()
         finally:
-            self._proving.release()
+            proving.release()
+
+    listener.settimeout(_LOOK_EVERY_S)
+    with listener:
+        while not missing <= found.keys():
+            if time.monotonic() > until:
+                lacking = {number + 1 for number, _ in missing - found.keys()}
+                raise ClusterError(
+                    f"processes {sorted(lacking)} of this worker, on other nodes, have not "
+                    f"connected to {listener.getsockname()[0]} in {limit_s:g} s: see that the "
+                    "nodes reach each other"
+                )
+            if proving.acquire(timeout=_LOOK_EVERY_S):
+                try:
+                    accepted, _ = listener.accept()
+                except OSError:  # nobody came, or too many
+                    proving.release()
+                else:
+                    background("follower", partial(take, accepted)).start()
+    connections = [found[number, False] for number in sorted({number for number, _ in missing})]
+    for number, is_watch in missing:
+        if is_watch:
+            watch(found[number, True], partial(shut, found[number, False]))
+    return connections
 
 
 def connect(

@@ -8,18 +8,17 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_dp.config import ScalingConfig
 from elastic_dp.device.gpu import backends_of_mesh, is_gpu
 from elastic_dp.device.nccl_communicator import options_of_mesh
 from elastic_dp.distributed.process_group import OPERATION_TIMEOUT, prove
 from elastic_dp.errors import ClusterError
 
-_FORMING_LIMIT = timedelta(minutes=5)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -29,28 +28,26 @@ _SIOCGIFADDR = 0x8915
 def open_mesh(
     store: dist.Store,
     name: str,
-    *,
     secret: bytes,
     number: int,
-    size: int,
+    scaling: ScalingConfig,
     device: torch.device,
+    address: str | None,
     shares_gpu: bool = False,
-    address: str | None = None,
 ) -> DeviceMesh:
-    """Makes torch's default process group of `size` processes, each with its `device`. Returns the
-    mesh of it. `shares_gpu`: all processes have the same one. `address`: of this node, for a worker
-    on several nodes.
+    """Makes torch's default process group of the processes of a worker, each with its `device`.
+    Returns the mesh of it. `address`: of this node. `shares_gpu`: all processes have the same one.
 
     They meet in the `store`, and prove to each other that they hold `secret`. No other mesh has the
     same `name`. The mesh lives as long as the process, and its collectives cannot be aborted.
     Raises ConnectionError if a peer does not hold the secret, and ClusterError if the GPUs cannot
     be connected, or no interface has the address.
     """
-    store.set_timeout(_FORMING_LIMIT)
-    connects = is_gpu(device) and not shares_gpu
+    connects, size = is_gpu(device) and not shares_gpu, scaling.processes_per_worker
+    several = address is not None and scaling.nodes_per_worker > 1
     try:
-        with _on_interface("lo" if address is None else interface_of(address)):
-            # A peer may be in a long download. If a peer dies, this process ends.
+        with _on_interface(interface_of(str(address)) if several else "lo"):
+            # If a peer dies, this process ends.
             dist.init_process_group(
                 backends_of_mesh(device, shared=shares_gpu),
                 store=store,

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic_dp.distributed.rendezvous import StoreBase
 
-class GangStore(dist.Store):
+
+class GangStore(StoreBase):
     """Implements torch's interface. `change` takes a key, and the value to set or the number to add
     to it, to the first process, where changes have one order, and returns the sum. The first
     process has the others `apply` a change before it returns."""
 
     def __init__(self, change: Callable[[str, bytes | int], int]) -> None:
-        super().__init__()
+        super().__init__(timedelta(minutes=5))  # a peer may be in a long download
         self._change, self._values = change, dist.HashStore()
-        self._timeout = timedelta(minutes=5)
 
     def apply(self, key: str, value: bytes | int) -> int:
         """Changes this process's value."""
@@ -43,16 +44,3 @@ class GangStore(dist.Store):
 
     def check(self, keys: Any) -> bool:
         return self._values.check(keys)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> GangStore:
-        return self

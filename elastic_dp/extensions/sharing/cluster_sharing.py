@@ -110,10 +110,12 @@ class ClusterSharing:
             return None, others
         every = [own, *others]
         shares = worker_shares(every, self._room.of(every, now))
-        return limit_of(self._name, every, shares, may_grow=self._room.may_grow(now)), others
+        limit = limit_of(self._name, every, shares, may_grow=self._room.may_grow(now))
+        return None if limit is None else limit // self._scaling.nodes_per_worker, others
 
     def _demand(self, is_queued: bool, with_nodes: bool) -> RunDemand:
         scaling, (least, size) = self._scaling, self._sizes()
+        nodes = scaling.nodes_per_worker  # each counts as a worker
         selector = worker_placement.node_selector(scaling)
         usable = None
         if selector and with_nodes:
@@ -124,9 +126,9 @@ class ClusterSharing:
             name=self._name,
             priority=scaling.priority,
             began_at=self._began_at,
-            min_workers=least + scaling.standby,
-            size=size + scaling.standby,
-            needs=dict(scaling.resources_per_worker),
+            min_workers=nodes * (least + scaling.standby),
+            size=nodes * (size + scaling.standby),
+            needs=dict(scaling.resources_per_node),
             nodes=tuple(self._held()) if with_nodes else (),
             usable=usable,
             is_queued=is_queued,

@@ -13,7 +13,7 @@ class Cluster:
 
     def nodes(self):
         self.asked += 1
-        return self.workers
+        return self.workers.items()
 
     def look(self, now, wall=1000.0):
         self.posted.clear()
@@ -47,3 +47,14 @@ def test_drain_of_the_head_is_told_once_for_each_deadline_beside_that_of_its_wor
     assert cluster.look(6.0, 1001.0) == []
     cluster.draining = {"head": 0}
     assert cluster.look(7.0, 1002.0) == [HeadDrainNoticed(None), DrainNoticed("w1", None)]
+
+
+def test_drain_of_any_node_of_a_worker_is_told_once():
+    cluster = Cluster()
+    cluster.nodes = lambda: [("w1", "a"), ("w1", "b"), ("w2", "c")]
+    cluster.notices._nodes = cluster.nodes
+    cluster.draining = {"b": 1_030_000}
+    assert cluster.look(5.0) == [DrainNoticed("w1", 35.0)]
+    cluster.draining = {"a": 0, "b": 1_030_000}
+    assert cluster.look(6.0, 1001.0) == [DrainNoticed("w1", None)]
+    assert cluster.look(7.0, 1002.0) == []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic_dp.cluster.ray import capacity_monitor
 from elastic_dp.cluster.ray.capacity_monitor import no_room
 from elastic_dp.cluster.ray.worker_placement import actor_options, node_selector, why_none_matches
 from elastic_dp.config import ScalingConfig
@@ -53,3 +54,21 @@ def test_a_node_has_room_if_it_is_large_enough_and_so_labelled():
     assert "is labelled ray.io/market-type=on-demand" in no_room(on_demand, [firm_head, spot])
     assert no_room(on_demand, [firm_head, spot, firm]) == ""
     assert "can hold a worker" in no_room(on_demand, [firm_head])
+
+
+def test_worker_on_several_nodes_needs_as_many_that_fit(monkeypatch):
+    scaling = ScalingConfig(
+        processes_per_worker=2,
+        nodes_per_worker=2,
+        resources_per_worker={"CPU": 4},
+        label_selector=H100,
+    )
+    assert "needs {'CPU': 2.0}" in no_room(scaling, [node(1, H100)])
+    said = no_room(scaling, [node(2, H100), node(2, {}), node(1, H100)])
+    assert "needs 2 nodes with {'CPU': 2.0} each, and this cluster has 1 such node." in said
+    assert no_room(scaling, [node(2, H100), node(3, H100)]) == ""
+    free = {"a": {"CPU": 2.0}, "b": {"CPU": 1.0}, "c": {"CPU": 3.0}}
+    monkeypatch.setattr(capacity_monitor.private, "free_resources", lambda: free)
+    assert capacity_monitor.has_room(scaling)
+    free["c"] = {"CPU": 1.0}
+    assert not capacity_monitor.has_room(scaling)

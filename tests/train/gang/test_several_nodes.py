@@ -24,7 +24,7 @@ from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.extensions.gangs import gang_connections
 from elastic_dp.extensions.gangs.followers import listen
-from elastic_dp.extensions.gangs.gang_connections import FollowerConnections, connect, prove, watch
+from elastic_dp.extensions.gangs.gang_connections import accept, connect, prove, watch
 from elastic_dp.extensions.gangs.gang_control import FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.gang_mesh import interface_of
 from elastic_dp.testing.process_worker_group import ProcessRun
@@ -133,9 +133,14 @@ def test_node_that_is_cut_off_costs_its_gang_within_seconds(node: int, nodes: No
 
 def test_processes_that_cannot_be_divided_over_the_nodes_are_refused() -> None:
     with pytest.raises(
-        SpecError, match=r"nodes_per_worker is 2 and processes_per_worker is 3, but"
+        SpecError, match=r"nodes_per_worker is 2 and processes_per_worker is 3, which"
     ):
         ScalingConfig(processes_per_worker=3, nodes_per_worker=2)
+
+
+def test_nodes_without_resources_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"nodes_per_worker is 2, so resources_per_worker must"):
+        ScalingConfig(processes_per_worker=2, nodes_per_worker=2, resources_per_worker={"CPU": 0})
 
 
 def test_each_node_has_its_part_of_the_resources() -> None:
@@ -161,16 +166,12 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Returns the address of a first process that waits for two followers, and what it gets."""
     monkeypatch.setattr(gang_connections, "_PROOF_LIMIT_S", 1)
     listener, taken = listen(HERE), queue.SimpleQueue[Any]()
-    waits = FollowerConnections(listener, SECRET, "w1")
-
-    def accept() -> None:
-        try:
-            taken.put(waits.accept([1, 2], PATIENCE_S))
-        except Exception as error:
-            taken.put(error)
-
     address = listener.getsockname()
-    threading.Thread(target=accept, daemon=True).start()
+
+    def wait() -> None:
+        taken.put(accept(listener, SECRET, "w1", [1, 2], PATIENCE_S))
+
+    threading.Thread(target=wait, daemon=True).start()
     return address, taken
 
 
@@ -245,9 +246,9 @@ def test_lost_watch_ends_the_connection_for_messages(leader: Any) -> None:
 
 
 def test_follower_that_does_not_come_is_named() -> None:
-    waits = FollowerConnections(listen(HERE), SECRET, "w1")
-    with pytest.raises(ClusterError, match=r"processes 3, 4 of this worker, on other nodes, have"):
-        waits.accept([2, 3], 0.3)
+    told = r"processes \[3, 4\] of this worker, on other nodes, have not connected to 127"
+    with pytest.raises(ClusterError, match=told):
+        accept(listen(HERE), SECRET, "w1", [2, 3], 0.3)
 
 
 def test_ends_prove_the_secret_to_each_other() -> None:
