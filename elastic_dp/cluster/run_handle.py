@@ -62,7 +62,7 @@ class Run:
 
         It has the phase and its reason, generation, world size, step, whether the weights are exact
         and why not, what is sharded, the stage of each worker, what they wait for, the newest
-        metrics, and avoided nodes. Raises ClusterError if the controller is gone.
+        metrics, slow workers, and avoided nodes. Raises ClusterError if the controller is gone.
         """
         if self._end is None:
             try:

@@ -11,28 +11,32 @@ from collections.abc import Mapping
 _TCP_INFO, _SIZE = 11, 192
 _TIMES, _TIMES_AT = struct.Struct("QQ"), 168  # tcpi_busy_time, tcpi_rwnd_limited: microseconds
 
+Connections = Mapping[tuple[int, int], bool]  # by descriptor and inode: it leaves the machine
 
-def connections() -> dict[int, bool]:
-    """Return whether each TCP connection of this process, by its descriptor, leaves the machine."""
+
+def connections() -> dict[tuple[int, int], bool]:
+    """Return the TCP connections of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
             one = socket.socket(fileno=int(name))
-            with contextlib.suppress(OSError):  # it is not connected
+            try:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
-                    found[int(name)] = one.getpeername()[0] != one.getsockname()[0]
-            one.detach()
+                    key = int(name), os.fstat(int(name)).st_ino
+                    found[key] = one.getpeername()[0] != one.getsockname()[0]
+            finally:
+                one.detach()
     return found
 
 
-def sending_s(links: Mapping[int, bool]) -> float:
+def sending_s(links: Connections) -> float:
     """Return the seconds in which something that was sent had not arrived, without waits for the
     receiver, of the connection with the least. If they are many, this process' own link is slow.
 
     Connections that leave the machine count, if there are any.
     """
     times = []
-    for number in [number for number, leaves in links.items() if leaves] or links:
+    for number, _ in [key for key, leaves in links.items() if leaves] or links:
         with contextlib.suppress(OSError, struct.error):
             one = socket.socket(fileno=number)
             try:

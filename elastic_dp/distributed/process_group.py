@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ from elastic_dp.distributed.device_connection import (
 )
 from elastic_dp.distributed.device_peer_watch import DevicePeerWatch
 from elastic_dp.distributed.device_transport import DeviceTransport
-from elastic_dp.distributed.link_times import connections, sending_s
+from elastic_dp.distributed.link_times import Connections, connections
 from elastic_dp.distributed.rendezvous import GroupName, Rendezvous, RendezvousStore
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted, MembersMissing
 from elastic_dp.threads import background
@@ -100,17 +100,10 @@ class ProcessGroup:
     there are none."""
 
     def __init__(
-        self,
-        backend: Any,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        store: Any = None,
-        links: Mapping[int, bool] | None = None,
+        self, backend: Any, rank: int, world_size: int, device: torch.device, store: Any = None
     ) -> None:
-        """`store` is kept alive for the backend, since torch holds only its C++ part. `links`: of
-        the backend, see `link_times.connections`."""
-        self._links = links or {}
+        """`store` is kept alive for the backend, since torch holds only its C++ part."""
+        self.links: Connections = {}  # of the backend
         self.rank, self.world_size = rank, world_size
         self._backend, self._store = backend, store
         self._aborted = False
@@ -142,11 +135,6 @@ class ProcessGroup:
     def check(self) -> None:
         if self._aborted:
             raise GroupAborted("the generation was ended")
-
-    @property
-    def sending_s(self) -> float:
-        """See `link_times`."""
-        return sending_s(self._links)
 
     def place(self, topology: Sequence[Sequence[int]]) -> None:
         """Says where the members are; `topology`: of the membership. All call it alike, or none.
@@ -423,8 +411,8 @@ class GroupFormation:
             self._store = self._rendezvous.store(self._name, rank, world_size, timeout)
             before = connections()
             backend = self._form_gloo(self._store, self._rendezvous.secret, timeout)
-            links = {one: leaves for one, leaves in connections().items() if one not in before}
-            group = ProcessGroup(backend, rank, world_size, self._device, self._store, links)
+            group = ProcessGroup(backend, rank, world_size, self._device, self._store)
+            group.links = dict(connections().items() - before.items())
         except Exception as error:  # the store's and the backend's errors have many types
             self._error = error
         else:

@@ -65,7 +65,7 @@ class HeartbeatStatus(Protocol):
         return
 
     def write_sending(self, sending_s: float) -> None:
-        """Writes `ProcessGroup.sending_s` of the present generation."""
+        """Writes `link_times.sending_s` of the present group."""
         return
 
     def write_fault(self, kind: str, text: str) -> None:

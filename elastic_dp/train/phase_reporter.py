@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from elastic_dp.distributed.link_times import sending_s
 from elastic_dp.train.controller_link import HeartbeatStatus
 from elastic_dp.train.fault_injection import HANDING_OVER, FaultInjector
 from elastic_dp.train.generations.generation_groups import GenerationGroups
@@ -34,7 +35,7 @@ class PhaseReporter:
         group = self._groups.main
         if phase == "apply" and group is not None and (now := time.monotonic()) >= self._look_at:
             self._look_at = now + max(LOOK_S, LOOK_S_PER_MEMBER * group.world_size)
-            self._status.write_sending(group.sending_s)
+            self._status.write_sending(sending_s(group.links))
 
     @property
     def points(self) -> Callable[[str, int], None] | None:

@@ -27,13 +27,13 @@ from elastic_dp.telemetry.slow_workers import (
 
 LOOKS = 10  # in a window; fewer, in proportion, for more members than
 MEMBERS_PER_LOOK = 1000
-REPEAT_S = 60.0  # a worker that is still slow is reported again
+REPEAT_S = 60.0  # between two reports of workers that are to be replaced
 _IN_STEPS = ("data", "compute", "collective", "apply", "body", "evaluate", "keep")
 
 
 class SlowWorkerWatch:
-    """The controller's thread calls its methods. `replace_after_s`: after so long `post` gets an
-    event about a slow worker, again and again; None: never."""
+    """The controller's thread calls its methods. `replace_after_s`: `post` gets an event about the
+    slowest of the workers that are slow for longer; None: never."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SlowWorkerWatch:
         self._micro_batches: dict[WorkerId, int] = {}  # of a step, by member
         self._reports: dict[WorkerId, WorkerReport] = {}
         self._look_at = 0.0
-        self._posted: dict[WorkerId, float] = {}  # when
+        self._post_at = -math.inf
         self.found: tuple[SlowWorker, ...] = ()  # as recorded
 
     def placed(self, event: WorkerPlaced) -> None:
@@ -93,9 +93,10 @@ class SlowWorkerWatch:
                 for worker, one in found.items()
             )
             self._journal.event(SlowWorkersFound(tuple(map(asdict, self.found))))
-        self._posted = {worker: at for worker, at in self._posted.items() if worker in found}
-        for worker, one in found.items():
-            again_at = self._posted.get(worker, -math.inf) + REPEAT_S
-            if now >= max(one.since + self._replace_after_s, again_at):
-                self._posted[worker] = now
-                self._post(WorkerSlow(worker, one.why))
+        due = [
+            one for one in found.values() if one.worker and now >= one.since + self._replace_after_s
+        ]
+        if due and now >= self._post_at:
+            self._post_at = now + REPEAT_S
+            worst = max(due, key=lambda one: one.cost)
+            self._post(WorkerSlow(worst.worker, worst.why))
