@@ -80,7 +80,7 @@ class StaticLink:
         pass
 
     register = log = flush = say = wrote = skipped = ignore
-    write = write_speed = write_sending = write_fault = ignore
+    write = write_speed = write_sending = write_fault = write_evaluations = ignore
 
 
 def worker(

@@ -144,6 +144,11 @@ class Coordinator:
         return {worker.id: worker.stage.value for worker in list(self._registry.workers.values())}
 
     @property
+    def failures(self) -> int:
+        """The number of failures since the last committed step."""
+        return self._failures.budgets.losses.incidents
+
+    @property
     def kinds(self) -> list[str]:
         """The kinds of machines that the members have reported."""
         members = list(self._generation.members.values())
@@ -358,6 +363,9 @@ class Coordinator:
         if worker.stage is Stage.MEMBER:
             if event.generation == self._generation.number:
                 self._note_step(event.step, now)
+                if differ := self._generation.evaluations.note(worker.id, *event.evaluations):
+                    failed = m.WorkerFailed(worker.id, f"LoopError: {differ}", "", (differ,))
+                    return run_termination.fail_by_worker(self._registry, failed, now)
             self._generation.heartbeat_received(worker, event, now)
         elif worker.stage is Stage.UNREPORTED or (
             worker.stage is Stage.BUILDING and event.phase == "wait"

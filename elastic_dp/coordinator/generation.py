@@ -66,6 +66,39 @@ class StepProgress:
         return progressed
 
 
+@dataclass(slots=True)
+class EvaluationCounts:
+    """Compares how often the members call ctx.evaluate in the newest body.
+
+    A member that waits in an evaluation and one that has ended the same body with fewer of them
+    would wait for each other for ever.
+    """
+
+    _body: int = -1
+    _most: tuple[int, WorkerId] = (0, "")  # begun so far
+    _fewest: tuple[float, WorkerId] = (math.inf, "")  # in a body that has ended
+
+    def note(self, worker: WorkerId, body: int, count: int, ended: bool) -> str:
+        """Record what a member reports. Return how the members differ, or an empty string."""
+        if body > self._body:
+            self._body, self._most, self._fewest = body, (0, ""), (math.inf, "")
+        elif body < self._body:
+            return ""
+        if ended:
+            self._fewest = min(self._fewest, (count, worker))
+        else:
+            self._most = max(self._most, (count, worker))
+        (most, calls), (fewest, lacks) = self._most, self._fewest
+        if most <= fewest:
+            return ""
+        less = f"only {counted(int(fewest), 'time')}" if fewest else "not"
+        return (
+            f"ctx.evaluate was called {counted(most, 'time')} after step {body // 2} by {calls}, "
+            f"but {less} by {lacks}: every worker must call it, since all evaluate together; only "
+            "what follows with its result may be for rank 0 alone"
+        )
+
+
 class Generation:
     """The present generation and its members."""
 
@@ -85,6 +118,7 @@ class Generation:
         self.pieces_lost = False  # a part of the sharded state
         self.fence = Fence()
         self.steps = StepProgress()
+        self.evaluations = EvaluationCounts()
 
         self.formed = True
         self.lost_while_forming = False
@@ -130,6 +164,7 @@ class Generation:
         self.fence = Fence(max([worker.renewed_at for worker in members]) + config.lease_s)
         self.formed = self.lost_while_forming = False
         self._waiting_said = False
+        self.evaluations = EvaluationCounts()
         self._after_step, self.first_stop_at = None, math.inf
         source = self.members[membership.source]
         established = self._lineage.established

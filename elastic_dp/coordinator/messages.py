@@ -210,6 +210,9 @@ class HeartbeatReceived:
     times: tuple[float, ...] = ()
     store_retries: int = 0  # requests to stores that the worker has retried, for reports alone
     sending_s: float = 0.0  # of this generation, for reports alone (`distributed.link_times`)
+    # (body, calls of ctx.evaluate in it, whether the body has ended), of a body that the worker has
+    # run itself. Body 2 * s is that of step s, 2 * s + 1 what follows the loop that ended with s.
+    evaluations: tuple[int, int, bool] = (0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class ReportBuilder:
         self._led_s = 0.0
         self._requested = 0  # the size
         self._limit: int | None = None  # what other runs of the cluster leave of it
-        self._step = 0
+        self._step = self._failures = 0
         self._starts = 0
         self._ended: tuple[RunPhase, str] | None = None
 
@@ -122,6 +122,7 @@ class ReportBuilder:
             events=list(self._log.events),
             workers=self._workers.rows(),
             slow=list(self._slow.values()),
+            failures=self._failures,
             checkpoints=self._checkpoints.rows(stored),
             decisions=list(self._log.decisions),
         )
@@ -162,7 +163,8 @@ class ReportBuilder:
             takes(kind, now, line)
 
     def _reach(self, step: int) -> None:
-        self._step = max(step, self._step)
+        if step > self._step:
+            self._step, self._failures = step, 0
 
     def _add(self, now: float, kind: EventKind, text: str, **more: Any) -> None:
         event = RunEvent(now, kind, _text(text), self._step, **more)
@@ -285,6 +287,7 @@ class ReportBuilder:
                 members = [_text(worker) for worker in line["members"]]
                 pause = self._group.form(now, int(line["generation"]), members)
                 if pause is not None:
+                    self._failures += 1
                     since, why = pause
                     formed = (
                         f"generation {line['generation']} with {counted(len(members), 'worker')}"

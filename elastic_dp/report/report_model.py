@@ -163,6 +163,7 @@ class Report:
     events: list[RunEvent] = field(default_factory=list)
     workers: list[WorkerRow] = field(default_factory=list)
     slow: list[SlowWorker] = field(default_factory=list)  # at its newest line
+    failures: int = 0  # ends of generations since the last step
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     verdict: tuple[str, ...] = ()  # three sentences

@@ -68,6 +68,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "goodput": report.goodput.fraction if report.goodput.total else None,
         "rows_per_s": report.rows_per_s,
         "slow": [asdict(one) for one in report.slow],
+        "failures": report.failures,
     }
 
 
@@ -104,7 +105,8 @@ def health_of(status: Mapping[str, Any]) -> tuple[Health, str]:
     is_finite = loss is None or math.isfinite(loss)
     led_s, goodput = float(status.get("led_s", 0.0)), 1.0 if goodput is None else goodput
     slow = [SlowWorker(**one) for one in status.get("slow", ())]
-    found = concerns(present, wanted, is_finite, led_s, goodput, slow)
+    failures = int(status.get("failures", 0))
+    found = concerns(present, wanted, is_finite, led_s, goodput, slow, failures)
     health = Health.CONCERN if found else Health.HEALTHY
     why = ", ".join(found) or workers_train(present, wanted)
     if limit is not None:

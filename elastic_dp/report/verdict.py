@@ -9,6 +9,7 @@ from elastic_dp.telemetry.slow_workers import SlowWorker
 from elastic_dp.wording import counted, first_few
 
 _LOW_GOODPUT = 0.5
+_FAILURES = 3  # so many may have one cause, as a node that goes away
 _EARLY_S = 600.0  # the start of a run says little about its goodput
 
 
@@ -45,9 +46,13 @@ def concerns(
     led_s: float,
     goodput: float,
     slow: Sequence[SlowWorker],
+    failures: int,
 ) -> list[str]:
-    """Return what somebody should look at in a run that goes on."""
+    """Return what somebody should look at in a run that goes on. `failures`: since its last
+    step."""
     found = []
+    if failures > _FAILURES:
+        found.append(f"{failures} failures without a step in between")
     if present < wanted:
         found.append(workers_train(present, wanted))
     if not loss_is_finite:
@@ -131,7 +136,8 @@ def _concerns(report: Report) -> list[str]:
     loss = [point for point in report.curves.get("loss", ()) if point.counts]
     is_finite = not loss or loss[-1].value is not None
     goodput = report.goodput.fraction
-    found = concerns(report.present, report.wanted, is_finite, report.led_s, goodput, report.slow)
+    present, wanted, failures = report.present, report.wanted, report.failures
+    found = concerns(present, wanted, is_finite, report.led_s, goodput, report.slow, failures)
     return ["its cluster may be gone, or it waits for nodes"] * silent + found
 
 

@@ -60,6 +60,11 @@ class HeartbeatStatus(Protocol):
     def write(self, generation: int, step: int, phase: str) -> None:
         return
 
+    def write_evaluations(self, body: int, count: int, *, ended: bool) -> None:
+        """Writes how often this worker has called ctx.evaluate in a loop body, so far or, if it has
+        ended, in all. `body`: see `HeartbeatReceived.evaluations`."""
+        return
+
     def write_speed(self, virtual_s: float) -> None:
         """Writes the seconds for one virtual worker; 0 if unknown in this generation."""
         return

@@ -180,6 +180,11 @@ class WorkerSession:
     def report(self, phase: str) -> None:
         self.reporter.report(phase)
 
+    def report_evaluations(self, *, ended: bool) -> None:
+        """Reports how often this worker has called ctx.evaluate in this body, or after the loop."""
+        body = 2 * self.position.step + self.loop.exhausted
+        self.status.write_evaluations(body, self.progress.evaluations_begun, ended=ended)
+
     def pass_point(self, name: str, step: int | None = None) -> None:
         """Passes a named point at which a test may have planned a fault."""
         self.reporter.pass_point(name, step)
@@ -275,6 +280,8 @@ class WorkerSession:
         """Returns the next committed step, or None after the last. Raises Released when
         released."""
         self._parts.variables_guard.body_ended(self._warn)
+        if self.loop.in_body:  # else another worker ran it
+            self.report_evaluations(ended=True)
         self.loop.in_body = False
         self._checkpoint_if_requested()
         if self.control.interrupted:
@@ -324,6 +331,7 @@ class WorkerSession:
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""
         digest = self.state.digest()
+        self.report_evaluations(ended=True)
         while True:
             self.leave_if_ended()
             self.ensure_generation()

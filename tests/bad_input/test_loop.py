@@ -134,6 +134,52 @@ def test_evaluate_before_the_loop_is_refused():
         local(spec_of(), train)
 
 
+def on_rank_0(ctx, data):
+    if ctx.rank == 0:
+        ctx.evaluate(cross_entropy, data)
+
+
+def more_often_on_rank_1(ctx, data):
+    for _ in range(2 + ctx.rank):
+        ctx.evaluate(cross_entropy, data)
+
+
+def of_other_rows(ctx, data):
+    data = edp.MapStyleData(Points(20 + ctx.rank), micro_batch_size=4)
+    ctx.evaluate(cross_entropy, data)
+
+
+EVALUATIONS = {
+    "on rank 0": (on_rank_0, r"called 1 time after step 3 by w\d, but not by w\d: every worker"),
+    "more often": (
+        more_often_on_rank_1,
+        r"called 3 times after step 3 by w\d, but only 2 times by",
+    ),
+    "of other rows": (of_other_rows, "got other data on one worker than on another"),
+}
+
+
+@pytest.mark.parametrize("after_the_loop", [False, True], ids=["in the loop", "after it"])
+@pytest.mark.parametrize("mistake", EVALUATIONS)
+def test_evaluation_that_differs_between_workers_fails_the_run(mistake, after_the_loop):
+    """Those that evaluate and those that have gone on would wait for each other for ever."""
+    evaluate, words = EVALUATIONS[mistake]
+
+    def train(ctx):
+        model, data = classifier(), edp.MapStyleData(Points(20), micro_batch_size=4)
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            if step.number < 3:
+                ctx.evaluate(cross_entropy, data)
+            elif step.number == 3 and not after_the_loop:
+                evaluate(ctx, data)
+        if after_the_loop:
+            evaluate(ctx, data)
+
+    spec = spec_of(steps=3 if after_the_loop else 5, workers=2, min_workers=2)
+    error = error_of(group(spec, train, fails=True, timeout_s=20.0)[0])
+    assert type(error) is LoopError and re.search(words, str(error)), error
+
+
 def test_logger_that_raises_is_warned_of_and_called_again(tmp_path):
     def train(ctx):
         model = classifier()

@@ -241,6 +241,8 @@ def test_checkpoints_are_found_by_the_name_of_the_run_and_its_storage_path(tmp_p
         ({"metrics": {"loss": math.nan}}, Health.CONCERN, "its loss is not finite"),
         ({"goodput": 0.2, "led_s": 5.0}, Health.HEALTHY, "2 of 2 workers train"),
         ({"goodput": 0.2, "led_s": 5e3}, Health.CONCERN, "its goodput is 20 %"),
+        ({"failures": 3}, Health.HEALTHY, "2 of 2 workers train"),
+        ({"failures": 4}, Health.CONCERN, "4 failures without a step in between"),
         ({"phase": "over"}, Health.FINISHED, "generation 3: 2 workers"),
         ({"phase": "over", "failed": True}, Health.FAILED, "generation 3: 2 workers"),
     ],

@@ -292,3 +292,27 @@ def test_workers_may_be_listed_while_one_comes() -> None:
 
     workers["w1"] = First()  # type: ignore[assignment]
     assert {"w1", "w2", "w3"} <= set(scenario.coordinator.workers)
+
+
+def evaluated(scenario: Scenario, worker: str, *evaluations: int, generation: int = 1) -> bool:
+    """Whether the run fails with this heartbeat of (body, calls of ctx.evaluate, it has ended)."""
+    body, count, ended = evaluations
+    told = (body, count, bool(ended))
+    heard = m.HeartbeatReceived(worker, generation, 5, "compute", evaluations=told)
+    scenario.tell(heard)
+    return bool(scenario.of(m.FailRun))
+
+
+def test_members_that_evaluate_in_different_bodies_or_one_after_another_are_not_accused() -> None:
+    scenario = trio()
+    assert not evaluated(scenario, "w1", 10, 2, False)  # the second evaluation after step 5
+    assert not evaluated(scenario, "w2", 10, 1, False)  # a late heartbeat, of the first one
+    assert not evaluated(scenario, "w3", 8, 0, True)  # one that has not run the body of step 5
+    assert not evaluated(scenario, "w2", 10, 2, True)
+    assert not evaluated(scenario, "w2", 11, 3, False)  # behind the loop
+    assert not evaluated(scenario, "w1", 10, 3, False)  # an older body
+    assert not evaluated(scenario, "w1", 11, 1, True, generation=0)
+    assert evaluated(scenario, "w1", 11, 2, True)
+    (failed,) = scenario.of(m.FailRun)
+    assert failed.error.startswith("LoopError: ctx.evaluate was called 3 times after step 5 by w2,")
+    assert failed.facts == (failed.error.removeprefix("LoopError: "),)

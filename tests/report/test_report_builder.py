@@ -14,7 +14,18 @@ from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import EventKind, RunPhase, WorkerCondition
 from elastic_dp.run_record import Result
 from elastic_dp.telemetry.goodput import goodput_of
-from tests.report.journals import T0, command, event, explain, form, logged, lost, night, times
+from tests.report.journals import (
+    T0,
+    command,
+    event,
+    explain,
+    form,
+    logged,
+    lost,
+    night,
+    stopped,
+    times,
+)
 
 
 def report_of(lines, now=T0 + 12, **more):
@@ -115,6 +126,16 @@ def test_verdict_of_a_running_run_says_whether_it_is_healthy():
     assert report_of(full, T0 + 9).verdict[2] == (
         "It is healthy: 2 of 2 workers train, and the newest checkpoint is of step 2, 3.0 s ago."
     )
+
+
+def test_run_whose_generations_end_without_a_step_needs_a_look():
+    lines = [*night()[:13], event(6, "SizeRequested", size=2)]
+    ends = [(stopped(6, "w1", n, 2), form(6, n + 1, "w1", "w2")) for n in range(1, 5)]
+    thrice, four_times = sum(ends[:3], ()), sum(ends, ())
+    assert "It is healthy" in report_of([*lines, *thrice], T0 + 6).verdict[2]
+    report = report_of([*lines, *four_times], T0 + 6)
+    assert "It needs a look: 4 failures without a step in between" in report.verdict[2]
+    assert "It is healthy" in report_of([*lines, *four_times, logged(6, 3)], T0 + 6).verdict[2]
 
 
 def test_run_that_others_limit_wants_no_more_than_they_leave():

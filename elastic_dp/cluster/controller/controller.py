@@ -222,6 +222,7 @@ class Controller:
             "started_age_s": age_s,
             "rows_per_s": self.times.rows_per_s(),
             "slow": [dataclasses.asdict(one) for one in self.slow_workers.found],
+            "failures": coordinator.failures,
             **_newest(self.journal, now),
         }
 

@@ -169,6 +169,7 @@ def _event_of(
         tuple(float(seconds) for seconds in message.get("times", ())),
         int(message.get("store_retries", 0)),
         float(message.get("sending_s", 0.0)),
+        heartbeat_sidecar.unpacked_evaluations(int(message.get("evaluations", 0))),
     )
 
 

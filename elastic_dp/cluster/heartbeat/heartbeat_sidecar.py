@@ -61,6 +61,7 @@ class Page(ctypes.Structure):
         ("times", ctypes.c_double * 9),  # `telemetry.phase_clock.PhaseClock.state`
         ("store_retries", ctypes.c_int64),
         ("sending_s", ctypes.c_double),  # `distributed.link_times`
+        ("evaluations", ctypes.c_int64),  # `packed_evaluations`, which are written at once
     ]
 
     def controller_address(self) -> tuple[str, int, bytes]:
@@ -84,6 +85,19 @@ class Page(ctypes.Structure):
         if index >= 0:
             seconds[int(index)] += max(0.0, now - since)
         return [round(each, 4) for each in seconds]
+
+
+_MAX_COUNT = (1 << 16) - 1  # of evaluations in a body
+
+
+def packed_evaluations(body: int, count: int, ended: bool) -> int:
+    """Return the arguments of `HeartbeatStatus.write_evaluations` as one number."""
+    return body << 17 | min(count, _MAX_COUNT) << 1 | ended
+
+
+def unpacked_evaluations(number: int) -> tuple[int, int, bool]:
+    """Return the arguments of `packed_evaluations`."""
+    return number >> 17, number >> 1 & _MAX_COUNT, bool(number & 1)
 
 
 _MAC_BYTES = 16
@@ -333,6 +347,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, *pids: 
                     "times": page.times_until(now),
                     "store_retries": page.store_retries,
                     "sending_s": page.sending_s,
+                    "evaluations": page.evaluations,
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

@@ -60,6 +60,9 @@ class SharedMemoryPage:
         if self._clock.enter(phase.partition(" ")[0], time.monotonic()):
             page.times[:] = self._clock.state
 
+    def write_evaluations(self, body: int, count: int, *, ended: bool) -> None:
+        self._page.evaluations = heartbeat_sidecar.packed_evaluations(body, count, ended)
+
     def write_speed(self, virtual_s: float) -> None:
         self._page.virtual_s = virtual_s
 

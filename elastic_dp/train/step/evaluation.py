@@ -39,6 +39,7 @@ _EVALUATION = 1 << 32  # keeps the seeds of evaluation batches apart from those 
 class EvaluationBatches(Protocol):
     """What an evaluation needs from a data set; see `elastic_dp.data`."""
 
+    fingerprint: str
     num_batches: int
 
     def rows(self, batch: int) -> int: ...
@@ -99,14 +100,16 @@ def _complete(
 ) -> None:
     """Computes until every member has the results of all batches."""
     session.report("evaluate")
+    session.report_evaluations(ended=False)
+    of_data = [data.fingerprint, data.num_batches]
     # The processes of a worker may have heard of different results before a member was lost.
-    for payload in reversed(session.control.exchange(_packed(known))):
-        known.update(_unpacked(payload))
+    for payload in reversed(session.control.exchange(_packed(known, of_data))):
+        known.update(_unpacked(payload, of_data))
     group = session.auxiliary_group()
     while True:
         session.pass_point("evaluate_exchange")
-        for payload in group.gather_bytes(_packed(known)):
-            known.update(_unpacked(payload))
+        for payload in group.gather_bytes(_packed(known, of_data)):
+            known.update(_unpacked(payload, of_data))
         missing = [i for i in range(data.num_batches) if i not in known]
         if not missing:
             return
@@ -120,12 +123,18 @@ def _complete(
                 known[i] = _one(session, fn, data, evaluated, i)
 
 
-def _packed(results: Results) -> bytes:
-    return json.dumps(list(results.items())).encode()
+def _packed(results: Results, of_data: Sequence[Any]) -> bytes:
+    return json.dumps([of_data, list(results.items())]).encode()
 
 
-def _unpacked(payload: bytes) -> Results:
-    return {int(i): tuple(result) for i, result in json.loads(payload)}
+def _unpacked(payload: bytes, of_data: Sequence[Any]) -> Results:
+    said, results = json.loads(payload)
+    if said != of_data:
+        raise LoopError(
+            "ctx.evaluate got other data on one worker than on another: all evaluate together, so "
+            "pass the same data on every worker"
+        )
+    return {int(i): tuple(result) for i, result in results}
 
 
 def _one(
