@@ -92,6 +92,7 @@ Request = Command | WriteBlobs | GroupRecords  # that a controller sends to work
 
 
 GANGS = "elastic_dp.extensions.gangs.followers"  # for workers of several processes
+GANG_CONNECTIONS = "elastic_dp.extensions.gangs.gang_connections"  # for those on several nodes
 
 
 class FollowerProcess(NamedTuple):
@@ -144,7 +145,9 @@ class Worker:
         if self._gangs is not None:
             connections = [follower.connection for follower in followers]
             if listener is not None:
-                connections += self._gangs.accept_followers(identity, job, listener)
+                numbers = range(job.processes // job.nodes, job.processes)
+                accept = importlib.import_module(GANG_CONNECTIONS).accept
+                connections += accept(listener, job.secret, identity, numbers)
             self._control.lead(connections, link.post, link.register, self._page.write_fault)
         self._rendezvous = Rendezvous(identity, job.secret, link.register)
         torch.set_num_threads(spec.scaling.num_threads)

@@ -30,6 +30,7 @@ from elastic_dp.checkpoint.checkpoint_writer import WrittenBlobs
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import (
+    GANG_CONNECTIONS,
     GANGS,
     FollowerProcess,
     Request,
@@ -88,6 +89,17 @@ class Host(Protocol):
         """This thread, and what it starts, is on this host from now on."""
 
 
+class _ThisMachine(Host):
+    address = _HOST
+
+    def enter(self) -> None:
+        pass
+
+
+def _this_machine(worker: WorkerId, node: int) -> Host:
+    return _ThisMachine()
+
+
 class ProcessWorkerGroup:
     """Implements `WorkerGroup`. At most `limit` processes run; further workers stay pending."""
 
@@ -98,7 +110,7 @@ class ProcessWorkerGroup:
         limit: int | None = None,
         device: SimulatedDevice | None = None,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
-        host_of: Callable[[WorkerId, int], Host] | None = None,
+        host_of: Callable[[WorkerId, int], Host] = _this_machine,
     ) -> None:
         """`host_of` takes a worker and the number of one of its nodes."""
         self._job, self._controller, self._device = job, controller, device
@@ -170,9 +182,8 @@ class ProcessWorkerGroup:
                 self._pipes[worker] = ours
                 outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._outboxes[worker] = outbox
-            host, listener = self._host(worker, 0), None
-            if self._job.nodes > 1:
-                listener = _listen(host)
+            host = self._host_of(worker, 0)
+            listener = _listen(host) if self._job.nodes > 1 else None
             followers = self._start_followers(worker, listener)
             process = _context.Process(
                 target=_main,
@@ -189,9 +200,6 @@ class ProcessWorkerGroup:
             background(f"from {worker}", partial(self._read, worker, ours), fail).start()
             background(f"to {worker}", partial(_write, ours, outbox), fail).start()
 
-    def _host(self, worker: WorkerId, node: int) -> Host | None:
-        return None if self._host_of is None else self._host_of(worker, node)
-
     def _start_followers(
         self, worker: WorkerId, listener: socket.socket | None
     ) -> list[FollowerProcess]:
@@ -201,7 +209,7 @@ class ProcessWorkerGroup:
         on_a_node = self._job.processes // self._job.nodes
         for number in range(1, self._job.processes):
             ours, theirs = _context.Pipe()
-            host = self._host(worker, number // on_a_node)
+            host = self._host_of(worker, number // on_a_node)
             leader = theirs if listener is None or number < on_a_node else listener.getsockname()
             process = _context.Process(
                 target=_follow,
@@ -286,19 +294,17 @@ def _main(
     pipe: Connection,
     device: SimulatedDevice | None,
     followers: Sequence[FollowerProcess],
-    host: Host | None,
+    host: Host,
     listener: socket.socket | None,
 ) -> None:
-    if host is not None:
-        host.enter()
+    host.enter()
     if device is not None:
         install(SimulatedAccelerator(device))
     if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
     link = _PipeLink(pipe)
-    address = _HOST if host is None else host.address
-    worker = Worker(identity, job, link, address, followers, listener)
+    worker = Worker(identity, job, link, host.address, followers, listener)
 
     def listen() -> None:
         while True:
@@ -325,35 +331,32 @@ def _follow(
     job: WorkerJob,
     leader: Connection | tuple[str, int],
     device: SimulatedDevice | None,
-    host: Host | None,
+    host: Host,
 ) -> None:
-    if host is not None:
-        host.enter()
+    host.enter()
     if device is not None:
         install(SimulatedAccelerator(device))
-    address = _HOST if host is None else host.address
-    given = job.pickled, job.index, job.secret, job.faults, address, job.shares_gpu
-    gangs = importlib.import_module(GANGS)
+    given = job.pickled, job.index, job.secret, job.faults, host.address, job.shares_gpu
+    connection: Any = leader
     if not isinstance(leader, Connection):
-        gangs.follow_far(identity, number, leader, *given)
-        os._exit(0)
+        far = importlib.import_module(GANG_CONNECTIONS)
+        connection, watched = far.connect(leader, job.secret, identity, number)
+        far.watch(watched, lambda: os._exit(1))
     try:
-        gangs.follow(identity, number, leader, *given)
+        importlib.import_module(GANGS).follow(identity, number, connection, *given)
     except Exception:
-        leader.send(traceback.format_exc())
+        connection.send(traceback.format_exc())
         raise
     os._exit(0)
 
 
-def _listen(host: Host | None) -> socket.socket:
+def _listen(host: Host) -> socket.socket:
     """Return a socket of this host that listens for followers."""
     made: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
     def run() -> None:
-        if host is not None:
-            host.enter()
-        gangs = importlib.import_module(GANGS)
-        made.put(gangs.listen(_HOST if host is None else host.address))
+        host.enter()
+        made.put(socket.create_server((host.address, 0), backlog=128))
 
     background("listener", run).start()
     return made.get()
@@ -385,7 +388,7 @@ class ProcessRun:
         shares_gpu: bool = False,
         location: Callable[[WorkerId], WorkerLocation] | None = None,
         address: str = _HOST,
-        host_of: Callable[[WorkerId, int], Host] | None = None,
+        host_of: Callable[[WorkerId, int], Host] = _this_machine,
         state_store: ControllerStateStore | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)

@@ -8,13 +8,14 @@ import contextlib
 import importlib
 import os
 import pickle
-import sys
+import socket
 import time
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import family_of
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
@@ -43,7 +44,7 @@ class WorkerActor:
             gangs = importlib.import_module(GANGS)
             followers = gangs.start_followers(identity, others, *_given(job, address))
         if job.nodes > 1:
-            listener = gangs.listen(address)
+            listener = socket.create_server((address, 0), family=family_of(address), backlog=128)
             _start_hosts(identity, job, listener.getsockname())
         self._worker = Worker(identity, job, self._link, address, followers, listener)
         self._placed = WorkerPlaced(identity, _home())
@@ -96,30 +97,19 @@ class HostActor:
             identity, environments, *given, first=first, leader=leader, on_end=free
         )
 
-    def wait(self) -> None:
-        """Return when the processes have started."""
-
 
 def _start_hosts(identity: WorkerId, job: WorkerJob, leader: Any) -> None:
-    """Start the processes of a worker on its other nodes; this process ends if they do not
-    start."""
+    """Start the processes of a worker on its other nodes."""
     group, each = ray.util.get_current_placement_group(), job.processes // job.nodes
     assert group is not None
     for node, bundle in enumerate(group.bundle_specs[1:], 1):
-        host = HostActor.options(  # type: ignore[attr-defined]
+        HostActor.options(  # type: ignore[attr-defined]
             name=f"{job.run}/{identity}/{node}",
             namespace=f"{NAMESPACE}.hosts",
             lifetime="detached",
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
             **worker_placement.resource_options(bundle),
         ).remote(identity, job, node * each, leader)
-        host.wait.remote().future().add_done_callback(_end_if_failed)
-
-
-def _end_if_failed(future: Any) -> None:
-    if (error := future.exception()) is not None:
-        print(f"another node of this worker did not start: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def _given(job: WorkerJob, address: str) -> tuple[Any, ...]:

@@ -20,7 +20,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from elastic_dp.cluster.worker import FollowerProcess, WorkerJob, connects_devices
+from elastic_dp.cluster.worker import FollowerProcess, connects_devices
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.config import JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, WorkerFailed, WorkerId
@@ -42,8 +41,7 @@ from elastic_dp.device.gpu import is_gpu, pick_device
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import use_interface
 from elastic_dp.distributed.rendezvous import MemberRecord, Rendezvous
-from elastic_dp.errors import ClusterError
-from elastic_dp.extensions.gangs.gang_connections import accept, connect, shut, watch
+from elastic_dp.extensions.gangs.gang_connections import connect, shut, watch
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.gang_mesh import open_mesh
 from elastic_dp.threads import background
@@ -67,7 +65,6 @@ except Exception:
     raise
 """
 _PR_SET_PDEATHSIG = 1
-_STARTING_S = 120.0  # for the processes on other nodes to start
 
 
 def lead(
@@ -111,7 +108,7 @@ def follow(
     resources, labels = spec.scaling.resources_per_worker, spec.scaling.label_selector
     device = pick_device(resources)
     admit(device, resources, labels, exact=spec.exact, shared=shares_gpu)
-    control = FollowerControl(leader)
+    control = FollowerControl(leader, number)
     rendezvous = Rendezvous(identity, secret, control.tell, number)
     control.follow(rendezvous.deliver)
     link = _FollowerLink(control)
@@ -164,33 +161,6 @@ class _FollowerLink(ControllerLink, HeartbeatStatus):
 
     def write_fault(self, kind: str, text: str) -> None:
         self._control.tell(Faulted(kind, text))  # this process ends now, and the worker with it
-
-
-def listen(address: str) -> socket.socket:
-    """Returns a socket of this node to which processes on other nodes connect. Raises
-    ClusterError."""
-    if ":" in address:
-        raise ClusterError(
-            f"a worker on several nodes needs IPv4, and the address of this node is {address}"
-        )
-    return socket.create_server((address, 0), backlog=128)
-
-
-def accept_followers(
-    identity: WorkerId, job: WorkerJob, listener: socket.socket
-) -> list[Connection]:
-    """Waits for the processes of a worker on other nodes. Returns the connection of each. Raises
-    ClusterError."""
-    numbers = range(job.processes // job.nodes, job.processes)
-    return accept(listener, job.secret, identity, numbers, _STARTING_S)
-
-
-def follow_far(identity: WorkerId, number: int, leader: tuple[str, int], *given: Any) -> str:
-    """Runs `follow` in this process, whose first process is on another node. `given`: the further
-    arguments of `follow`."""
-    connection, watched = connect(leader, given[2], identity, number)
-    watch(watched, lambda: os._exit(1))
-    return follow(identity, number, connection, *given)
 
 
 def start_followers(

@@ -33,7 +33,11 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 
 
 def accept(
-    listener: socket.socket, secret: bytes, identity: str, numbers: Iterable[int], limit_s: float
+    listener: socket.socket,
+    secret: bytes,
+    identity: str,
+    numbers: Iterable[int],
+    limit_s: float = 120.0,
 ) -> list[Connection]:
     """Waits for the followers with these numbers. `secret` is that of the run, `identity` the
     worker's. Returns their connections, in order. Raises ClusterError if one does not come in

@@ -62,16 +62,11 @@ class Arrived(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A change of the store: asked of the first process, and told by it."""
+    """A change of the store, which the first process tells all in one order."""
 
     key: str
     value: bytes | int  # a number is added
-
-
-class Added(NamedTuple):
-    """The answer to a follower's change."""
-
-    total: int
+    number: int | None = None  # of the follower that asks for it
 
 
 class Faulted(NamedTuple):
@@ -190,11 +185,10 @@ class LeaderControl(GangControl):
         for number, connection in enumerate(followers):
             background(f"process-{number + 1}", partial(self._read, number, connection)).start()
 
-    def _change(self, key: str, value: bytes | int) -> int:
+    def _change(self, key: str, value: bytes | int, number: int | None = None) -> int:
         with self._storing:
-            total = self.store.apply(key, value)
-            self._send(Stored(key, value))
-            return total
+            self._send(Stored(key, value, number))
+            return self.store.apply(key, value)
 
     def deliver(self, records: GroupRecords) -> None:
         """Passes on the records of a group of followers. Any thread may call it."""
@@ -334,7 +328,7 @@ class LeaderControl(GangControl):
                 self._register(message)
                 continue
             if isinstance(message, Stored):
-                self._send(Added(self._change(*message)), [number])
+                self._change(message.key, message.value, number)
                 continue
             if isinstance(message, str) and has_started:
                 continue  # it ends now, and has printed that
@@ -359,8 +353,9 @@ class LeaderControl(GangControl):
 class FollowerControl(GangControl):
     """That of another process of the worker."""
 
-    def __init__(self, leader: Connection) -> None:
+    def __init__(self, leader: Connection, number: int) -> None:
         super().__init__()
+        self._number = number - 1  # among the followers
         self._leader, self._sending = leader, threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._totals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -426,9 +421,9 @@ class FollowerControl(GangControl):
             elif isinstance(message, GroupRecords):
                 self._on_records(message)
             elif isinstance(message, Stored):
-                self.store.apply(*message)
-            elif isinstance(message, Added):
-                self._totals.put(message.total)
+                total = self.store.apply(message.key, message.value)
+                if message.number == self._number:
+                    self._totals.put(total)
             elif message is Signal.ARE_YOU_THERE:
                 self.tell(Signal.HERE)
             else:

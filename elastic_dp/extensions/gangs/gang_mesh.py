@@ -77,7 +77,7 @@ def interface_of(address: str) -> str:
             found = fcntl.ioctl(made, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
-    raise ClusterError(f"no network interface of this node has its address {address}")
+    raise ClusterError(f"no network interface of this node has the IPv4 address {address}")
 
 
 @contextlib.contextmanager
