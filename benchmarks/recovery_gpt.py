@@ -71,7 +71,7 @@ def ours(size: str, kills: int, seed: int) -> dict[str, Any]:
         done: list[Kill] = []
         for _ in range(kills):
             wait_full(run, WORKERS)
-            time.sleep(rng.uniform(1.5, 2.0))
+            time.sleep(rng.uniform(20.0, 22.0))  # a process waits for the next replacement again
             done.append(kill(run.pids(), rng))
             # Asks nothing of the controller while the group recovers.
             wait_for(

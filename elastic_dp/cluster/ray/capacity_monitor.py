@@ -35,7 +35,7 @@ _LOG = "its log has the reason (monitor.log on the head node, or its container's
 
 
 class CapacityMonitor:
-    """A thread that looks at the cluster while workers wait.
+    """A thread that looks at the cluster while workers wait, and keeps warm processes.
 
     `stages()` returns the stage of each worker, as in the controller's status. `waits_for` is the
     present reason, empty if no worker waits; `say` is called once for each reason, and again once
@@ -70,6 +70,10 @@ class CapacityMonitor:
         while not ended.wait(_CHECK_EVERY_S):
             notice.attempt(self._worker_group.withdraw_waiting_needlessly)
             notice.attempt(self.look)
+            notice.attempt(self._refill)
+
+    def _refill(self) -> None:
+        self._worker_group.warm_processes.refill(self._worker_group.nodes(), self._stages())
 
     def look(self) -> None:
         """Set `waits_for`, and say it. Raises what Ray raises."""

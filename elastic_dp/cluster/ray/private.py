@@ -15,6 +15,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 _RPC_S = 5.0
 HEAD_RESOURCE = "node:__internal_head__"  # Ray 2.56-2.60: a resource of the head node alone
+# Ray 2.60, `ray_constants`: the variable with what `worker_process_setup_hook` names, which may be
+# given for a job alone. A worker's process calls it when it has connected.
+SETUP_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 
 
 @dataclass(frozen=True, slots=True)

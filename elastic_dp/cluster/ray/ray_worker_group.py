@@ -22,6 +22,7 @@ from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.outage_notice import OutageNotice
 from elastic_dp.cluster.ray import private, worker_placement
 from elastic_dp.cluster.ray.node_avoidance import FAILURES, NodeAvoidance
+from elastic_dp.cluster.ray.warm_processes import WarmProcesses
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.attach import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
@@ -63,6 +64,9 @@ class RayWorkerGroup:
             controller.say,
         )
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
+        environment: dict[str, str] = {}
+        prepare_environment(environment, spec.scaling.num_threads)
+        self.warm_processes = WarmProcesses(environment)
         self._asked_for_metrics = -_ASKED_EACH_S  # when
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -92,14 +96,12 @@ class RayWorkerGroup:
         if worker in self._told_to_go:  # meanwhile
             self._controller.post(WorkerLost(worker, "was not started"))
             return
-        environment: dict[str, str] = {}
-        prepare_environment(environment, self._spec.scaling.num_threads)
         name = f"{self._job.run}/{worker}"
         options = WorkerActor.options(  # type: ignore[attr-defined]
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": self.warm_processes.environment},
             **self._worker_nodes.options(worker, self.node_avoidance.selector_of(worker)),
         )
         try:
