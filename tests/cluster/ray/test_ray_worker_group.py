@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from elastic_dp.cluster import outage_notice
-from elastic_dp.cluster.ray import private, ray_worker_group
+from elastic_dp.cluster.ray import node_avoidance, private, ray_worker_group
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerLost
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import spec_of
@@ -75,6 +75,20 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
     worker_group.close()
     dies()
     assert len(failed) == 1 and worker_group._tasks.empty()
+
+
+def test_node_of_a_slow_worker_is_avoided_at_once(worker_group, monkeypatch):
+    entry = types.SimpleNamespace(node="slow")
+    monkeypatch.setattr(node_avoidance.private, "actor", lambda actor: entry)
+    known = {"Alive": True, "Resources": {"CPU": 9}, "Labels": {}}
+    nodes = [{"NodeID": name} | known for name in ("slow", "other")]
+    monkeypatch.setattr(node_avoidance.ray, "nodes", lambda: nodes)
+    worker_group._actors["w1"] = object()
+    worker_group.avoid_node_of("w1")
+    worker_group.avoid_node_of("w9")  # gone meanwhile
+    rest(worker_group)
+    assert worker_group.node_avoidance.selector_of("w2") == {"ray.io/node-id": "!in(slow)"}
+    worker_group._actors.clear()
 
 
 class CountsItsPickles:
