@@ -149,6 +149,7 @@ class RunRecord:
     staleness: int | dict[str, int] = 0  # see `config.schedules.stored`
     inner_steps: int | dict[str, int] | None = None
     processes_per_worker: int = 1
+    default_dtype: str | None = None  # None: not known
     # Steps whose rows are left out, see `checkpoint/catalog.py`: a rewind may change them.
     left_out: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     # Digests of a few rows of a map-style dataset, by their number; see `probed_rows`.
@@ -188,7 +189,7 @@ class RunRecord:
         rows = values.pop("rows")
         for name, mine in values.items():
             then = getattr(stored, name)
-            if then != mine:
+            if then != mine and (then is not None or name != "default_dtype"):
                 what = "data (its fingerprint)" if name == "data" else name
                 if name == "data" and index is not None and (old := _read_index(store)) is not None:
                     changed = difference(old, index)

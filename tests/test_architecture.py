@@ -23,6 +23,7 @@ ALLOWED = {
     "urls": set(),
     "module_pickling": set(),
     "threads": {"errors"},
+    "torch_settings": {"errors"},
     "wording": set(),
     "config": {"errors", "urls", "config"},
     "coordinator": {"errors", "wording", "coordinator"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "storage": {"errors", "urls", "storage"},
     "data": {
         *("errors", "config", "device", "sampling", "module_pickling", "storage", "data"),
-        "threads",
+        *("threads", "torch_settings"),
     },
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
@@ -51,19 +52,20 @@ ALLOWED = {
         "distributed",
         "telemetry",
         "threads",
+        "torch_settings",
         "train",
     },
     # By the protocols of a step: what `train` resolves by the option's name.
     "extensions": {
         *("errors", "sampling", "device", "distributed", "config", "data"),
         *("coordinator", "cluster", "threads", "wording", "train", "extensions", "checkpoint"),
-        "storage",
+        *("storage", "torch_settings"),
     },
     "cluster": {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording", "run_record", "report.report_builder", "report.report_model"),
-        "report.report_reader",
+        *("report.report_reader", "torch_settings"),
     },
     "report": {
         *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),

@@ -67,6 +67,7 @@ from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.telemetry.run_logger import RunLogger
+from elastic_dp.torch_settings import settings_of_script
 from elastic_dp.train.checkpointing.job_match import check_growth, job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
@@ -255,10 +256,14 @@ class ElasticTrainer:
         return result
 
     def _adopt_fixed_fields(self) -> None:
-        """Take the fields that this job leaves open from the run's first start, and what the run
-        leaves out.
+        """Take the fields that this job leaves open from the run's first start, what the run leaves
+        out, and what the script has set in torch.
         """
-        self.spec = dataclasses.replace(self.spec, left_out=Catalog(Store(self.url)).left_out())
+        self.spec = dataclasses.replace(
+            self.spec,
+            left_out=Catalog(Store(self.url)).left_out(),
+            torch_settings=settings_of_script(),
+        )
         scaling = self.spec.scaling
         fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
         if fixed is None:

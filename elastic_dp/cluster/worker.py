@@ -48,6 +48,7 @@ from elastic_dp.distributed.rendezvous import GroupRecords, Rendezvous
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from elastic_dp.storage.retry import on_retry
+from elastic_dp.torch_settings import apply_torch_settings
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
@@ -151,6 +152,7 @@ class Worker:
             self._control.lead(connections, link.post, link.register, self._page.write_fault)
         self._rendezvous = Rendezvous(identity, job.secret, link.register)
         torch.set_num_threads(spec.scaling.num_threads)
+        apply_torch_settings(spec.torch_settings)
         # Not with the variables that a process is started with: here the user's own are seen.
         for text in set_nccl_environment(os.environ):
             link.say(f"{identity}: {text}")

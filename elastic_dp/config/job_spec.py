@@ -70,6 +70,7 @@ class JobSpec:
     max_time_s: float | None = None
     # First and last steps whose rows are left out, since the run was rewound.
     left_out: tuple[tuple[int, int], ...] = ()
+    torch_settings: Mapping[str, bool | str] = field(default_factory=dict)  # see `torch_settings`
 
     def __post_init__(self) -> None:
         if self.name is None:

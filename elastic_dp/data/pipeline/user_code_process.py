@@ -11,6 +11,7 @@ out or be left behind. The process ends when the socket closes, so it never outl
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import queue
@@ -29,12 +30,13 @@ import torch
 from elastic_dp.data.pipeline.array_memory import empty_bytes
 from elastic_dp.errors import ClusterError, ElasticError
 from elastic_dp.threads import background
+from elastic_dp.torch_settings import apply_torch_settings, torch_settings
 
 _SOCKET_BYTES = 4 << 20
 _LEAVE_S = 5.0  # time to end after `close`
 _START = (
     "import sys; from elastic_dp.data.pipeline.user_code_process import serve; "
-    "serve(int(sys.argv[1]))"
+    "serve(int(sys.argv[1]), sys.argv[2])"
 )
 
 
@@ -59,9 +61,10 @@ class UserCodeProcess:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "OMP_NUM_THREADS": "1",
         }
+        settings = json.dumps(torch_settings())
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno())],
+                [sys.executable, "-c", _START, str(theirs.fileno()), settings],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -112,10 +115,11 @@ class UserCodeProcess:
         )
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, settings: str) -> None:
     """The main function of the process. It ends when the other end of the socket closes, even
-    during a call."""
+    during a call. `settings`: of torch, in the worker."""
     torch.set_num_threads(1)
+    apply_torch_settings(json.loads(settings))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
     connection = socket.socket(fileno=descriptor)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -45,6 +45,7 @@ from elastic_dp.extensions.gangs.gang_connections import connect, shut, watch
 from elastic_dp.extensions.gangs.gang_control import Faulted, FollowerControl, LeaderControl
 from elastic_dp.extensions.gangs.gang_mesh import open_mesh
 from elastic_dp.threads import background
+from elastic_dp.torch_settings import apply_torch_settings
 from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
@@ -102,6 +103,7 @@ def follow(
     given: tuple[JobSpec, Any] = cloudpickle.loads(pickled)
     spec, train = given
     torch.set_num_threads(spec.scaling.num_threads)
+    apply_torch_settings(spec.torch_settings)
     set_nccl_environment(os.environ)  # the first process says what is overridden
     use_interface(address)
     # Before the first process waits for this one to connect: it hears why this one ends.

@@ -20,6 +20,7 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.config import JobSpec
 from elastic_dp.config.schedules import stored
 from elastic_dp.errors import RunMismatch
+from elastic_dp.torch_settings import DTYPE
 from elastic_dp.train.state.train_state import OWN, TrainState
 from elastic_dp.wording import counted
 
@@ -102,6 +103,7 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
         "staleness": stored(spec.staleness),
         "inner_steps": stored(spec.inner_steps),
         "processes_per_worker": spec.scaling.processes_per_worker,
+        DTYPE: spec.torch_settings.get(DTYPE, "float32"),
     }
 
 
