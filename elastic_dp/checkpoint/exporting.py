@@ -44,6 +44,11 @@ class LoadedState:
     metrics: Mapping[str, float] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """`user`, by the name of the argument of `ctx.steps`."""
+        return self.user
+
 
 def load_state(
     url: str,

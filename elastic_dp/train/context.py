@@ -388,7 +388,8 @@ class TrainContext:
                 return batches
         if not isinstance(data, DataConfig | MapStyleData):
             raise SpecError(
-                f"data is a {type(data).__name__}, must be a DataConfig or a MapStyleData"
+                f"data is a {type(data).__name__}, must be a DataConfig or a MapStyleData, as in "
+                "MapStyleData(loader.dataset, micro_batch_size=8)"
             )
         session = self._session
         opened = open_evaluation(

@@ -90,6 +90,9 @@ def logs(value):
     return {"body": lambda m, s, c: c.log(value)}
 
 
+LOADER = torch.utils.data.DataLoader(Points(8))
+
+
 def evaluates(fn, data, **options):
     return {"body": lambda m, s, c: c.evaluate(fn, data, **options)}
 
@@ -196,6 +199,7 @@ MISTAKES = {
         ),
         (["fn is a NoneType"], evaluates(None, DATA)),
         (["data is a NoneType"], evaluates(cross_entropy, None)),
+        (["MapStyleData(loader.dataset"], evaluates(cross_entropy, LOADER)),
     ],
 }
 

@@ -75,7 +75,7 @@ def test_weights_of_an_average_get_out_by_their_key(tmp_path):
 
     result = fit(train, tmp_path, 3)
     ema = AveragedModel(classifier())
-    ema.load_state_dict(result.load_state().user["ema"])
+    ema.load_state_dict(result.load_state().state["ema"])
     for mine, theirs in zip(ema.module.parameters(), kept[0].module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

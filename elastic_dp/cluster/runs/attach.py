@@ -229,16 +229,19 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
     except ray.exceptions.RayActorError as error:
         forget(run)
         raise ClusterError(
-            f"the controller of the run {spec.name!r} did not start. A module that train "
-            "imports and "
-            "this process has not imported must be installed on the cluster, or sent by "
-            "runtime_env. "
-            f"Ray says: {error}"
+            f"the controller of the run {spec.name!r} did not start: {_cause(error)}. Where a "
+            "module is missing that train imports and this process has not imported, install it on "
+            f"the cluster, or send it by runtime_env. Ray says: {error}"
         ) from error
     except BaseException:
         forget(run)
         raise
     return controller
+
+
+def _cause(error: Exception) -> str:
+    """Return the last line of what Ray says: the error of the process that it has started."""
+    return str(error).strip().rpartition("\n")[2].strip().rstrip(".")
 
 
 def _check_is_the_same(live: LiveController, spec: JobSpec, url: str) -> None:
