@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_dp.distributed.gradient_units import UnitLayout
-
 _NARROW = (torch.float16, torch.bfloat16)  # their norms are computed and returned in fp32
 
 
@@ -61,17 +59,6 @@ def fold_squares(squares: torch.Tensor) -> torch.Tensor:
     while squares.numel() > 1:
         squares = squares[0::2] + squares[1::2]
     return squares[0]
-
-
-@torch.no_grad()
-def gradient_norm(layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Returns the norm of a gradient, of shape (): in fp64 if a part of it is, else in fp32.
-
-    `gradients` has one dense tensor for each parameter of the layout, or None. Nothing waits for a
-    device.
-    """
-    square = fold_squares(squares_of_units(layout.pieces(gradients)))
-    return GradientNorm(lambda: square, wide=is_wide(gradients)).tensor
 
 
 def is_wide(gradients: Iterable[torch.Tensor | None]) -> bool:

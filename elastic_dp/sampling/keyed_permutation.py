@@ -4,7 +4,7 @@ NumPy keeps its bit streams stable, but not what `permutation` makes of them. So
 order of a run depends on is computed here, in integer arithmetic that gives the same result on
 every platform. A golden test pins it.
 
-`mix64` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants
+`mix64_words` has the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants
 "13"). `permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits
 any size: the generalized Feistel cipher of Black and Rogaway (2002), with cycle walking for values
 outside the size.
@@ -23,22 +23,12 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ROUNDS = 6
 
 
-def mix64(word: int) -> int:
-    """Return the word mixed by a bijection of 64-bit words, in which every input bit affects every
-    output bit.
-    """
-    word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
-    word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
-    return word ^ (word >> 31)
-
-
 def derive(*parts: int) -> int:
     """Return a 64-bit key from non-negative integers of any size; their order matters."""
     key = len(parts)
     for part in parts:
         while True:
             key = (key ^ (part & _MASK)) + _GAMMA & _MASK
-            # As `mix64`, which it need not call: each micro-batch has its seeds.
             key = ((key ^ (key >> 30)) * _FACTORS[0]) & _MASK
             key = ((key ^ (key >> 27)) * _FACTORS[1]) & _MASK
             key ^= key >> 31
@@ -83,7 +73,7 @@ def _round(key: Words, number: int, half: Words) -> Words:
 
 
 def mix64_words(words: Words) -> Words:
-    """Return `mix64` of each element. Arrays wrap around silently, which is intended."""
+    """Return each element, mixed. Arrays wrap around silently, which is intended."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_FACTORS[0])
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return words ^ (words >> np.uint64(31))
