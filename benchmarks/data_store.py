@@ -1,20 +1,16 @@
-"""Parquet shards in a far store: ours beside hand-written prefetch loops over obstore.
+"""Parquet shards in a far store, compared with hand-written prefetch loops over obstore.
 
-All read the same bytes, `token_rows.many`, each row once. All have as many requests in flight, and
-decode with the same pyarrow call. The loops know everything before they start: the byte range of
-each row group, in order, and the footers. They copy batches of 64 rows into one fixed buffer, and
-limit no memory.
+All read the bytes of `token_rows.many` with as many requests in flight, and decode with the same
+pyarrow call. The loops know the footers and the range of each row group before they start. They
+copy batches of 64 rows into one fixed buffer, and limit no memory.
 
 - `threads` fetches and decodes in a pool; `asyncio` fetches in an event loop and decodes in two
   threads. Both are in file order.
-- `shuffling` is the second over row groups in random order, rows at random within `MIXED` row
-  groups at a time. It hands out one such batch and then mixes the next: a plainer shuffle than
-  ours, in which every row group comes and goes by itself.
+- `shuffling` is `asyncio` with row groups in random order, and rows at random within `MIXED` row
+  groups at a time: a plainer shuffle than ours.
 
-Ours is measured as training has it, from opening to the last tensor. Each is beside a loop that
-gives the same, in the same rounds: in order the one of the two in file order with the better
-median, shuffled the one that shuffles. How much a shuffle costs beside a loop that has none is
-said, too.
+Ours is measured from opening to the last tensor, and compared in the same rounds: in order with the
+faster loop in file order, shuffled with the loop that shuffles, and with one that does not.
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@
     python -m benchmarks.recovery_gpt [--kills 6] [--rounds 2] [--quick]
 
 Two small GPTs; 3 workers, 3 virtual workers, 8 sequences of 64 bytes each; nothing sleeps, so the
-workers want more cores than there are. Ray's workers have its own default niceness of 15, those of
-torchft the normal one. Other settings: torch computes with one thread in each process, Ray has 12
-CPUs (it gives each worker one; the machine has fewer), no dashboard, and no log in the driver.
-torchft is tuned as in `benchmarks/peers/torchft_recovery.py`. The two are measured in turn. All is
-read from files that the workers write: a pause lasts from SIGKILL to the first step committed
-without the victim, less one median step of the two that are left (ours do three micro-batches in
-it, torchft's two). The group is whole again once all three workers have committed a step together.
-No standby is configured. Ends
-with 1, and says why, if a target was missed. torchft is looked for as
-`benchmarks/peers/__init__.py` says.
+workers want more cores than there are. Ray's workers have its default niceness of 15, those of
+torchft the normal one. torch computes with one thread in each process; Ray has 12 CPUs (one for
+each worker), no dashboard, and no log in the driver. torchft is tuned as in
+`benchmarks/peers/torchft_recovery.py`, and looked for as `benchmarks/peers/__init__.py` says. The
+two are measured in turn, from files that the workers write. A pause lasts from SIGKILL to the first
+step committed without the victim, less one median step of the two that are left. The group is whole
+again once all three workers have committed a step together. There is no standby, and a process
+waits for each replacement, as it does 20 s after the last one. Ends with 1, and says why, if a
+target was missed.
 """
 
 from __future__ import annotations

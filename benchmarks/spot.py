@@ -4,23 +4,19 @@ there.
     python -m benchmarks.spot [--seconds 160]    some ten minutes; `--seconds 20` three
     python -m benchmarks.spot --quick            one short trace; records nothing
 
-A trace says how many places there are from when on. One is published (`spot_traces.G4DN`), of 17
-hours that are compressed into `--seconds`; two are generated and take a third of that: places are
-lost one by one at exponential intervals and come back after a while. All are lost without notice
-(SIGKILL). Beside us the same trace is met as most trainers meet it: all processes are ended at
-every change and the group restarts from the newest checkpoint. That one runs on our own processes
-and checkpoints too, which start and load in about a second, so the difference is the way, not the
-speed.
+A trace says how many places there are, and from when on. One is published (`spot_traces.G4DN`): 17
+hours that are compressed into `--seconds`. Two are generated and take a third of that: places are
+lost one by one at exponential intervals and come back after a while. All are lost by SIGKILL,
+without notice. The same trace is also run as most trainers meet it: every change ends all
+processes, and the group restarts from the newest checkpoint. Both run on our own processes and
+checkpoints, which start and load in about a second.
 
-Goodput: committed steps, over the capacity that was there: the steps that groups as large as the
-capacity of each instant make when nothing happens to them (measured first, one size after the
-other, checkpoints included). What is missing is parted into `starting` (a place is there, and its
-worker does not train yet) and `paused` (nobody trains, a step is done again, or steps are slower
-than calm ones); `pauses` has each. Compute is a sleep for each virtual worker, so a machine's few
-cores do not matter, as long as they are idle enough. Compression is hard on whoever pauses or
-starts: a second here is eight minutes of the day. Cost per step is in places x time at the price of
-a place: 1 on demand, SPOT_PRICE on spot. Results are written after each trace; one that
-fails is written as its error, and the others follow.
+Goodput: committed steps, divided by those that calm groups as large as the capacity of each instant
+would make, checkpoints included (measured first, one size after the other). What is missing is
+`starting` (a place is there, and its worker does not train yet) or `paused` (nobody trains, a step
+is done again, or steps are slower than calm ones); `pauses` has each. Compute is a sleep for each
+virtual worker, so few cores are enough if they are idle. A second here is eight minutes of the day.
+Cost per step is in places x time at the price of a place: 1 on demand, SPOT_PRICE on spot.
 """
 
 from __future__ import annotations

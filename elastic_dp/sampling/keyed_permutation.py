@@ -4,10 +4,10 @@ NumPy keeps its bit streams stable, but not what `permutation` makes of them. So
 order of a run depends on is computed here, in integer arithmetic that gives the same result on
 every platform. A golden test pins it.
 
-`mix64_words` has the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants
-"13"). `permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits
-any size: the generalized Feistel cipher of Black and Rogaway (2002), with cycle walking for values
-outside the size.
+`mix64_words` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's "13"
+constants). `permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it
+fits any size: the generalized Feistel cipher of Black and Rogaway (2002), with cycle walking for
+values outside the size.
 """
 
 from __future__ import annotations
