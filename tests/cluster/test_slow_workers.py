@@ -64,16 +64,16 @@ def train(ctx):
 
 
 @contextlib.contextmanager
-def running(monkeypatch, train=train, host_of=None, address="127.0.0.1", **options):
-    """A run of three workers that names slow ones within seconds."""
+def running(monkeypatch, train=train, hosts=None, **options):
+    """A run of three workers that names slow ones within seconds. `hosts`: where it runs, if not on
+    this machine."""
     for name, number in {"WINDOWS": 4, "FOUND": 4, "KEPT": 2}.items():
         monkeypatch.setattr(slow_workers, name, number)
     run = ProcessRun(
         spec_of(virtual=3, **options),
         train,
         location=lambda worker: WorkerLocation(f"node-of-{worker}"),
-        host_of=host_of,
-        address=address,
+        **(hosts or {}),
     )
     run.controller.slow_workers.finder.window_s = 0.2
     with run:
@@ -103,7 +103,7 @@ def test_worker_with_a_slow_link_is_named_and_no_other(both_ways, monkeypatch):
         return hosts[int(worker.removeprefix("w")) % 3]
 
     where = {"host_of": host_of, "address": network.address}
-    with contextlib.closing(network), running(monkeypatch, wide, steps=ENDLESS, **where) as run:
+    with contextlib.closing(network), running(monkeypatch, wide, where, steps=ENDLESS) as run:
         status, host = run.controller.status, host_of("w2", 0)
         eventually(lambda: (status()["step"] > 40, status()["world_size"]) == (True, 3), status)
         assert not status()["slow"]
