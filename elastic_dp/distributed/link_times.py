@@ -11,7 +11,15 @@ from collections.abc import Mapping
 _TCP_INFO, _SIZE = 11, 192
 _TIMES, _TIMES_AT = struct.Struct("QQ"), 168  # tcpi_busy_time, tcpi_rwnd_limited: microseconds
 
+# The default of `socket.setdefaulttimeout` would make others' sockets non-blocking.
+_AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+
 Connections = Mapping[tuple[int, int], bool]  # by descriptor and inode: it leaves the machine
+
+
+def socket_of(descriptor: int) -> socket.socket:
+    """Return an object for this socket, to look at it. The socket remains as it is."""
+    return socket.socket(type=_AS_IT_IS, fileno=descriptor)
 
 
 def connections() -> dict[tuple[int, int], bool]:
@@ -19,7 +27,7 @@ def connections() -> dict[tuple[int, int], bool]:
     found = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
-            one = socket.socket(fileno=int(name))
+            one = socket_of(int(name))
             try:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     key = int(name), os.fstat(int(name)).st_ino
@@ -38,7 +46,7 @@ def sending_s(links: Connections) -> float:
     times = []
     for number, _ in [key for key, leaves in links.items() if leaves] or links:
         with contextlib.suppress(OSError, struct.error):
-            one = socket.socket(fileno=number)
+            one = socket_of(number)
             try:
                 info = one.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _SIZE)
             finally:

@@ -55,6 +55,7 @@ class UserCodeProcess:
         """`pickled`: the callable. Returns at once, before the process has imported anything."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
+            end.setblocking(True)  # whatever user code has as `socket.setdefaulttimeout`
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
         environment = os.environ | {

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from multiprocessing.connection import Connection
 
+from elastic_dp.distributed.link_times import socket_of
 from elastic_dp.errors import ClusterError
 from elastic_dp.threads import background
 
@@ -111,7 +112,7 @@ def watch(connection: Connection, on_lost: Callable[[], object]) -> None:
 
 def shut(connection: Connection) -> None:
     """Ends a connection for all processes that hold it."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ended:
+    with contextlib.suppress(OSError), socket_of(os.dup(connection.fileno())) as ended:
         ended.shutdown(socket.SHUT_RDWR)
 
 
@@ -147,5 +148,5 @@ def _connection(made: socket.socket) -> Connection:
 
 def _set_limit(connection: Connection, seconds: int) -> None:
     """Sets how long one read may wait; 0: for ever."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+    with socket_of(os.dup(connection.fileno())) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

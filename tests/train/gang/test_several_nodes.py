@@ -228,6 +228,21 @@ def test_strangers_are_refused_and_followers_are_taken(leader: Any) -> None:
         stranger.close()
 
 
+def test_connections_block_whatever_user_code_has_as_default_timeout(
+    leader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, taken = leader
+    monkeypatch.setattr(gang_connections, "_PROOF_LIMIT_S", 5)
+    socket.setdefaulttimeout(20)
+    try:
+        made = [connect(address, SECRET, "w1", number) for number in (1, 2)]
+        accepted = taken.get(timeout=PATIENCE_S)
+        ends = [*accepted, *(one for pair in made for one in pair)]
+        assert all(os.get_blocking(one.fileno()) for one in ends)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 def test_follower_that_does_not_come_is_named() -> None:
     told = r"processes \[3, 4\] of this worker, on other nodes, have not connected to 127"
     with pytest.raises(ClusterError, match=told):
