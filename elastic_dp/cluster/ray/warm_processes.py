@@ -3,14 +3,15 @@ and imported torch, which are most of a new worker's time to start.
 
 Ray has no call for this. But a process whose task is cancelled while it starts stays, and Ray gives
 it to the next actor with the same environment on that node. It holds no CPU and no GPU, and some
-0.35 GB of memory. Ray ends it as it ends its other idle processes: where there are more than CPUs.
+0.35 GB of memory. Ray ends idle processes of a node that are more than its free CPUs, so a node
+whose CPUs are all taken gets none.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -33,7 +34,7 @@ class WarmProcesses:
         if private.SETUP_HOOK not in os.environ:  # the user has one
             # Imports torch's compiler, as the first optimizer does, and asks CUDA for nothing.
             self.environment[private.SETUP_HOOK] = "torch.compiler.disable"
-        self._nodes: set[str] = set()  # that have one
+        self._nodes: set[str] = set()  # that have one, or have no room for one
         self._seen: set[WorkerId] = set()
         self._calm = 0
 
@@ -47,17 +48,22 @@ class WarmProcesses:
         self._calm = 0 if starts else self._calm + 1
         wanted = {*nodes.values()} - self._nodes
         if self._calm >= _CALM and wanted:
-            for node in ray.nodes():
-                if node["NodeID"] in wanted and node["Resources"].get("memory", 0) >= _LEAST_BYTES:
-                    self._start(node["NodeID"])
-                    self._nodes.add(node["NodeID"])
+            free = private.free_resources()
+            large = (n for n in ray.nodes() if n["Resources"].get("memory", 0) >= _LEAST_BYTES)
+            ids = (node["NodeID"] for node in large)
+            self._start([n for n in ids if n in wanted and free.get(n, {}).get("CPU", 0) >= 1])
+            self._nodes |= wanted
 
-    def _start(self, node: str) -> None:
-        there: Any = NodeAffinitySchedulingStrategy(node, soft=False)
-        environment = {"env_vars": self.environment}
-        task = _nothing.options(scheduling_strategy=there, runtime_env=environment).remote()
-        time.sleep(_STARTS_S)
-        ray.cancel(task)
+    def _start(self, nodes: Sequence[str]) -> None:
+        environment, tasks = {"env_vars": self.environment}, []
+        for node in nodes:
+            there: Any = NodeAffinitySchedulingStrategy(node, soft=False)
+            options = _nothing.options(scheduling_strategy=there, runtime_env=environment)
+            tasks.append(options.remote())
+        if tasks:
+            time.sleep(_STARTS_S)
+        for task in tasks:
+            ray.cancel(task)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -2,23 +2,26 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from elastic_dp.cluster.ray import private, warm_processes
 from elastic_dp.cluster.ray.warm_processes import WarmProcesses
 
-NODES, SMALL = ("a", "b"), "small"
+NODES, SMALL, FULL = ("a", "b"), "small", "full"
 
 
 @pytest.fixture
 def warm(monkeypatch):
-    sizes = {**dict.fromkeys(NODES, 8 << 30), SMALL: 1 << 30}
+    sizes = {**dict.fromkeys((*NODES, FULL), 8 << 30), SMALL: 1 << 30}
     nodes = [{"NodeID": name, "Resources": {"memory": size}} for name, size in sizes.items()]
     monkeypatch.setattr(warm_processes.ray, "nodes", lambda: nodes)
+    free = {**{name: {"CPU": 1.0} for name in sizes}, FULL: {"memory": 1.0}}
+    monkeypatch.setattr(warm_processes.private, "free_resources", lambda: free)
     made = WarmProcesses({"X": "1"})
     made.started = []
-    monkeypatch.setattr(made, "_start", made.started.append)
+    monkeypatch.setattr(made, "_start", made.started.extend)
     return made
 
 
@@ -39,10 +42,20 @@ def test_a_worker_that_starts_on_a_node_has_taken_its_process(warm):
     assert sorted(warm.started) == ["a", "b", "b"]
 
 
-def test_a_node_with_little_memory_gets_none(warm):
+def test_a_node_with_little_memory_or_no_free_cpu_gets_none(warm):
     for _ in range(5):
-        warm.refill({"w0": SMALL}, {})
+        warm.refill({"w0": SMALL, "w1": FULL}, {})
     assert not warm.started
+
+
+def test_processes_of_many_nodes_start_at_the_same_time(monkeypatch):
+    slept, cancelled = [], []
+    monkeypatch.setattr(warm_processes.time, "sleep", slept.append)
+    monkeypatch.setattr(warm_processes.ray, "cancel", cancelled.append)
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: len(slept)))
+    monkeypatch.setattr(warm_processes, "_nothing", task)
+    WarmProcesses({})._start([f"{i:056x}" for i in range(1000)])
+    assert (len(slept), cancelled) == (1, [0] * 1000)
 
 
 def test_what_the_user_has_a_process_do_first_stays(monkeypatch):
