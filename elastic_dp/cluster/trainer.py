@@ -143,6 +143,14 @@ class ElasticTrainer:
         }.items():
             if not isinstance(given, Mapping | None):
                 raise SpecError(f"{field} is a {type(given).__name__}, must be a dict")
+        sent = runtime_env or {}
+        for each in (sent.get("working_dir"), *(sent.get("py_modules") or ())):
+            if each is not None and "://" not in str(each):
+                raise SpecError(
+                    f"runtime_env has {each!r}, but Ray sends what is here for a whole job only: "
+                    "give it to ray.init(runtime_env=…) before the run starts. Modules that this "
+                    "process has imported are sent without it"
+                )
         if not isinstance(loggers, Sequence) or not all(
             isinstance(each, RunLogger) or callable(each) for each in loggers
         ):

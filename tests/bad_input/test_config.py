@@ -225,6 +225,11 @@ async def waits(ctx):
         ({"loggers": print}, "loggers is "),
         ({"loggers": [3]}, "loggers is "),
         ({"runtime_env": "x"}, "runtime_env is a str"),
+        ({"runtime_env": {"working_dir": "code"}}, "runtime_env has 'code', but Ray sends"),
+        (
+            {"runtime_env": {"py_modules": ["s3://b/a.zip", math]}},
+            "give it to ray.init(runtime_env",
+        ),
         ({"train": lambda: None}, "train takes (), must be a function of one argument (ctx)"),
         ({"train": lambda ctx, other: None}, "train takes (ctx, other)"),
         ({"train": waits}, "train has async or yield, so that a call of it runs nothing"),
@@ -242,6 +247,13 @@ def test_trainer_argument_of_another_kind_is_refused(tmp_path, options, words):
     }
     with pytest.raises(SpecError, match=re.escape(words)):
         edp.ElasticTrainer(**(job | options))
+
+
+def test_trainer_takes_a_runtime_env_that_ray_takes_for_an_actor(tmp_path):
+    environment = {"working_dir": "s3://b/a.zip", "py_modules": None, "env_vars": {"A": "1"}}
+    data = edp.MapStyleData(Points(), micro_batch_size=4)
+    job = {"storage_path": tmp_path, "name": "a", "data": data, "max_steps": 1}
+    assert edp.ElasticTrainer(good, runtime_env=environment, **job).runtime_env == environment
 
 
 def test_trainer_takes_path_objects(tmp_path):
