@@ -33,9 +33,11 @@ class PhaseReporter:
         generation = 0 if membership is None else membership.generation
         self._status.write(generation, self._progress.position.step, phase)
         group = self._groups.main
-        if phase == "apply" and group is not None and (now := time.monotonic()) >= self._look_at:
-            self._look_at = now + max(LOOK_S, LOOK_S_PER_MEMBER * group.world_size)
-            self._status.write_sending(sending_s(group.links))
+        if phase == "apply" and group is not None and group.links:
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + max(LOOK_S, LOOK_S_PER_MEMBER * group.world_size)
+                self._status.write_sending(sending_s(group.links))
 
     @property
     def points(self) -> Callable[[str, int], None] | None:

@@ -118,7 +118,7 @@ def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longe
         {"w1": actor},
         {},
     )
-    worker_group._tasks = queue.SimpleQueue()
+    worker_group._tasks, worker_group._closing = queue.SimpleQueue(), threading.Event()
     worker_group._withdrawn, worker_group._told_to_go = set(), set()
     worker_group.node_avoidance = types.SimpleNamespace(failed=lambda actor: None)
     worker_group._controller = types.SimpleNamespace(post=lost.append)

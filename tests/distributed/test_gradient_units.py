@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.distributed.gradient_norm import fold_squares, gradient_norm, squares_of_units
+from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
 from elastic_dp.distributed.gradient_units import (
     CUT_ELEMENTS,
     Unit,
     UnitLayout,
     elements_per_unit,
 )
+from tests.distributed.norms import gradient_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 sizes = st.lists(st.tuples(st.integers(0, 5_000_000), st.sampled_from(DTYPES)), max_size=8)

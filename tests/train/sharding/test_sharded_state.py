@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed import gradient_units
-from elastic_dp.distributed.gradient_norm import GradientClipping, gradient_norm, squares_of_units
+from elastic_dp.distributed.gradient_norm import GradientClipping, squares_of_units
 from elastic_dp.distributed.gradient_units import UnitLayout, in_memory_order
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import LoopError, PiecesLost
@@ -26,6 +26,7 @@ from elastic_dp.extensions.sharding.sharded_optimizer import ShardedOptimizer
 from elastic_dp.train.exactness.torch_optimizers import BY_PARAMETER
 from elastic_dp.train.master_weights import MasterWeights
 from tests.distributed.members import _dropped_here, of_each  # noqa: F401
+from tests.distributed.norms import gradient_norm
 from tests.train.exactness.test_torch_optimizers import VARIANTS, shapes
 from tests.train.optimizers import pytorch_optimizer
 
