@@ -1,9 +1,9 @@
 """Events that workers and the cluster report, and commands with which the coordinator answers.
 
-Events are in the past tense, commands in the imperative. All are frozen values,
-so a journal of them replays a run. Every message about a generation carries its number, which
-fences it: a message of an older generation changes nothing. Messages may be late, duplicated, or
-out of order. Identities (`worker`) are never used twice.
+Events are in the past tense, commands in the imperative. All are frozen values, so a
+journal of them replays a run. Every message about a generation carries its number, which fences it:
+a message of an older generation changes nothing. Messages may be late, duplicated, or out of order.
+Identities (`worker`) are never used twice.
 """
 
 from dataclasses import dataclass

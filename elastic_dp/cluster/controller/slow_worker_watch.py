@@ -79,6 +79,7 @@ class SlowWorkerWatch:
             self._micro_batches = {}  # this generation is over
         self.finder.forget([worker])
         self._record(time.monotonic())
+        self._nodes.pop(worker, None)  # its name is not used again
 
     def _record(self, now: float) -> None:
         found = self.finder.found

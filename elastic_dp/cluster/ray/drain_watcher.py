@@ -56,7 +56,7 @@ class DrainWatcher:
         wall clock.
         """
         draining = self._draining()
-        nodes = [*self._nodes()] if draining else []
+        nodes = dict.fromkeys(self._nodes()) if draining else {}
 
         def at(deadline_ms: int) -> float | None:
             return now + deadline_ms / 1000 - wall if deadline_ms else None
