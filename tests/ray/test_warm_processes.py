@@ -27,12 +27,14 @@ class Replacement:
         return os.getpid(), "torch._dynamo" in sys.modules
 
 
-def with_variable(name: str) -> set[int]:
-    """The processes without a task that have this environment variable."""
+def waiting_with(name: str) -> set[int]:
+    """The processes without a task that have this environment variable and have mapped torch: the
+    hook runs after the process has told Ray that it is there, its title is set before."""
     found = set()
     for process in psutil.process_iter():
         try:
-            if process.cmdline()[:1] == ["ray::IDLE"] and name in process.environ():
+            idle = process.cmdline()[:1] == ["ray::IDLE"] and name in process.environ()
+            if idle and any("libtorch" in each.path for each in process.memory_maps()):
                 found.add(process.pid)
         except psutil.Error:  # it has ended
             continue
@@ -44,8 +46,8 @@ def test_an_actor_takes_the_process_that_waits():
     warm = WarmProcesses({name: "1"})
     for _ in range(2):
         warm.refill({"w0": ray.nodes()[0]["NodeID"]}, {})
-    eventually(lambda: with_variable(name))
-    (waiting,) = with_variable(name)
+    eventually(lambda: waiting_with(name))
+    (waiting,) = waiting_with(name)
     environment = {"env_vars": warm.environment}
     actor = Replacement.options(num_cpus=1, runtime_env=environment).remote()
     assert ray.get(actor.process.remote()) == (waiting, True)
