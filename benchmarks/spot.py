@@ -1,7 +1,7 @@
 """A spot market, in compressed time, against real workers: what is made of the capacity that is
 there.
 
-    python -m benchmarks.spot [--seconds 160]    some ten minutes; `--seconds 20` three
+    python -m benchmarks.spot [--seconds 160]    some twelve minutes; `--seconds 20` five
     python -m benchmarks.spot --quick            one short trace; records nothing
 
 A trace says how many places there are, and from when on. One is published (`spot_traces.G4DN`): 17
@@ -12,11 +12,12 @@ processes, and the group restarts from the newest checkpoint. Both run on our ow
 checkpoints, which start and load in about a second.
 
 Goodput: committed steps, divided by those that calm groups as large as the capacity of each instant
-would make, checkpoints included (measured first, one size after the other). What is missing is
-`starting` (a place is there, and its worker does not train yet) or `paused` (nobody trains, a step
-is done again, or steps are slower than calm ones); `pauses` has each. Compute is a sleep for each
-virtual worker, so few cores are enough if they are idle. A second here is eight minutes of the day.
-Cost per step is in places x time at the price of a place: 1 on demand, SPOT_PRICE on spot.
+would make, checkpoints included (measured before each trace, one size after the other). What is
+missing is `starting` (a place is there, and its worker does not train yet) or `paused` (nobody
+trains, a step is done again, or steps are slower than calm ones); `pauses` has each. Compute is a
+sleep for each virtual worker, so few cores are enough if they are idle. A second here is eight
+minutes of the day. Cost per step is in places x time at the price of a place: 1 on demand,
+SPOT_PRICE on spot.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def spec(micro_batch_s: float = MICRO_BATCH_S, max_steps: int = 10_000_000) -> J
     )
 
 
-Line = tuple[float, int, int]  # when, which step, how many made it
+Line = tuple[float, int, int]  # when (of `time.time`), which step, how many made it
 
 
 def replay(trace: Trace, restart: bool) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def replay(trace: Trace, restart: bool) -> dict[str, Any]:
 
     def on_line(line: dict[str, Any]) -> None:
         if "world" in line:
-            lines.append((time.monotonic(), int(line["step"]), int(line["world"])))
+            lines.append((line["time"], int(line["step"]), int(line["world"])))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         journal = Journal(None)
@@ -139,7 +140,7 @@ def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
     """The trace's changes at their times. `restart`: each of them ends everybody."""
     rng = random.Random(1)
     for at, places in trace.changes[1:]:
-        time.sleep(max(0.0, begun + at - time.monotonic()))
+        time.sleep(max(0.0, begun + at - time.time()))
         run.worker_group.allow(places)
         up = [p for p in run.worker_group.processes.values() if p.is_alive()]
         rng.shuffle(up)
@@ -185,8 +186,8 @@ def _pauses(lines: Sequence[Line], paces: dict[int, float]) -> list[dict[str, fl
     """Where steps were late by more than one: when, how many trained before and after, and by how
     much."""
     found = []
-    for (at, _, before), (later, _, after) in itertools.pairwise(lines):
-        late = later - at - paces[after]
+    for (at, step, before), (later, next_step, after) in itertools.pairwise(lines):
+        late = later - at - (next_step - step) * paces[after]
         if before != after or late > paces[after]:
             found.append({"at": round(at, 2), "from": before, "to": after, "ms": round(1e3 * late)})
     return found
@@ -234,8 +235,6 @@ def main() -> None:
     seconds = 6.0 if options.quick else options.seconds
     # A quick one takes for calm what would be if nothing but the sleeps took time.
     ideal = {places: VIRTUAL / places * MICRO_BATCH_S for places in range(1, PLACES + 1)}
-    paces = ideal if options.quick else calm_paces()
-    print("steps a second:", {size: round(1 / pace, 2) for size, pace in paces.items()}, flush=True)
     results: list[dict[str, Any]] = []
     short = seconds / 3
     traces = (
@@ -245,7 +244,7 @@ def main() -> None:
     )
     for trace in traces[:1] if options.quick else traces:
         try:
-            results.append(measure(trace, paces))
+            results.append(measure(trace, ideal if options.quick else calm_paces()))
         except Exception as error:  # whatever it is, the others are to be seen
             traceback.print_exc()
             results.append({"trace": trace.name, "error": f"{type(error).__name__}: {error}"})
