@@ -1,12 +1,13 @@
 """What a joiner costs the group, by the size of the state, and what a standby saves.
 
-    python -m benchmarks.join [--joins 5] [--kills 10] [--sizes 4] [--quick]
+    python -m benchmarks.join [--joins 5] [--kills 10] [--members 2] [--mb 24 240 …] [--quick]
 
 On real Ray actors. A group of two is asked for a third worker, over and over: the state travels as
 the run chooses (in parts while the two train, if a copy takes longer than a moment) and, in a run
 of its own, at once. The pause is the time in which a worker that was there can make no step: as the
 generation changes, and as the third becomes a member. With a warm standby, a kill is followed until
 the first step of a generation of full size. Ends with 1, and says why, if a target was missed.
+2,400 MB need some 6 GB for each worker: `--members 1` has two.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.report import each, exit_code, parser_of, recorded, run_main
 from elastic_dp.train.generations import gradual_join
 from elastic_dp.train.worker_session import WorkerSession
 
-WIDTHS = {"24 MB": 1390, "240 MB": 4400, "720 MB": 7640, "2,400 MB": 14080}
+WIDTHS = {24: 1390, 240: 4400, 720: 7640, 2400: 14080}  # of a model, by MB of its state
 CALM_STEPS = 5
 TARGET_WAIT_MS, TARGET_STANDBY_MS = 100.0, 500.0  # more for the largest state than for the smallest
 
@@ -82,37 +83,37 @@ def read(path: str, kind: str = "body") -> list[tuple[float, int, int]]:
     return [(float(at), int(generation), int(size)) for _, at, generation, size in words]
 
 
-def joins(width: int, times: int, *, at_once: bool) -> dict[str, Any]:
+def joins(width: int, times: int, members: int, *, at_once: bool) -> dict[str, Any]:
     size = 3 * sum(p.numel() * p.element_size() for p in classifier(width).parameters())
     pauses, took, before, meanwhile = [], [], list[float](), list[float]()
     with tempfile.TemporaryDirectory() as storage:
         folder = f"{storage}/logs"
         os.mkdir(folder)
         config: dict[str, Any] = {"train": train, "width": width, "at_once": at_once}
-        run = trainer("joins", storage, folder, 2, virtual=3, **config).start()
-        wait_full(run, 2, CALM_STEPS, timeout_s=600.0)
+        run = trainer("joins", storage, folder, members, virtual=3, **config).start()
+        wait_full(run, members, CALM_STEPS, timeout_s=600.0)
         first = f"{folder}/{min(os.listdir(folder), key=lambda name: int(name[1:]))}"
         for _ in range(times):
             known = len(read(first))
 
             def has_steps(of: int, more: int, known: int = known) -> bool:
-                return sum(members == of for _, _, members in read(first)[known:]) >= more
+                return sum(size == of for _, _, size in read(first)[known:]) >= more
 
-            wait_for(partial(has_steps, 2, CALM_STEPS), 600.0, "steps of two", 0.2)
+            wait_for(partial(has_steps, members, CALM_STEPS), 600.0, "steps of fewer", 0.2)
             asked = len(read(first))
-            run.scale(3)
-            wait_for(partial(has_steps, 3, 2), 900.0, "steps of three", 0.2)
+            run.scale(members + 1)
+            wait_for(partial(has_steps, members + 1, 2), 900.0, "steps with the joiner", 0.2)
             bodies = read(first)
             gaps = [b - a for (a, *_), (b, *_) in itertools.pairwise(bodies)]
-            member = next(n for n in range(asked, len(bodies)) if bodies[n][2] == 3)
+            member = next(n for n in range(asked, len(bodies)) if bodies[n][2] == members + 1)
             changed = next(n for n in range(asked, member + 1) if bodies[n][1] == bodies[member][1])
             paused = [s for s, at, _ in read(first, "pause") if at == bodies[member][1]]
             pauses.append(1e3 * sum(paused))
             took.append(bodies[member][0] - bodies[changed][0])
             before += gaps[asked - CALM_STEPS : asked - 1]
             meanwhile += gaps[changed : member - 1]
-            run.scale(2)
-            wait_full(run, 2, timeout_s=600.0)
+            run.scale(members)
+            wait_full(run, members, timeout_s=600.0)
         run.stop("enough")
         run.result()
     return {
@@ -173,11 +174,12 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     try:
         if options.kills:
             yield "with a standby", standby(options.kills)
-        widths = [*WIDTHS.items()][: options.sizes]
-        for name, width in widths if options.joins else ():
+        who = "" if options.members == 2 else f" and {options.members} member"
+        for mb in options.mb if options.joins else ():
             for how in ("as chosen", "at once"):
-                found = joins(width, options.joins, at_once=how == "at once")
-                yield f"state of {name}, {how}", found
+                at_once = how == "at once"
+                found = joins(WIDTHS[mb], options.joins, options.members, at_once=at_once)
+                yield f"state of {mb:,} MB{who}, {how}", found
     finally:
         ray.shutdown()
 
@@ -201,7 +203,9 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def main() -> int:
-    options = parser_of(__doc__, joins=5, kills=10, sizes=4).parse_args()
+    parser = parser_of(__doc__, joins=5, kills=10, members=2)
+    parser.add_argument("--mb", type=int, nargs="*", choices=WIDTHS, default=[*WIDTHS])
+    options = parser.parse_args()
     if options.quick:
         options.joins, options.kills, options.no_write = 0, 1, True
     torch.set_num_threads(1)
