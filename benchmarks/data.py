@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import data_local, data_store, token_rows
 from benchmarks.recovery import outside_load
-from benchmarks.report import each, parser_of, recorded
+from benchmarks.report import each, parser_of
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
             else:
                 yield part, busy | data_store.measure(given.folder, given.rounds)
 
-    each("data", measured(), keep=not given.no_write, before=recorded("data"))
+    each("data", measured(), keep=not given.no_write)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from benchmarks.recovery import (
     wait_for,
     wait_full,
 )
-from benchmarks.report import each, exit_code, parser_of, recorded, run_main
+from benchmarks.report import each, exit_code, parser_of, run_main
 from elastic_dp.train.generations import gradual_join
 from elastic_dp.train.worker_session import WorkerSession
 
@@ -209,8 +209,7 @@ def main() -> int:
     if options.quick:
         options.joins, options.kills, options.no_write = 0, 1, True
     torch.set_num_threads(1)
-    before = recorded("join")
-    found = targets(each("join", pieces(options), keep=not options.no_write, before=before))
+    found = targets(each("join", pieces(options), keep=not options.no_write))
     return 0 if options.quick else exit_code(found)
 
 

@@ -37,11 +37,8 @@ def write(name: str, results: Any) -> Path:
     """Write one benchmark's results, replacing its last ones."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware(),
-        "results": results,
-    }
+    date = datetime.date.today().isoformat()
+    content = {"date": date, "hardware": hardware(), "results": results}
     path.write_text(json.dumps(content, indent=2, default=str) + "\n")
     return path
 
@@ -52,12 +49,10 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
-def each(
-    name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool, before: Mapping[str, Any] = {}
-) -> dict[str, Any]:
+def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, Any]:
     """Print each piece when it is found. `keep`: and write all so far, so that an early end loses
-    none. `before`: pieces that were measured before, which stay unless they are found again."""
-    results = dict(before)
+    none. Pieces that were measured before stay unless they are found again."""
+    results = recorded(name)
     for piece, found in pieces:
         results[piece] = found
         print(piece, json.dumps(found, indent=1), flush=True)
@@ -86,17 +81,15 @@ def conclude(
     measured: Iterable[dict[str, Any]],
     targets: Callable[[list[dict[str, Any]]], Mapping[str, bool]],
 ) -> int:
-    """Print each result when it is found, write all of them, and judge the targets. Returns the
+    """Print each result when it is found, write those so far, and judge the targets. Returns the
     exit code."""
     results = []
     for one in measured:
         results.append(one)
         print(one, flush=True)
-    if options.quick:
-        return 0
-    if not options.no_write:
-        print(write(name, results))
-    return exit_code(targets(results))
+        if not (options.quick or options.no_write):
+            print(write(name, results), flush=True)
+    return 0 if options.quick else exit_code(targets(results))
 
 
 def exit_code(targets: Mapping[str, bool]) -> int:
@@ -111,11 +104,7 @@ def median_interval(values: Sequence[float], samples: int = 2000) -> tuple[float
     """Median and its 95 % interval by bootstrap (fixed seed)."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(samples))
-    return (
-        statistics.median(values),
-        medians[int(0.025 * samples)],
-        medians[int(0.975 * samples)],
-    )
+    return statistics.median(values), medians[int(0.025 * samples)], medians[int(0.975 * samples)]
 
 
 def run_main(module: str) -> None:

@@ -25,9 +25,9 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import parser_of, write
+from benchmarks.report import conclude, parser_of
 from benchmarks.spot_traces import PLACES, Trace, generated, published
 from elastic_dp.config import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
@@ -230,29 +230,24 @@ def measure(trace: Trace, paces: dict[int, float]) -> dict[str, Any]:
     }
 
 
+def targets(results: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    return {f"{one['trace']}: goodput": one["goodput"] >= one["target"] for one in results}
+
+
 def main() -> None:
     options = parser_of(__doc__, seconds=160.0).parse_args()
     seconds = 6.0 if options.quick else options.seconds
     # A quick one takes for calm what would be if nothing but the sleeps took time.
     ideal = {places: VIRTUAL / places * MICRO_BATCH_S for places in range(1, PLACES + 1)}
-    results: list[dict[str, Any]] = []
     short = seconds / 3
     traces = (
         published(seconds),
         generated("fair", short, lost_every_s=2 * short, back_after_s=short / 8, seed=3),
         generated("foul", short, lost_every_s=short / 2, back_after_s=short / 8, seed=7),
     )
-    for trace in traces[:1] if options.quick else traces:
-        try:
-            results.append(measure(trace, ideal if options.quick else calm_paces()))
-        except Exception as error:  # whatever it is, the others are to be seen
-            traceback.print_exc()
-            results.append({"trace": trace.name, "error": f"{type(error).__name__}: {error}"})
-        print(results[-1], flush=True)
-        if not (options.no_write or options.quick):
-            print(write("spot", results), flush=True)
-    if any("error" in result for result in results):
-        raise SystemExit(1)
+    chosen = traces[:1] if options.quick else traces
+    found = (measure(one, ideal if options.quick else calm_paces()) for one in chosen)
+    sys.exit(conclude("spot", options, found, targets))
 
 
 if __name__ == "__main__":
