@@ -7,7 +7,8 @@ the run chooses (in parts while the two train, if a copy takes longer than a mom
 of its own, at once. The pause is the time in which a worker that was there can make no step: as the
 generation changes, and as the third becomes a member. With a warm standby, a kill is followed until
 the first step of a generation of full size. Ends with 1, and says why, if a target was missed.
-2,400 MB need some 6 GB for each worker: `--members 1` has two.
+2,400 MB need some 6 GB for each worker: `--members 1` has two. `--peers` lets torchft join the same
+models to two replicas, after kills.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import peers
 from benchmarks.recovery import (
     Kill,
     classifier,
@@ -180,6 +183,10 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
                 at_once = how == "at once"
                 found = joins(WIDTHS[mb], options.joins, options.members, at_once=at_once)
                 yield f"state of {mb:,} MB{who}, {how}", found
+            if options.peers:
+                python = os.environ.get("TORCHFT_PYTHON", sys.executable)
+                words = f"torchft_recovery.py tuned {options.joins} width {WIDTHS[mb]}".split()
+                yield f"state of {mb:,} MB, torchft", peers.run(python, *words, timeout_s=1800.0)
     finally:
         ray.shutdown()
 
@@ -204,6 +211,7 @@ def targets(results: dict[str, Any]) -> dict[str, bool]:
 
 def main() -> int:
     parser = parser_of(__doc__, joins=5, kills=10, members=2)
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--mb", type=int, nargs="*", choices=WIDTHS, default=[*WIDTHS])
     options = parser.parse_args()
     if options.quick:

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,15 +158,6 @@ def calm_paces() -> dict[int, float]:
     return found
 
 
-def seen_paces(lines: Sequence[Line]) -> dict[int, float]:
-    """Median seconds of a step by world size, under the trace; to compare with the calm ones."""
-    seen = defaultdict(list)
-    for (at, step, world), (later, next_step, next_world) in itertools.pairwise(lines):
-        if world == next_world and next_step == step + 1:
-            seen[world].append(later - at)
-    return {world: statistics.median(gaps) for world, gaps in seen.items()}
-
-
 def _ideal_steps(trace: Trace, paces: dict[int, float]) -> float:
     return sum((end - at) / paces[places] for at, end, places in trace.spans)
 
@@ -222,9 +211,6 @@ def measure(trace: Trace, paces: dict[int, float]) -> dict[str, Any]:
         "goodput_all_restarted": round(theirs["steps"] / ideal, 4),
         "same_weights_as_undisturbed": ours["digest"] == undisturbed.digest,
         "calm_step_ms": {size: round(1e3 * pace, 1) for size, pace in paces.items()},
-        "median_step_ms": {
-            size: round(1e3 * pace, 1) for size, pace in sorted(seen_paces(ours["lines"]).items())
-        },
         "pauses": _pauses(ours["lines"], paces),
         "cost_per_step": {name: round(cost, 4) for name, cost in costs.items()},
     }

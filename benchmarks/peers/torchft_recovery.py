@@ -1,14 +1,15 @@
 """A killed replica under torchft: plain processes, Gloo, the model of `benchmarks.recovery`.
 
-    python torchft_recovery.py RESULT.json tuned|default KILLS [SIZE]
+    python torchft_recovery.py RESULT.json tuned|default KILLS [SIZE | width N]
 
-With a SIZE the model is that of `benchmarks.recovery_gpt`.
+With a SIZE the model is that of `benchmarks.recovery_gpt`, with a width that of `benchmarks.join`.
 
 Gradients are reduced as one flat tensor after the backward pass: torchft 0.2's
 DistributedDataParallel fails with an AssertionError in the survivors when a peer dies within an
 all-reduce. "tuned": heartbeats each 50 ms, lost after 500 ms; "default": the lighthouse's own
 settings (5 s). Both join within 100 ms. A pause lasts from the kill to the first step committed by
-the smaller quorum, less one median step of it.
+the smaller quorum, less one median step of it. At a join it is the longest step from the smaller
+quorum's last to the larger one's second, less one median step of the larger one.
 """
 
 from __future__ import annotations
@@ -44,11 +45,10 @@ class Classifier:
 
     pause_s = 0.002
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128) -> None:
         torch.manual_seed(1)
-        self.net = nn.Sequential(
-            *(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
-        )
+        first, middle, last = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.net = nn.Sequential(first, nn.GELU(), middle, nn.GELU(), last)
 
     def loss(self) -> torch.Tensor:
         x = torch.randn(8, 64)
@@ -119,7 +119,8 @@ def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str, *size: str)
     import torchft
 
     torch.set_num_threads(1)
-    model = Text(*size) if size else Classifier()
+    wide = size[:1] == ("width",)
+    model = Text(*size) if size and not wide else Classifier(*map(int, size[1:]))
     net = model.net
     adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
     manager = open_manager(name, lighthouse, heartbeat_ms, net, adamw)
@@ -151,7 +152,7 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
     address = f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
     rng = random.Random(0)
     pauses, rejoins, steps, restarts = [], [], [], 0
-    small_steps = []
+    small_steps, joins = [], []
     with tempfile.TemporaryDirectory() as folder:
         live: dict[str, subprocess.Popen] = {}
 
@@ -175,7 +176,7 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
             return None if None in firsts else max(firsts)
 
         def wait_full(since: float) -> float:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 300
             while (at := full(since)) is None:
                 if time.monotonic() > until:
                     raise TimeoutError("the quorum stayed small")
@@ -195,22 +196,26 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
                 process.wait()
                 start(REPLICAS + number)
                 rejoins.append(1e3 * (wait_full(at + 0.2) - at))
-                firsts, before, after = [], 0, []
+                firsts, before, after, joined = [], 0, [], []
                 for other in live:
                     if other == f"r{REPLICAS + number}":
                         continue  # the replacement may commit alone before it joins
                     log = read(f"{folder}/{other}")
                     before = max([before, *(s for t, s, _ in log if t <= at)])
                     after += [s for t, s, _ in log if t > at]
-                    calm = [t for t, _, size in log if size == REPLICAS and at - 1.5 < t < at]
+                    calm = [t for t, _, size in log if size == REPLICAS and t < at][-20:]
                     steps += [b - a for a, b in itertools.pairwise(calm)]
                     small = [t for t, _, size in log if t > at and size < REPLICAS]
                     small_steps += [b - a for a, b in itertools.pairwise(small)]
-                    firsts += [t for t, _, size in log if t > at and size < REPLICAS][:1]
+                    firsts += small[:1]
+                    last = max([at, *small])
+                    larger = [t for t, _, size in log if t > last and size == REPLICAS][:2]
+                    joined += [b - a for a, b in itertools.pairwise(small[1:][-2:] + larger)]
                 if min(after) < before / 2:  # survivors took the state of the new replica
                     restarts += 1
                 elif firsts:
                     pauses.append(1e3 * (min(firsts) - at))
+                    joins += [1e3 * max(joined)] if joined else []
         finally:
             for process in live.values():
                 process.kill()
@@ -229,6 +234,7 @@ def main(result: str, kind: str, kills: int, *size: str) -> None:
         "restarted_from_step_0": restarts,
         "pauses_ms": [round(p, 1) for p in pauses],
         "kill_to_full_size_ms": [round(r) for r in rejoins],
+        "pauses_at_joins_ms": [round(j - step_ms, 1) for j in joins],
     }
     Path(result).write_text(json.dumps(found))
     print(found, flush=True)
