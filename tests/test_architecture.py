@@ -126,7 +126,7 @@ ALLOWED = {
 # What a pure part may import beside our own: of the standard library what reads no clock, draws no
 # random number, and does no I/O.
 PURE_MODULES = {
-    *("__future__", "bisect", "codecs", "collections", "dataclasses", "difflib", "enum"),
+    *("__future__", "abc", "bisect", "codecs", "collections", "dataclasses", "difflib", "enum"),
     *("fractions", "functools", "heapq", "itertools", "json", "math", "re", "statistics"),
     *("typing", "zlib"),
 }

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.order import BaseOrder
+from elastic_dp.sampling.order import BaseOrder, RowOrder
 from elastic_dp.sampling.step_schedule import StepSchedule
 
 _DEALS_KEPT = 64
@@ -50,8 +50,8 @@ class _Step:
     count: int
 
 
-class GrowingOrder:
-    """The interface of `Order`, over `base`, an order of `schedule.least` virtual workers. Raises
+class GrowingOrder(RowOrder):
+    """Over `base`, an order of `schedule.least` virtual workers. Raises
     DataError if an epoch has too few rows for a step of `schedule.most`. A micro-batch beyond those
     of a step has no rows."""
 
@@ -60,6 +60,9 @@ class GrowingOrder:
         self.base, self.schedule = base, schedule
         self.num_rows, self.micro_batch_size = base.num_rows, base.micro_batch_size
         self.virtual_workers = schedule.most
+        # Which micro-batches there are does not depend on the schedule, whose future may change
+        # between two starts of a run.
+        self.identity = base.identity
         self._drops = base.tail == "drop"
         self._per_epoch = self._count_micro_batches()
         self._dealt = lru_cache(_DEALS_KEPT)(self._deal)
@@ -67,6 +70,9 @@ class GrowingOrder:
         for begin, size in zip(schedule.begins, schedule.numbers, strict=True):
             position = self._position(begin + 1) if begin else _Step(0, 0, size)
             self._stages.append(_Growth(begin, size, position.epoch, position.first))
+        # In the first epoch; later ones may have fewer. Of a mixture: without growth.
+        endless = self._per_epoch == _ENDLESS
+        self.steps_per_epoch = base.steps_per_epoch if endless else self.steps_of(1)
 
     def _count_micro_batches(self) -> int:
         """Return how many micro-batches with rows an epoch has."""
@@ -84,20 +90,7 @@ class GrowingOrder:
             )
         return count
 
-    @property
-    def identity(self) -> str:
-        """That of the base order: which micro-batches there are does not depend on the schedule,
-        whose future may change between two starts of a run.
-        """
-        return self.base.identity
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in the first epoch; later ones may have fewer. Of a mixture: without growth."""
-        return self.base.steps_per_epoch if self._per_epoch == _ENDLESS else self.steps_of(1)
-
     def steps_of(self, epochs: int) -> int:
-        """Return how many steps the first `epochs` epochs have together."""
         if not epochs:
             return 0
         stage = self._stages[bisect_right(self._stages, epochs - 1, key=lambda s: s.epoch) - 1]
@@ -110,22 +103,14 @@ class GrowingOrder:
         turn = position.first // self.schedule.least
         return self.base.epoch_of(position.epoch * self.base.steps_per_epoch + turn + 1)
 
-    def ends_epoch(self, step: int) -> bool:
-        return self.epoch_of(step + 1) > self.epoch_of(step)
-
     def open_row_groups(self, virtual_workers: int) -> int:
-        """Return how many row groups a worker with so many virtual workers reads at one time, at
-        most.
-        """
         return self.base.open_row_groups(min(virtual_workers, self.schedule.least))
 
     def rows(self, step: int, virtual_worker: int) -> int:
-        """Return the number of rows of the micro-batch; 0 if a short step has none for it."""
         in_base = self._in_base(step, virtual_worker)
         return 0 if in_base is None else self.base.rows(*in_base)
 
     def locate(self, step: int, virtual_worker: int) -> Any:
-        """Return what the `locate` of the base order returns."""
         in_base = self._in_base(step, virtual_worker)
         return self.base.no_rows if in_base is None else self.base.locate(*in_base)
 

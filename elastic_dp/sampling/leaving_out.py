@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from elastic_dp.errors import DataError
@@ -10,8 +9,8 @@ from elastic_dp.sampling.growing_order import GrowingOrder
 from elastic_dp.sampling.order import RowOrder
 
 
-class LeavingOut:
-    """The interface of `Order`, over `base` without its steps `first` to `last`. Raises DataError
+class LeavingOut(RowOrder):
+    """`base` without its steps `first` to `last`. Raises DataError
     for an order whose batch grows: its steps cannot take each other's places."""
 
     def __init__(self, base: RowOrder, first: int, last: int) -> None:
@@ -23,29 +22,24 @@ class LeavingOut:
                 "all steps, or a new name= for a new run"
             )
         self.base, self.first, self.last = base, first, last
-        self.identity: str = base.identity
-        self.num_rows: int = base.num_rows
-        self.virtual_workers: int = base.virtual_workers
-        self.micro_batch_size: int = base.micro_batch_size
-        self.steps_per_epoch: int = base.steps_per_epoch
-        self.open_row_groups: Callable[[int], int] = base.open_row_groups
+        self.identity, self.steps_per_epoch = base.identity, base.steps_per_epoch
+        self.num_rows, self.virtual_workers = base.num_rows, base.virtual_workers
+        self.micro_batch_size = base.micro_batch_size
+
+    def open_row_groups(self, virtual_workers: int) -> int:
+        return self.base.open_row_groups(virtual_workers)
 
     def steps_of(self, epochs: int) -> int:
-        """Return how many steps the first `epochs` epochs have together."""
         count = self.base.steps_of(epochs)
         return min(count, max(self.first - 1, count - (self.last - self.first + 1)))
 
     def epoch_of(self, step: int) -> int:
         return self.base.epoch_of(self._in_base(step))
 
-    def ends_epoch(self, step: int) -> bool:
-        return self.epoch_of(step + 1) > self.epoch_of(step)
-
     def rows(self, step: int, virtual_worker: int) -> int:
         return self.base.rows(self._in_base(step), virtual_worker)
 
     def locate(self, step: int, virtual_worker: int) -> Any:
-        """Return what the `locate` of the base order returns."""
         return self.base.locate(self._in_base(step), virtual_worker)
 
     def locate_each(self, steps: range, virtual_worker: int) -> list[Any]:

@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import Ints
 from elastic_dp.sampling.keyed_permutation import derive, mix64_words
-from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, Order, Shuffle
+from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, BaseOrder, Order, Shuffle
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
 _SOURCE, _PERIOD = 5, 6  # the purposes of keys; 1 to 4 are used by `Order`
@@ -79,8 +80,8 @@ class _Stage:
     taken: Ints
 
 
-class Mixture:
-    """The interface of `Order` over several sources; row groups are numbered through all sources.
+class Mixture(BaseOrder):
+    """The order over several sources; row groups are numbered through all sources.
 
     A source may be smaller than a global batch. `changes`: the weights of all sources that hold
     after so many steps; the sources' own weights hold before. A weight may be 0. Raises DataError
@@ -123,44 +124,20 @@ class Mixture:
             for number, (source, share) in enumerate(zip(sources, shares, strict=True))
         ]
         self.num_rows = sum(order.num_rows for order in self._orders)
-        self._circles: dict[tuple[int, int], _Cycle] = {}  # by stage and period
+        # For as many rows as all sources have. For reports only: no source ends its epoch there.
+        self.steps_per_epoch = max(1, self.num_rows // (virtual_workers * micro_batch_size))
+        self._cycle = lru_cache(_PERIODS_KEPT)(self._lay_out)  # by stage and period
         self._stages: list[_Stage] = []
         for begin, quota in quotas.items():
             self._stages.append(
                 _Stage(begin, quota, np.cumsum([0, *quota]), self._all_taken(begin))
             )
-
-    @property
-    def identity(self) -> str:
-        """All parameters, besides the row groups, that determine the order; part of the
-        fingerprint.
-        """
-        sources = "; ".join(
-            f"{quota} of {order.identity}"
-            for quota, order in zip(self._stages[0].quotas, self._orders, strict=True)
-        )
+        each = zip(self._stages[0].quotas, self._orders, strict=True)
+        parts = "; ".join(f"{quota} of {order.identity}" for quota, order in each)
         later = "".join(f"; after {stage.begin}: {stage.quotas}" for stage in self._stages[1:])
-        return (
-            f"mixture 1 seed={self.seed} b={self.micro_batch_size} period={self.period}: "
-            f"{sources}{later}"
+        self.identity = (
+            f"mixture 1 seed={seed} b={micro_batch_size} period={self.period}: {parts}{later}"
         )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps for as many rows as all sources have. For reports only: no source ends its epoch
-        there.
-        """
-        return max(1, self.num_rows // (self.virtual_workers * self.micro_batch_size))
-
-    def steps_of(self, epochs: int) -> int:
-        return epochs * self.steps_per_epoch
-
-    def epoch_of(self, step: int) -> int:
-        assert step >= 1, "steps count from 1"
-        return (step - 1) // self.steps_per_epoch
-
-    def ends_epoch(self, step: int) -> bool:
-        return step % self.steps_per_epoch == 0
 
     def open_row_groups(self, virtual_workers: int) -> int:
         """Return the number of open row groups of all sources; see `Order.open_row_groups`."""
@@ -169,15 +146,7 @@ class Mixture:
     def rows(self, step: int, virtual_worker: int) -> int:
         return self.micro_batch_size
 
-    def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
-        """Return the row groups and the rows in them, one pair per row of the micro-batch, in
-        order.
-        """
-        (located,) = self.locate_each(range(step, step + 1), virtual_worker)
-        return located
-
     def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
-        """Like `locate`, for each step. Steps together cost little more than one."""
         assert steps.start >= 1 and 0 <= virtual_worker < self.virtual_workers, "no such step"
         b = self.micro_batch_size
         groups, rows = np.empty((2, len(steps) * b), dtype=np.int64)
@@ -240,22 +209,11 @@ class Mixture:
         here = period * quota + passed + np.where(stop >= self.period, quota, 0)
         return np.asarray(stage.taken[source, virtual_worker] + here)
 
-    def _cycle(self, stage: int, period: int) -> _Cycle:
-        key = stage, period
-        circle = self._circles.get(key)
-        if circle is None:
-            circle = self._circles[key] = self._lay_out(self._stages[stage], period)
-            near = sorted(
-                list(self._circles), key=lambda at: (abs(at[0] - stage), abs(at[1] - period))
-            )
-            for old in near[_PERIODS_KEPT:]:
-                self._circles.pop(old, None)  # another thread may have been here first
-        return circle
-
-    def _lay_out(self, stage: _Stage, period: int) -> _Cycle:
+    def _lay_out(self, stage_number: int, period: int) -> _Cycle:
         """Place the slots of a period on its circle, in integers: an arc is measured in 2^-24
         slots.
         """
+        stage = self._stages[stage_number]
         quota = np.repeat(stage.quotas, stage.quotas)
         slot = np.arange(self.period)
         # the slot's number within its source

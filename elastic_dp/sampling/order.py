@@ -36,8 +36,10 @@ row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,46 +60,56 @@ Shuffle = Literal["none", "rows", "full"]
 NOTHING: Ints = np.empty(0, dtype=np.int64)
 
 
-class RowOrder(Protocol):
-    """What every order of rows has. The methods are those of `Order`."""
+class RowOrder(ABC):
+    """An order of rows. Steps count from 1 and epochs from 0."""
 
     virtual_workers: int
     micro_batch_size: int
     num_rows: int
+    # All parameters, besides the row groups, that determine the order; part of the fingerprint.
+    identity: str
+    steps_per_epoch: int
 
-    @property
-    def identity(self) -> str: ...
+    def steps_of(self, epochs: int) -> int:
+        """Return how many steps the first `epochs` epochs have together."""
+        return epochs * self.steps_per_epoch
 
-    @property
-    def steps_per_epoch(self) -> int: ...
+    def epoch_of(self, step: int) -> int:
+        assert step >= 1, "steps count from 1"
+        return (step - 1) // self.steps_per_epoch
 
-    def steps_of(self, epochs: int) -> int: ...
+    def ends_epoch(self, step: int) -> bool:
+        return self.epoch_of(step + 1) > self.epoch_of(step)
 
-    def epoch_of(self, step: int) -> int: ...
+    @abstractmethod
+    def open_row_groups(self, virtual_workers: int) -> int:
+        """Return how many row groups a worker with so many consecutive virtual workers reads at one
+        time, at most."""
 
-    def ends_epoch(self, step: int) -> bool: ...
+    @abstractmethod
+    def rows(self, step: int, virtual_worker: int) -> int:
+        """Return the number of rows of the micro-batch; 0 if a short step has none for it."""
 
-    def open_row_groups(self, virtual_workers: int) -> int: ...
+    def locate(self, step: int, virtual_worker: int) -> Any:
+        """Return the row groups and the rows in them, one pair per row of the micro-batch, in
+        order; for packed rows `Segments`."""
+        (located,) = self.locate_each(range(step, step + 1), virtual_worker)
+        return located
 
-    def rows(self, step: int, virtual_worker: int) -> int: ...
-
-    def locate(self, step: int, virtual_worker: int) -> Any: ...
-
-    def locate_each(self, steps: range, virtual_worker: int) -> list[Any]: ...
+    @abstractmethod
+    def locate_each(self, steps: range, virtual_worker: int) -> list[Any]:
+        """Like `locate`, for each step. Steps of an epoch together cost little more than one."""
 
 
-class BaseOrder(RowOrder, Protocol):
+class BaseOrder(RowOrder):
     """An order of its own, not one over the steps of another."""
 
     no_rows: Any  # what `locate` returns for a micro-batch without rows
-
-    @property
-    def tail(self) -> Literal["drop", "short"] | None:
-        """None: it has no end."""
+    tail: Literal["drop", "short"] | None  # None: it has no end
 
 
-class Order:
-    """The order of rows of one data set. Steps count from 1 and epochs from 0.
+class Order(BaseOrder):
+    """The order of rows of one data set.
 
     `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the number
     of stored bytes of each; None stands for small ones. `streams` is S. It holds 8 bytes per row
@@ -124,47 +136,24 @@ class Order:
         self.num_rows = int(self._group_rows.sum())
         self.virtual_workers, self.micro_batch_size = virtual_workers, micro_batch_size
         self.seed, self.shuffle, self.tail = seed, shuffle, tail
+        whole = virtual_workers * micro_batch_size
+        self.steps_per_epoch = self.num_rows // whole
+        if tail == "short":
+            self.steps_per_epoch = -(-self.num_rows // whole)
         self._check_rows()
         self.streams = 1
         if shuffle == "rows":
             self.streams = _count_streams(virtual_workers, group_bytes, open_bytes)
         else:
             self._file_bounds = bounds_of(self._group_rows)
-        self._lines: dict[int, EpochOrder] = {}
-
-    @property
-    def identity(self) -> str:
-        """All parameters, besides the row groups, that determine the order; part of the
-        fingerprint.
-        """
-        return (
-            f"order 2 seed={self.seed} b={self.micro_batch_size} V={self.virtual_workers} "
-            f"shuffle={self.shuffle} tail={self.tail} streams={self.streams}"
+        self.identity = (
+            f"order 2 seed={seed} b={micro_batch_size} V={virtual_workers} "
+            f"shuffle={shuffle} tail={tail} streams={self.streams}"
         )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps in one epoch."""
-        whole = self.virtual_workers * self.micro_batch_size
-        return self.num_rows // whole if self.tail == "drop" else -(-self.num_rows // whole)
-
-    def steps_of(self, epochs: int) -> int:
-        """Return how many steps the first `epochs` epochs have together."""
-        return epochs * self.steps_per_epoch
-
-    def epoch_of(self, step: int) -> int:
-        assert step >= 1, "steps count from 1"
-        return (step - 1) // self.steps_per_epoch
-
-    def ends_epoch(self, step: int) -> bool:
-        return step % self.steps_per_epoch == 0
+        self._line = lru_cache(_LINES_KEPT)(self._lay_out)
 
     def open_row_groups(self, virtual_workers: int) -> int:
-        """Return how many row groups a worker with so many consecutive virtual workers reads at one
-        time.
-
-        This is the maximum. Where a stream goes from one row group to the next, a step needs both.
-        """
+        """Where a stream goes from one row group to the next, a step needs both."""
         if self.shuffle == "full":
             return len(self._group_rows)
         smallest_team = self.virtual_workers // self._teams
@@ -173,9 +162,6 @@ class Order:
         return min(teams, self._teams) * self._streams_per_team
 
     def rows(self, step: int, virtual_worker: int) -> int:
-        """Return the number of rows of the micro-batch: micro_batch_size, or fewer in a short last
-        step.
-        """
         taken = (step - 1) % self.steps_per_epoch * self.micro_batch_size
         return min(max(self.share(virtual_worker) - taken, 0), self.micro_batch_size)
 
@@ -183,15 +169,7 @@ class Order:
         """Return how many rows of an epoch the virtual worker consumes."""
         return self._start(virtual_worker + 1) - self._start(virtual_worker)
 
-    def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
-        """Return the row groups and the rows in them, one pair per row of the micro-batch, in
-        order.
-        """
-        (located,) = self.locate_each(range(step, step + 1), virtual_worker)
-        return located
-
     def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Ints, Ints]]:
-        """Like `locate`, for each step. Steps of an epoch together cost as much as one."""
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
         found, step, b = list[tuple[Ints, Ints]](), steps.start, self.micro_batch_size
         while step < steps.stop:
@@ -260,14 +238,8 @@ class Order:
             return full
         return full + min(virtual_worker * self.micro_batch_size, rest)
 
-    def _line(self, epoch: int) -> EpochOrder:
-        line = self._lines.get(epoch)
-        if line is None:
-            line = self._lines[epoch] = EpochOrder(self._group_rows, seed=self.seed, epoch=epoch)
-            near = sorted(list(self._lines), key=lambda other: abs(other - epoch))
-            for old in near[_LINES_KEPT:]:
-                self._lines.pop(old, None)  # another thread may have been here first
-        return line
+    def _lay_out(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self._group_rows, seed=self.seed, epoch=epoch)
 
     def _check_rows(self) -> None:
         if self.steps_per_epoch == 0:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import EpochOrder, Ints
 from elastic_dp.sampling.keyed_permutation import derive, permute
-from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, Order, Shuffle
+from elastic_dp.sampling.order import NOTHING, OPEN_BYTES, BaseOrder, Order, Shuffle
 
 _DOCUMENTS = 7  # the purpose of a key; 1 to 6 are used by `Order` and `Mixture`
 _LINES_KEPT = 2
@@ -45,7 +45,7 @@ class Segments(NamedTuple):
     places: Ints
 
 
-class PackedOrder:
+class PackedOrder(BaseOrder):
     """Like `Order`, for packed rows of `length` tokens.
 
     `group_tokens` is the number of tokens of each row group, in file order. Raises DataError if an
@@ -90,24 +90,10 @@ class PackedOrder:
         self.num_rows, self.steps_per_epoch = rows, self._rows.steps_per_epoch
         self.virtual_workers, self.micro_batch_size = virtual_workers, micro_batch_size
         self.tail = tail
+        self.identity = f"packed 1 length={length}: {self._rows.identity}"
         self._line = lru_cache(_LINES_KEPT)(self._lay_out)
 
-    @property
-    def identity(self) -> str:
-        """All parameters, besides the row groups, that determine the order."""
-        return f"packed 1 length={self.length}: {self._rows.identity}"
-
-    def steps_of(self, epochs: int) -> int:
-        return self._rows.steps_of(epochs)
-
-    def epoch_of(self, step: int) -> int:
-        return self._rows.epoch_of(step)
-
-    def ends_epoch(self, step: int) -> bool:
-        return self._rows.ends_epoch(step)
-
     def open_row_groups(self, virtual_workers: int) -> int:
-        """Return the number of row groups that are open at one time; see `Order`."""
         if self._rows.shuffle == "full":
             return len(self._group_tokens)
         return self._rows.open_row_groups(virtual_workers)
@@ -115,13 +101,7 @@ class PackedOrder:
     def rows(self, step: int, virtual_worker: int) -> int:
         return self._rows.rows(step, virtual_worker)
 
-    def locate(self, step: int, virtual_worker: int) -> Segments:
-        """Return what the rows of the micro-batch consist of."""
-        (segments,) = self.locate_each(range(step, step + 1), virtual_worker)
-        return segments
-
     def locate_each(self, steps: range, virtual_worker: int) -> list[Segments]:
-        """Like `locate`, for each step. Steps of an epoch together cost as much as one."""
         found: list[Segments] = []
         b, per_epoch = self.micro_batch_size, self.steps_per_epoch
         step = steps.start

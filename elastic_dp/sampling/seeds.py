@@ -43,15 +43,11 @@ def inner_seed(job_seed: int, step: int, virtual_worker: int) -> int:
     return derive(_INNER, job_seed, step, virtual_worker)
 
 
-def generator_for(
-    job_seed: int, step: int, virtual_worker: int, source: int | None = None
-) -> np.random.Generator:
-    """Return the generator for `transform(batch, rng)`, independent of the other seeds. `source`:
-    for the transform of one source of a mixture.
+def generator_for(job_seed: int, step: int, virtual_worker: int) -> np.random.Generator:
+    """Return the generator for `transform(batch, rng)`, independent of the other seeds.
 
     No other thread uses it. NumPy promises that the bits of Philox are stable, but not the results
     of methods such as `normal` and `permutation`.
     """
-    of_source = () if source is None else (source,)
-    key = derive(_TRANSFORM, job_seed, step, virtual_worker, *of_source)
+    key = derive(_TRANSFORM, job_seed, step, virtual_worker)
     return np.random.Generator(np.random.Philox(key=key))
