@@ -42,7 +42,7 @@ MOST_CHARACTERS = 1000  # of one text
 # seconds with 1000 workers.
 SILENT_S = 60.0
 SILENT_S_PER_WORKER = 0.3
-_COMMITTED = re.compile(r"checkpoint of step (\d+) is (?:committed|sealed)")
+_COMMITTED = re.compile(r"checkpoint of step (\d+) is committed")
 _ENDS = re.compile(r"generation \d+ ends: (.*)", re.DOTALL)
 
 
@@ -302,15 +302,11 @@ class ReportBuilder:
 
     def _of_checkpoint(self, kind: str, now: float, line: Mapping[str, Any]) -> None:
         match kind:
-            case "TakeCheckpoint" | "WriteDrainCheckpoint":
-                self._checkpoints.request(now)
             case "CheckpointCommitted":
-                self._commit(now, int(line["step"]))
-                if seconds := float(line.get("duration_s", 0.0)):
-                    self._checkpoints.took(int(line["step"]), seconds)
-            case "Explain":
+                self._commit(now, int(line["step"]), float(line.get("duration_s", 0.0)) or None)
+            case "Explain" if not self._starts:  # a controller adds the event above
                 if found := _COMMITTED.fullmatch(str(line["text"])):
-                    self._commit(now, int(found[1]))
+                    self._commit(now, int(found[1]), None)
             case "CheckpointFound":
                 found_step = int(line["step"] or 0)
                 if self._step > found_step and self._group.generation:
@@ -320,11 +316,10 @@ class ReportBuilder:
                 self._step = found_step
                 self._checkpoints.go_back(found_step)
 
-    def _commit(self, now: float, step: int) -> None:
+    def _commit(self, now: float, step: int, seconds: float | None) -> None:
         self._reach(step)
-        if (row := self._checkpoints.commit(now, step)) is not None:
-            text = f"checkpoint of step {step}"
-            self._add(now, EventKind.CHECKPOINT, text, seconds=row.seconds)
+        if self._checkpoints.commit(CheckpointRow(step, now, seconds, None)):
+            self._add(now, EventKind.CHECKPOINT, f"checkpoint of step {step}", seconds=seconds)
 
 
 class _Group:
@@ -423,32 +418,17 @@ class _Checkpoints:
 
     def __init__(self) -> None:
         self._rows: dict[int, CheckpointRow] = {}
-        self._requested_at: float | None = None
 
-    def request(self, now: float) -> None:
-        self._requested_at = self._requested_at or now
-
-    def commit(self, now: float, step: int) -> CheckpointRow | None:
-        """Return the new checkpoint; None if it is known."""
-        if step in self._rows:
-            return None
-        asked, self._requested_at = self._requested_at, None
-        row = CheckpointRow(step, now, None if asked is None else max(0.0, now - asked), None)
-        self._rows[step] = row
+    def commit(self, row: CheckpointRow) -> bool:
+        """Return whether the checkpoint is new."""
+        is_new = self._rows.setdefault(row.step, row) is row
         for old in list(self._rows)[: max(0, len(self._rows) - MOST_CHECKPOINTS)]:
             del self._rows[old]
-        return row
-
-    def took(self, step: int, seconds: float) -> None:
-        """A checkpoint that nobody requested took so long from its snapshot."""
-        row = self._rows.get(step)
-        if row is not None and row.seconds is None:
-            self._rows[step] = dataclasses.replace(row, seconds=seconds)
+        return is_new
 
     def go_back(self, step: int) -> None:
         """The run goes on from here: later checkpoints do not belong to it any more."""
         self._rows = {each: row for each, row in self._rows.items() if each <= step}
-        self._requested_at = None
 
     def rows(self, stored: Collection[int] | None) -> list[CheckpointRow]:
         """Return the checkpoints by step, with those that only the store has."""

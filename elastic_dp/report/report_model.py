@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from elastic_dp.telemetry.goodput import Goodput
+from elastic_dp.telemetry.phase_clock import PhaseTimes
 from elastic_dp.telemetry.slow_workers import SlowWorker
 
 _DIGITS = 6  # significant digits of a number in JSON that is no time
@@ -63,9 +64,7 @@ class WorkerCondition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """One event. `seconds`: how long it took, for a pause and for a checkpoint that was asked
-    for.
-    """
+    """One event. `seconds`: how long it took, for a pause and for a checkpoint."""
 
     time: float
     kind: EventKind
@@ -95,7 +94,7 @@ class CurvePoint(NamedTuple):
     counts: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerRow:
     """One worker. `start` counts the starts of the run, which use the names of workers again.
 
@@ -104,20 +103,20 @@ class WorkerRow:
 
     name: str
     start: int
-    node: str
-    condition: WorkerCondition
     since: float
-    until: float | None
-    steps: int
-    step_s: float | None
-    times: dict[str, float]
-    reason: str
+    node: str = ""
+    condition: WorkerCondition = WorkerCondition.WAITING
+    until: float | None = None
+    steps: int = 0
+    step_s: float | None = None
+    times: dict[str, float] = field(default_factory=PhaseTimes()._asdict)
+    reason: str = ""
+    seen_step: int = 0  # the run's step when the worker last reported
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """One checkpoint. `seconds` from the request to the commit, or from the snapshot if nobody
-    requested it; None: the journal has neither.
+    """One checkpoint. `seconds` from its snapshot to its commit; None: the journal does not say.
 
     `stored`: it is in the store; None: nobody looked.
     """

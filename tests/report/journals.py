@@ -64,7 +64,7 @@ def night():
         form(7.6, 3, "w1", "w3"),
         command(8, "TakeCheckpoint", worker="w1"),
         logged(8, 4, loss=1.0, lr=0.1),
-        event(8.5, "CheckpointCommitted", step=4),
+        event(8.5, "CheckpointCommitted", step=4, duration_s=0.5),
         lost(8.6, "w2", "its node was taken away", "preempted"),
         event(9, "DrainNoticed", worker="w3", deadline=123.0),
         command(9, "ReleaseWorker", worker="w3", reason="its node goes away"),
