@@ -14,7 +14,7 @@ from elastic_dp.config.field_checks import (
     one_of,
     whole_number,
 )
-from elastic_dp.config.removed_names import REMOVED_DATA_NAMES
+from elastic_dp.config.removed_names import REMOVED_AUDIO, refuses_removed_names
 from elastic_dp.config.source_weights import Weights, sources_of, weights_by_step
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
@@ -34,11 +34,6 @@ class _Order:
     seed: int = 0
     tail: Literal["drop", "short"] = "drop"
 
-    def __new__(cls, *_: Any, **options: Any) -> Any:
-        if removed := next((name for name in options if name in REMOVED_DATA_NAMES), None):
-            raise SpecError(f"{cls.__name__}: {REMOVED_DATA_NAMES[removed]}")
-        return super().__new__(cls)
-
     def _check(self, owner: str) -> None:
         none_only_by_default(owner, self)
         if self.micro_batch_size is None:
@@ -49,6 +44,7 @@ class _Order:
         one_of(f"{owner}.tail", self.tail, ("drop", "short"))
 
 
+@refuses_removed_names
 @dataclass(frozen=True, repr=False)
 class DataConfig(_Order):
     """Shards of rows at a URL.
@@ -160,7 +156,7 @@ class DataConfig(_Order):
     def _check_decode(self) -> None:
         kinds: Any = self.decode or {}
         if isinstance(kinds, Mapping) and any("audio" in kind for kind in kinds.values()):
-            raise SpecError(f"DataConfig.decode: {REMOVED_DATA_NAMES['audio']}")
+            raise SpecError(f"DataConfig.decode: {REMOVED_AUDIO}")
         if not isinstance(kinds, Mapping) or any(kind != "rgb" for kind in kinds.values()):
             raise SpecError(
                 f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}'
@@ -253,6 +249,7 @@ class DataConfig(_Order):
         return weights_by_step(self.url) if isinstance(self.url, Mapping) else None
 
 
+@refuses_removed_names
 @dataclass(frozen=True)
 class MapStyleData(_Order):
     """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order of

@@ -72,8 +72,8 @@ def refuses_removed_names(config: C) -> C:
     return config
 
 
-# Options of `DataConfig` and `MapStyleData`, and kinds of `decode`
-REMOVED_DATA_NAMES = {
+# Of data sets, and of torch's DataLoader
+REMOVED_NAMES |= {
     "group_by_length": "group_by_length= does not exist any more: pack=N gives rows of one length "
     "without padding",
     "source_options": "source_options= does not exist any more: write each source with the columns "
@@ -97,9 +97,11 @@ REMOVED_DATA_NAMES = {
     "worker; the global batch is virtual_workers × micro_batch_size rows",
     "num_workers": "num_workers= does not exist: write workers=",
     "drop_last": 'drop_last= does not exist: write tail="drop" or tail="short"',
-    "audio": 'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
-    "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()",
 }
+REMOVED_AUDIO = (
+    'decode={...: "audio"} does not exist any more: decode the bytes in transform=, for '
+    "example by torchcodec.decoders.AudioDecoder(content).get_all_samples()"
+)
 
 # Kinds of files that training does not read in place: what they are, and what to write instead
 _LOAD = (

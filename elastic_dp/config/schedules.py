@@ -28,13 +28,11 @@ def check_schedule(
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise SpecError(f"{name}: {steps!r} must be a number of steps, {example}")
     if 0 not in given:
-        raise SpecError(
-            f"{name}: the number of the first step is missing; add that of 0, {example}"
-        )
+        raise SpecError(f"{name}: the value of the first step is missing; add that of 0, {example}")
     before = None
     for steps in sorted(given):
         if given[steps] is None:
-            raise SpecError(f"{name}[{steps}] is None, must be a whole number")
+            raise SpecError(f"{name}[{steps}] is None: leave it out")
         check(f"{name}[{steps}]", given[steps])
         if given[steps] == before:
             raise SpecError(f"{name}[{steps}] is {before}, and {before} before: leave it out")

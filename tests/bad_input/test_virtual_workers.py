@@ -17,14 +17,14 @@ def test_numbers_hold_from_their_step_on_in_any_order():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "the number of the first step is missing; add that of 0"),
-        ({5: 8}, "the number of the first step is missing; add that of 0"),
+        ({}, "the value of the first step is missing; add that of 0"),
+        ({5: 8}, "the value of the first step is missing; add that of 0"),
         ({0: 8, -1: 16}, "-1 must be a number of steps"),
         ({0: 8, 1.5: 16}, "1.5 must be a number of steps"),
         ({0: 8, "9": 16}, "'9' must be a number of steps"),
         ({False: 8}, "False must be a number of steps"),
         ({0: 8, 9: True}, r"virtual_workers\[9\] is True"),
-        ({0: 8, 9: None}, r"virtual_workers\[9\] is None, must be a whole number"),
+        ({0: 8, 9: None}, r"virtual_workers\[9\] is None: leave it out"),
         ({0: 8, 9: 16.0}, r"virtual_workers\[9\] is 16.0"),
         ({0: 0, 9: 16}, r"virtual_workers\[0\] is 0, must be at least 1"),
         ({0: 8, 9: 8}, r"virtual_workers\[9\] is 8, and 8 before: leave it out"),

@@ -88,7 +88,7 @@ def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(t
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ({1: {"a": 1.0}}, "the weights of the first step are missing"),
+        ({1: {"a": 1.0}}, "the value of the first step is missing"),
         ({0: {}}, r"DataConfig\.url\[0\] must be a dict of URLs with weights"),
         ({0: {"a": 1.0}, -1: {"a": 1.0}}, "-1 must be a number of steps"),
         ({0: {"a": 1.0}, "b": {"a": 1.0}}, "'b' must be a number of steps"),
