@@ -73,7 +73,7 @@ ALLOWED = {
     },
     "ui": {
         *("errors", "wording", "storage", "report", "run_record", "ui"),
-        *("cluster.runs", "cluster.ray"),
+        "cluster.run_handle",
     },
     "cli": {
         "report",

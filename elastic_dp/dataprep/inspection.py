@@ -16,7 +16,7 @@ import numpy as np
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order, row_groups_at_least
 from elastic_dp.storage import redact_url
@@ -141,7 +141,7 @@ class _Job:
 
     def __init__(self, config: DataConfig, index: Index, virtual_workers: int) -> None:
         self.config, self.index, self.virtual_workers = config, index, virtual_workers
-        self.row_groups = ShardRowGroups(config, index)
+        self.row_groups = RowGroups(config, index)
         self.stored = index.ends - index.starts
         self.global_batch = virtual_workers * config.micro_batch_size
         self.order: Order | None = None  # None: there is not a single step

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
 from elastic_dp.report.report_page import asset, fill_page, plotly_script
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from elastic_dp.cluster.run_handle import Run
 
 SHORTEST_TOKEN = 16
 _NAMES = ("127.0.0.1", "localhost")
@@ -63,21 +65,12 @@ _FIELDS = {  # of each verb
 _ASSETS = {"page.js": "text/javascript", "live.js": "text/javascript", "page.css": "text/css"}
 
 
-class ControlledRun(Protocol):
-    """The methods of `Run` that the page calls. They return at once."""
-
-    def scale(self, size: int | None = None) -> None: ...
-    def drain(self, worker: str) -> None: ...
-    def checkpoint(self) -> None: ...
-    def stop(self, reason: str = ...) -> None: ...
-
-
 class ServedRun:
     """The run. `find_live` returns it if it is live, or raises ClusterError; None: nobody steers.
     Any thread may call a method."""
 
     def __init__(
-        self, name: str, url: StorageURL, find_live: Callable[[], ControlledRun] | None = None
+        self, name: str, url: StorageURL, find_live: Callable[[], Run] | None = None
     ) -> None:
         self.name, self.find_live = name, find_live
         self._url, self._lock = url, threading.Lock()
@@ -107,7 +100,7 @@ class ServedRun:
         print(self.clean(traceback.format_exc()), file=sys.stderr, flush=True)
 
 
-def act(run: ControlledRun, verb: str, body: Any) -> str:
+def act(run: Run, verb: str, body: Any) -> str:
     """Ask a run for something. Return what happens next. Raises SpecError for other fields."""
     match verb, body:
         case "scale", {"size": int() as size, **rest} if not rest:

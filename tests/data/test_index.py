@@ -22,7 +22,7 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.listing import list_files
 from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of
 from elastic_dp.data.formats.file_format import Scan
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, Store
 from tests.data.row_groups import resident_bytes
@@ -47,8 +47,8 @@ def config(url: Path | str | list | dict, **changes) -> DataConfig:
     return DataConfig(url, **({"micro_batch_size": 8} | changes))
 
 
-def opened(wanted: DataConfig, index: Index | None = None) -> ShardRowGroups:
-    return ShardRowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
+def opened(wanted: DataConfig, index: Index | None = None) -> RowGroups:
+    return RowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
 
 
 def printed_by(script: str, *arguments: str) -> list[int]:
@@ -383,11 +383,11 @@ def test_a_row_group_takes_no_more_than_is_said(made, codec, tmp_path):
     script = """
 import sys
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.config import DataConfig
 def opened(url):
     config = DataConfig(url, micro_batch_size=8)
-    return ShardRowGroups(config, read_index(config))
+    return RowGroups(config, read_index(config))
 opened(sys.argv[1] + "/small").read(0)
 groups = opened(sys.argv[1] + "/large")
 before = peak_kib()

@@ -15,7 +15,7 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError, StorageError
 from tests.storage.conftest import send
 from tests.storage.servers import s3_options
@@ -44,7 +44,7 @@ def names(index: Index) -> list[str]:
 def ids(wanted: DataConfig) -> list[int]:
     """Read the ids as a worker does, which lists nothing."""
     index = read_index(wanted)
-    groups = ShardRowGroups(wanted, index)
+    groups = RowGroups(wanted, index)
     found = [groups.read(number)[0]["id"] for number in range(len(index.rows))]
     return np.concatenate(found).tolist()
 

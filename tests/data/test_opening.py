@@ -15,7 +15,7 @@ import torch
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from tests.data.shards import write_arrow
 
@@ -229,7 +229,7 @@ def test_row_groups_of_a_mapped_arrow_file_count_in_the_budget(tmp_path):
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(values, 64)})
     write_arrow(tmp_path / "a.arrow", table, chunk=1024)
     config = DataConfig(tmp_path, micro_batch_size=64)
-    groups = ShardRowGroups(config, read_index(config))
+    groups = RowGroups(config, read_index(config))
     _, nbytes = groups.read(0)
     groups.close()
     assert nbytes == 1024 * 64 * 4

@@ -14,7 +14,7 @@ from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats import open_format
 from elastic_dp.data.formats.file_format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.storage import Store
 from tests.data.shards import in_memory, nested, parquet, write_arrow
 from tests.data.test_index import config, opened
@@ -29,7 +29,7 @@ def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")
     wanted = config(in_memory(tmp_path), columns=["a", "c"])
     index = read_index(wanted)
-    groups = ShardRowGroups(wanted, index)
+    groups = RowGroups(wanted, index)
     (store,) = groups._stores
     requests, asked = [], []
     for number in (1, 0, 1):
@@ -64,7 +64,7 @@ def test_reader_of_a_shard_is_kept_without_the_bytes_that_it_read(tmp_path, monk
     table = pa.table({"x": np.random.default_rng(0).random(1 << 12)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1 << 10, compression="none")
     wanted = config(in_memory(tmp_path))
-    groups = ShardRowGroups(wanted, read_index(wanted))
+    groups = RowGroups(wanted, read_index(wanted))
     monkeypatch.setattr(ShardAt, "read", reading)
     monkeypatch.setattr(pq, "ParquetFile", opening)
     for number in (0, 3, 1):
@@ -84,7 +84,7 @@ def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypat
     monkeypatch.setattr("elastic_dp.data.discovery.index.FOOTER_BYTES_KEPT", 2 * size)
     index = Index.from_bytes(read_index(wanted).to_bytes())
     groups_of_shard = int(index.group_bounds[1])
-    groups = ShardRowGroups(wanted, index)
+    groups = RowGroups(wanted, index)
     (store,) = groups._stores
     requests = []
     for shard in range(3):

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 
 Columns = dict[str, list[Any]]
 
@@ -17,7 +17,7 @@ Columns = dict[str, list[Any]]
 def in_place(config: DataConfig) -> Columns:
     """All rows, in file order."""
     index = read_index(config)
-    groups = ShardRowGroups(config, index)
+    groups = RowGroups(config, index)
     found: Columns = {name: [] for name, _ in index.columns}
     try:
         for number in range(len(index.rows)):

@@ -9,12 +9,11 @@ import dataclasses
 import gc
 import importlib
 import os
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import ray
@@ -49,23 +48,8 @@ from elastic_dp.telemetry.journal_reader import read_journal
 from elastic_dp.threads import background
 from elastic_dp.train.log_sender import LoggedCall
 
-_SHARING = "elastic_dp.extensions.sharing.cluster_sharing"  # has a class that is an Admission
+_SHARING = "elastic_dp.extensions.sharing.cluster_sharing"
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
-
-
-class Admission(Protocol):
-    """Limits a run for the other runs of its cluster."""
-
-    queued_because: str
-
-    def admit(self, is_over: Callable[[], bool]) -> None:
-        """Wait until the run may begin, or it `is_over`. `queued_because` says what it waits
-        for."""
-        ...
-
-    def start(self, ended: threading.Event) -> None:
-        """Post a changed limit from now on, until the run has ended."""
-        ...
 
 
 # One thread for events: the messages of a worker are handled in the order in which it sent them.
@@ -130,7 +114,7 @@ class ControllerActor:
             lambda: self._controller.status()["workers"],
             lambda text: self._journal.command(Explain(text)),
         )
-        self._sharing: Admission = importlib.import_module(_SHARING).ClusterSharing(
+        self._sharing = importlib.import_module(_SHARING).ClusterSharing(
             self._spec.name,
             self._spec.scaling,
             began_at=state_store.state.started_at,

@@ -19,7 +19,7 @@ from elastic_dp.data.datasets.micro_batch_stream import (
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.pipeline.collation import check_decoded
-from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.order import BaseOrder, Order, RowOrder, row_groups_at_least, with_steps
 from elastic_dp.sampling.step_schedule import StepSchedule
@@ -61,7 +61,7 @@ def open_data(
         index = read_index(config, timeout_s=timeout_s, known=known)
     order = with_steps(_order(config, index, schedule.least), schedule, left_out)
     check_decoded(config.decode, leaves(index.delivered))
-    row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
+    row_groups = RowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, order, config.memory_bytes)
     return stream_of(config, row_groups, order, pin=pin)
 
@@ -84,7 +84,7 @@ def open_evaluation(
 
         index = read_index(config, timeout_s=timeout_s)
     check_decoded(config.decode, leaves(index.delivered))
-    row_groups = ShardRowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
+    row_groups = RowGroups(config, index, timeout_s=timeout_s, on_wait=on_wait)
     check_memory(row_groups, None, config.memory_bytes)
     if config.pack is not None:
         order: RowOrder = _packed_order(config, index, 1, shuffle="none", tail="short")

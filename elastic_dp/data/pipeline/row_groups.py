@@ -1,5 +1,4 @@
-"""The row groups of a data set, in any format: the interface `RowGroups`, and its implementation
-for the shards of an index.
+"""The row groups of a data set, in any format.
 
 `read` runs in many threads at the same time. Errors of decoders become typed ones (see
 decode_errors.py).
@@ -11,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -47,40 +46,17 @@ GIVEN_BACK_BYTES = 64 << 20
 SHARDS_KNOWN = 1024  # shards whose facts from the index are cached
 
 
-class RowGroups(Protocol):
-    """What the reader needs of storage and formats. A fake can be a list of tables."""
-
-    rows: Ints  # int64 [row groups]
-    nbytes: Ints  # int64 [row groups]: estimated bytes in memory; the order of rows depends on it
-    reading_bytes: Ints  # int64 [row groups]: estimated peak bytes while it is read
-
-    @property
-    def index(self) -> Index | None:
-        """For another process."""
-
-    @property
-    def counts(self) -> dict[str, float]: ...
-
-    def threads(self) -> int:
-        """How many threads may read at present."""
-
-    def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
-        DataError, StorageError."""
-
-    def name(self, row_group: int) -> tuple[str, int, int]:
-        """(name of the shard, number of the row group in it, number of its first row)."""
-
-    def close(self) -> None: ...
-
-
 def decoding_threads() -> int:
     """How many threads may decode at the same time without slowing each other down."""
     return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
 
 
-class ShardRowGroups:
-    """The row groups of an index. Thread safe."""
+class RowGroups:
+    """The row groups of an index. Thread safe.
+
+    `rows`, `nbytes`, `reading_bytes` int64 [row groups]: estimated bytes in memory, on which the
+    order of rows depends, and at most while it is read.
+    """
 
     def __init__(
         self,
@@ -141,12 +117,14 @@ class ShardRowGroups:
         return found | {"bytes_from_cache": 0 if self._cache is None else self._cache.bytes_read}
 
     def threads(self) -> int:
-        """Reading what a cache has is decoding."""
+        """How many threads may read at present. Reading what a cache has is decoding."""
         if self._cache is None or self._cache.misses:
             return self._threads
         return min(self._threads, decoding_threads())
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
+        """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
+        DataError, StorageError."""
         number = self.index.shard_of(row_group)
         shard = self._shard(number)
         location = self._location(number, row_group)
@@ -161,6 +139,7 @@ class ShardRowGroups:
             return columns, sum(_held_bytes(c) if grew else c.nbytes for c in columns.values())
 
     def name(self, row_group: int) -> tuple[str, int, int]:
+        """(name of the shard, number of the row group in it, number of its first row)."""
         shard = self.index.shard_of(row_group)
         group = row_group - int(self.index.group_bounds[shard])
         return self._shard_name(shard), group, self.index.first_row(row_group)
