@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_dp.report.run_status import Health, loss_of
-from elastic_dp.report.verdict import duration, share
+from elastic_dp.wording import counted, duration, share
 
 _MOST_CHARACTERS = 160  # of a text in a table of many runs
 
@@ -27,16 +27,6 @@ def one_line(value: Any, most: int | None = None) -> str:
     """Return a text in one line, without control characters. `most`: of its characters."""
     text = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
-
-
-def age(seconds: float | None) -> str:
-    """Return a time in one unit: "4 s", "12 min", "3 h", "63 d"; "-" if it is not known."""
-    if seconds is None:
-        return "-"
-    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def is_over(status: Mapping[str, Any]) -> bool:
@@ -58,18 +48,35 @@ def overview_table(statuses: Sequence[Mapping[str, Any]]) -> str:
                 _number(loss_of(one)),
                 "-" if is_over(one) else f"{one.get('world_size', 0)}/{one.get('size', 0)}",
                 "-" if goodput is None else share(goodput, 1.0),
-                age((one.get("newest_checkpoint") or {}).get("age_s")),
-                age(event_age_s),
+                _age((one.get("newest_checkpoint") or {}).get("age_s")),
+                _age(event_age_s),
                 one_line(text or one["health_reason"], _MOST_CHARACTERS),
             )
         )
     return text_table(header, rows)
 
 
-def overview_facts(
-    one: Mapping[str, Any], more: Sequence[tuple[str, str]] = ()
-) -> list[tuple[str, str]]:
-    """Return one run as (name, value), what matters first. `more` follows the workers."""
+def run_text(one: Mapping[str, Any]) -> str:
+    """Return one run: its health, what is known of it, what matters first, and its workers."""
+    facts = [(name, value) for name, value in _facts(one) if value not in ("", "-")]
+    reason = f": {one_line(one['health_reason'])}" if one["health_reason"] else ""
+    width = max((len(name) for name, _ in facts), default=0)
+    lines = [f"{one_line(one['name'])}: {one['health']}{reason}"]
+    lines += [f"  {name.ljust(width)}  {value}" for name, value in facts]
+    processes, nothing = one.get("processes", {}), {"pid": "-", "node": "-"}
+    rows = [
+        tuple(map(one_line, (name, stage, *processes.get(name, nothing).values())))
+        for name, stage in one.get("workers", {}).items()
+    ]
+    return "\n".join(
+        [*lines, *(["", text_table(("worker", "stage", "pid", "node"), rows)] if rows else ())]
+    )
+
+
+# ---------------------------------------------------------------------------------- private
+
+
+def _facts(one: Mapping[str, Any]) -> list[tuple[str, str]]:
     number, total, goodput = one.get("generation", 0), one.get("max_steps"), one.get("goodput")
     workers = f"generation {number}"
     if not is_over(one):
@@ -78,45 +85,34 @@ def overview_facts(
         workers = ""
     text, event_age_s = _newest_event(one)
     rows_per_s, checkpoint = one.get("rows_per_s"), one.get("newest_checkpoint")
-    facts = [
+    saved = "" if is_over(one) else "none yet"
+    if checkpoint is not None:
+        saved = _ago(checkpoint["age_s"], f"step {checkpoint['step']}")
+    metrics = [
+        f"{one_line(name)} {_number(value) if isinstance(value, float) else one_line(value, 60)}"
+        for name, value in one.get("metrics", {}).items()
+        if name != "loss" and value is not None
+    ]
+    lost, back = one.get("lost", 0), one.get("rollbacks", 0)
+    went_back = f", and {counted(back, 'time')} back to a checkpoint" if back else ""
+    waits, started_s = one.get("waits_for"), one.get("started_age_s")
+    phase = f"{one.get('phase')}: {one_line(one.get('reason', ''))}"
+    return [
         ("step", _step(one, " of ") + (f" ({share(one['step'], total)})" if total else "")),
         ("loss", _number(loss_of(one))),
         ("workers", workers),
-        *more,
-        ("started", "" if (ago_s := one.get("started_age_s")) is None else f"{age(ago_s)} ago"),
+        ("phase", "" if "report" in one else phase),
+        ("metrics", ", ".join(metrics)),
+        *(("not exact", one_line(why)) for why in one.get("inexact_because", ())),
+        ("sharding", one_line(one.get("sharding") or "")),
+        ("waits for", f"a node: {one_line(waits)}" if waits else ""),
+        ("lost", counted(lost, "worker") + went_back if lost or back else ""),
+        ("started", "" if started_s is None else f"{duration(started_s)} ago"),
         ("last event", _ago(event_age_s, one_line(text))),
         ("goodput", "" if goodput is None else share(goodput, 1.0)),
         ("rows/s", "" if rows_per_s is None else f"{rows_per_s:,.0f}"),
+        ("checkpoint", saved),
     ]
-    if checkpoint is not None:
-        facts.append(("checkpoint", _ago(checkpoint["age_s"], f"step {checkpoint['step']}")))
-    elif not is_over(one):
-        facts.append(("checkpoint", "none yet"))
-    return [(name, value) for name, value in facts if value not in ("", "-")]
-
-
-def metric_fact(metrics: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the newest metrics besides the loss, as a fact."""
-    words = [
-        f"{one_line(name)} {_number(value) if isinstance(value, float) else one_line(value, 60)}"
-        for name, value in metrics.items()
-        if name != "loss"
-    ]
-    return "metrics", ", ".join(words)
-
-
-def run_table(
-    one: Mapping[str, Any], facts: Sequence[tuple[str, str]], tables: Sequence[str]
-) -> str:
-    """Return one run: its health, what is known of it, and the tables."""
-    reason = f": {one_line(one['health_reason'])}" if one["health_reason"] else ""
-    width = max((len(name) for name, _ in facts), default=0)
-    lines = [f"{one_line(one['name'])}: {one['health']}{reason}"]
-    lines += [f"  {name.ljust(width)}  {value}" for name, value in facts]
-    return "\n".join([*lines, *(f"\n{table}" for table in tables)])
-
-
-# ---------------------------------------------------------------------------------- private
 
 
 def _step(one: Mapping[str, Any], of: str) -> str:
@@ -131,6 +127,10 @@ def _newest_event(one: Mapping[str, Any]) -> tuple[str, float | None]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
 
 
 def _ago(seconds: float | None, text: str) -> str:

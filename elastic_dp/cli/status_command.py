@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,34 +24,16 @@ from elastic_dp.cli.run_options import (
     name_and_path,
     storage_options,
 )
-from elastic_dp.cli.run_tables import (
-    age,
-    is_over,
-    metric_fact,
-    one_line,
-    overview_facts,
-    overview_table,
-    run_table,
-    text_table,
-)
+from elastic_dp.cli.run_tables import is_over, overview_table, run_text
 from elastic_dp.errors import ClusterError, ElasticError
-from elastic_dp.report.report_model import Report, WorkerCondition
 from elastic_dp.report.run_status import health_of
-from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
     from elastic_dp.cluster.run_handle import Run
 
+_Status = dict[str, Any]  # of one run, with its name and health
 _WATCH_S = 1.0
 _THREADS = 8
-_GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
-
-
-class SeenRun(NamedTuple):
-    """One run: its status with its health. `report` is known where the folder was read."""
-
-    status: dict[str, Any]
-    report: Report | None = None
 
 
 def status(
@@ -80,19 +62,18 @@ def status(
             if watch and not as_json and sys.stdout.isatty():
                 print("\x1b[2J\x1b[H", end="")  # clears it
             _print(seen, name, as_json)
-            if not watch or (name is not None and is_over(seen[0].status)):
+            if not watch or (name is not None and is_over(seen[0])):
                 return
             time.sleep(_WATCH_S)
 
 
-def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
+def _print(seen: list[_Status], name: str | None, as_json: bool) -> None:
     if as_json:
-        rows = [each.status for each in seen]
-        print(json.dumps(rows if name is None else rows[0], default=str), flush=True)
+        print(json.dumps(seen if name is None else seen[0], default=str), flush=True)
     elif name is not None:
-        print(run_table(seen[0].status, run_facts(seen[0]), run_workers(seen[0])), flush=True)
+        print(run_text(seen[0]), flush=True)
     elif seen:
-        print(overview_table([each.status for each in seen]), flush=True)
+        print(overview_table(seen), flush=True)
     else:
         print("no runs here")
 
@@ -102,7 +83,7 @@ def _print(seen: list[SeenRun], name: str | None, as_json: bool) -> None:
 
 def _look_at_all(
     address: str | None, storage_path: str | None, storage_option: list[str] | None
-) -> Callable[[], list[SeenRun]]:
+) -> Callable[[], list[_Status]]:
     """Return a function that looks at all runs: those of a cluster, or at the storage path."""
     if storage_path is None:
         from elastic_dp.cluster.runs.attach import runs
@@ -116,16 +97,16 @@ def _look_at_all(
     store = Store(storage_path, options)
     folders: dict[str, EndedRun] = {}
 
-    def look_or_say(name: str) -> SeenRun:
+    def look_or_say(name: str) -> _Status:
         """A run that cannot be read must not hide the others."""
         try:
             if name not in folders:
                 folders[name] = EndedRun(name, storage_path, options)
-            return _seen(name, *folders[name].look())
+            return _seen(name, folders[name].status())
         except ElasticError as error:
             return _seen(name, {"phase": "unknown", "reason": f"{type(error).__name__}: {error}"})
 
-    def look() -> list[SeenRun]:
+    def look() -> list[_Status]:
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(look_or_say, run_names(store, folders)))
 
@@ -134,7 +115,7 @@ def _look_at_all(
 
 def _look_at_one(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
-) -> Callable[[], list[SeenRun]]:
+) -> Callable[[], list[_Status]]:
     """Return a function that looks at one run. Raises ClusterError if there is none."""
     from elastic_dp.cluster.runs.ended_run import EndedRun
     from elastic_dp.cluster.runs.run_history import total_steps_of
@@ -142,14 +123,14 @@ def _look_at_one(
 
     found = find_run(name, address, storage_path, storage_option)
     if isinstance(found, EndedRun):
-        return lambda: [_seen(name, *found.look())]
+        return lambda: [_seen(name, found.status())]
     total = None
     if storage_path is not None:
         total = total_steps_of(run_url(name, storage_path, storage_options(storage_option)))
     return lambda: [_live(name, found, total)]
 
 
-def _live(name: str, run: Run, total_steps: int | None) -> SeenRun:
+def _live(name: str, run: Run, total_steps: int | None) -> _Status:
     status = run.status()
     with contextlib.suppress(ClusterError):  # it has ended since
         processes = run.processes()
@@ -159,57 +140,6 @@ def _live(name: str, run: Run, total_steps: int | None) -> SeenRun:
     return _seen(name, status)
 
 
-def _seen(name: str, status: dict[str, Any], report: Report | None = None) -> SeenRun:
+def _seen(name: str, status: _Status) -> _Status:
     health, reason = health_of(status)
-    named = {"name": name} | status | {"health": health.value, "health_reason": reason}
-    return SeenRun(named, report)
-
-
-# ---------------------------------------------------------------------------------- what is printed
-
-
-def run_facts(seen: SeenRun) -> list[tuple[str, str]]:
-    """Return what is known of a run, as (name, value)."""
-    status, report = seen.status, seen.report
-    waits, lost = status.get("waits_for") or "", ""
-    if report is not None and (report.lost or report.rollbacks):
-        back = f", and {counted(report.rollbacks, 'time')} back to a checkpoint"
-        lost = counted(report.lost, "worker") + (back if report.rollbacks else "")
-    phase = f"{status.get('phase')}: {one_line(status.get('reason', ''))}"
-    more = [
-        ("phase", phase if report is None else ""),
-        metric_fact({k: v for k, v in status.get("metrics", {}).items() if v is not None}),
-        *(("not exact", one_line(why)) for why in status.get("inexact_because", ())),
-        ("sharding", one_line(status.get("sharding") or "")),
-        ("waits for", f"a node: {one_line(waits)}" if waits else ""),
-        ("lost", lost),
-    ]
-    return overview_facts(status, more)
-
-
-def run_workers(seen: SeenRun) -> list[str]:
-    """Return the table of the workers that are there, if there are any."""
-    if seen.report is None:
-        header: tuple[str, ...] = ("worker", "stage", "pid", "node")
-        processes = seen.status.get("processes", {})
-        nothing = {"pid": "-", "node": "-"}
-        rows: list[tuple[str, ...]] = [
-            (name, stage, *(processes.get(name, nothing)[fact] for fact in ("pid", "node")))
-            for name, stage in seen.status.get("workers", {}).items()
-        ]
-    else:
-        header = ("worker", "stage", "node", "steps", "mean step", "since")
-        rows = [
-            (
-                row.name,
-                row.condition.value,
-                row.node or "-",
-                f"{row.steps}",
-                "-" if row.step_s is None else f"{row.step_s:.3g} s",
-                age(seen.report.until - row.since),
-            )
-            for row in seen.report.workers
-            if row.condition not in _GONE
-        ]
-    cells = [tuple(one_line(cell) for cell in row) for row in rows]
-    return [text_table(header, cells)] if cells else []
+    return {"name": name} | status | {"health": health.value, "health_reason": reason}

@@ -62,6 +62,9 @@ class WorkerCondition(StrEnum):
     ENDED = "ended with the run"
 
 
+GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
+
+
 @dataclass(frozen=True, slots=True)
 class RunEvent:
     """One event. `seconds`: how long it took, for a pause and for a checkpoint."""

@@ -12,9 +12,13 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
-from elastic_dp.report.report_model import Report, RunPhase
-from elastic_dp.report.verdict import concerns, workers_train
+from elastic_dp.report.report_model import GONE, Report, RunPhase
 from elastic_dp.telemetry.slow_workers import SlowWorker
+from elastic_dp.wording import counted, share
+
+_LOW_GOODPUT = 0.5
+_FAILURES = 3  # so many may have one cause, as a node that goes away
+_EARLY_S = 600.0  # the start of a run says little about its goodput
 
 
 class Health(StrEnum):
@@ -37,6 +41,7 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
     saved = max(report.checkpoints, key=lambda row: row.step, default=None)
     curves = {name: [p for p in points if p.counts] for name, points in report.curves.items()}
     newest = [(one.text, one.time) for one in (report.decisions[-1:] or report.events[-1:])]
+    here = [row for row in report.workers if row.condition not in GONE]
     reason = report.reason
     if report.is_over:
         reason = f"{report.phase} after step {report.step}: {reason}"
@@ -55,7 +60,10 @@ def status_of_report(report: Report, now: float) -> dict[str, Any]:
         "exact": report.exact,
         "inexact_because": report.inexact_because,
         "sharding": None,
-        "workers": {},
+        "workers": {row.name: row.condition.value for row in here},
+        "processes": {row.name: {"pid": "-", "node": row.node or "-"} for row in here},
+        "lost": report.lost,
+        "rollbacks": report.rollbacks,
         "metrics": {n: points[-1].value for n, points in curves.items() if points},
         "failed": report.phase is RunPhase.FAILED,
         "max_steps": None,
@@ -101,14 +109,18 @@ def health_of(status: Mapping[str, Any]) -> tuple[Health, str]:
         return Health.STARTING, waits_for or reason
     goodput, limit = status.get("goodput"), status.get("size_limit")
     present, wanted = int(status["world_size"]), int(status["size"] if limit is None else limit)
-    loss = loss_of(status)
-    is_finite = loss is None or math.isfinite(loss)
-    led_s, goodput = float(status.get("led_s", 0.0)), 1.0 if goodput is None else goodput
-    slow = [SlowWorker(**one) for one in status.get("slow", ())]
-    failures = int(status.get("failures", 0))
-    found = concerns(present, wanted, is_finite, led_s, goodput, slow, failures)
-    health = Health.CONCERN if found else Health.HEALTHY
-    why = ", ".join(found) or workers_train(present, wanted)
+    loss, failures, found = loss_of(status), int(status.get("failures", 0)), list[str]()
+    train = f"{present} of {counted(wanted, 'worker')} {'trains' if present == 1 else 'train'}"
+    if failures > _FAILURES:
+        found.append(f"{failures} failures without a step in between")
+    if present < wanted:
+        found.append(train)
+    if loss is not None and not math.isfinite(loss):
+        found.append("its loss is not finite")
+    if goodput is not None and goodput < _LOW_GOODPUT and status.get("led_s", 0.0) > _EARLY_S:
+        found.append(f"its goodput is {share(goodput, 1.0)}")
+    found += [str(SlowWorker(**one)) for one in status.get("slow", ())]
+    health, why = Health.CONCERN if found else Health.HEALTHY, ", ".join(found) or train
     if limit is not None:
         why = f"{why}, {status['size']} wanted: runs of higher priority come first"
     return health, f"{why}; it waits for a node: {waits_for}" if waits_for else why

@@ -2,69 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from elastic_dp.report.report_model import CheckpointRow, Report, RunPhase
-from elastic_dp.telemetry.slow_workers import SlowWorker
-from elastic_dp.wording import counted, first_few
-
-_LOW_GOODPUT = 0.5
-_FAILURES = 3  # so many may have one cause, as a node that goes away
-_EARLY_S = 600.0  # the start of a run says little about its goodput
+from elastic_dp.report.run_status import Health, health_of, status_of_report
+from elastic_dp.wording import counted, duration, first_few, share
 
 
 def verdict(report: Report) -> tuple[str, str, str]:
     """Return the sentences about a report."""
     return _progress(report), _cost(report), _health(report)
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words: "0.4 s", "42 s", "5 min", "3 h 20 min", "2 d 4 h"."""
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
-
-
-def share(part: float, whole: float) -> str:
-    """Return a part in per cent: "0.2 %", "12 %"."""
-    percent = 100 * part / whole if whole else 0.0
-    return f"{percent:.1f} %" if 0 < percent < 10 else f"{percent:.0f} %"
-
-
-def concerns(
-    present: int,
-    wanted: int,
-    loss_is_finite: bool,
-    led_s: float,
-    goodput: float,
-    slow: Sequence[SlowWorker],
-    failures: int,
-) -> list[str]:
-    """Return what somebody should look at in a run that goes on. `failures`: since its last
-    step."""
-    found = []
-    if failures > _FAILURES:
-        found.append(f"{failures} failures without a step in between")
-    if present < wanted:
-        found.append(workers_train(present, wanted))
-    if not loss_is_finite:
-        found.append("its loss is not finite")
-    if led_s > _EARLY_S and goodput < _LOW_GOODPUT:
-        found.append(f"its goodput is {share(goodput, 1.0)}")
-    return [*found, *map(str, slow)]
-
-
-def workers_train(present: int, wanted: int) -> str:
-    """Return how many workers train: "3 of 4 workers train"."""
-    return f"{present} of {counted(wanted, 'worker')} {'trains' if present == 1 else 'train'}"
 
 
 def _progress(report: Report) -> str:
@@ -116,11 +61,9 @@ def _health(report: Report) -> str:
         return f"Started again, it {_goes_on(newest)}."
     if report.phase is RunPhase.FINISHED:
         return _finished(report, newest)
-    found = _concerns(report)
-    saved = _saved(report, newest)
-    if found:
-        return f"It needs a look: {', '.join(found)}; {saved}."
-    return f"It is healthy: {workers_train(report.present, report.wanted)}, and {saved}."
+    health, why = health_of(status_of_report(report, report.until))
+    states = {Health.HEALTHY: "is healthy", Health.STARTING: "is starting"}
+    return f"It {states.get(health, 'needs a look')}: {why}; {_saved(report, newest)}."
 
 
 def _finished(report: Report, newest: CheckpointRow | None) -> str:
@@ -129,16 +72,6 @@ def _finished(report: Report, newest: CheckpointRow | None) -> str:
     if newest is not None and newest.step == report.step and newest.stored is not False:
         return f"Its final weights are in the checkpoint of step {newest.step}{exact}."
     return f"It has no checkpoint of its last step{exact}."
-
-
-def _concerns(report: Report) -> list[str]:
-    silent = report.phase is RunPhase.SILENT
-    loss = [point for point in report.curves.get("loss", ()) if point.counts]
-    is_finite = not loss or loss[-1].value is not None
-    goodput = report.goodput.fraction
-    present, wanted, failures = report.present, report.wanted, report.failures
-    found = concerns(present, wanted, is_finite, report.led_s, goodput, report.slow, failures)
-    return ["its cluster may be gone, or it waits for nodes"] * silent + found
 
 
 def _saved(report: Report, newest: CheckpointRow | None) -> str:

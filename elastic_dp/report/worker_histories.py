@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from elastic_dp.report.report_model import WorkerCondition, WorkerRow
+from elastic_dp.report.report_model import GONE, WorkerCondition, WorkerRow
 from elastic_dp.telemetry.phase_clock import PhaseTimes
 
 MOST_WORKERS = 1000  # rows; those that are gone longest are dropped first
-_GONE = (WorkerCondition.LEFT, WorkerCondition.LOST, WorkerCondition.ENDED)
 
 
 class WorkerHistories:
@@ -34,12 +33,12 @@ class WorkerHistories:
     def end(self, now: float) -> None:
         """The run is over."""
         for row in self._present.values():
-            if row.condition not in _GONE:
+            if row.condition not in GONE:
                 row.condition, row.until = WorkerCondition.ENDED, now
 
     def is_gone(self, worker: str) -> bool:
         row = self._present.get(worker)
-        return row is not None and row.condition in _GONE
+        return row is not None and row.condition in GONE
 
     def place(self, worker: str, node: str, now: float) -> None:
         self._of(worker, now).node = node
@@ -47,13 +46,13 @@ class WorkerHistories:
     def enter(self, worker: str, condition: WorkerCondition, now: float, reason: str = "") -> None:
         """A worker enters a part of its life. One that is gone stays so."""
         row = self._of(worker, now)
-        if row.condition in _GONE:
+        if row.condition in GONE:
             return
         leaves = row.condition is WorkerCondition.LEAVING
         if leaves and condition not in (WorkerCondition.LEFT, WorkerCondition.LOST):
             return
         row.condition, row.reason = condition, reason or row.reason
-        if condition in _GONE:
+        if condition in GONE:
             row.until = now
 
     def form(self, members: Iterable[str], step: int, now: float) -> list[str]:
@@ -87,7 +86,7 @@ class WorkerHistories:
             row = self._present[worker] = WorkerRow(worker, max(1, self._start), now)
             self._all.append(row)
             if len(self._all) > 2 * MOST_WORKERS:
-                gone = [each for each in self._all if each.condition in _GONE]
+                gone = [each for each in self._all if each.condition in GONE]
                 dropped = {id(each) for each in gone[: len(self._all) - MOST_WORKERS]}
                 self._all = [each for each in self._all if id(each) not in dropped]
         return self._present[worker]

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app, status_command
-from elastic_dp.cli.run_tables import overview_facts
-from elastic_dp.cli.status_command import SeenRun, run_facts
+from elastic_dp.cli.run_tables import run_text
 from elastic_dp.errors import LoopError, StorageError
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_status import Health, health_of
@@ -84,7 +83,10 @@ def test_list_prints_json_with_the_health_of_each_run(runs):
     assert [going[x] for x in ("step", "max_steps", "world_size", "size")] == [4, 20, 2, 3]
     checkpoint = going["newest_checkpoint"]
     assert checkpoint["step"] == 4 and 0 <= checkpoint["age_s"] < 600
-    assert going["phase"] == "unfinished" and going["workers"] == {}  # as `Run.status` names them
+    assert going["phase"] == "unfinished" and going["workers"] == {
+        "w1": "training",
+        "w3": "training",
+    }  # as `Run.status` names them
     assert rows["night"]["phase"] == "over" and rows["night"]["goodput"] > 0
 
 
@@ -193,10 +195,10 @@ def test_status_shows_the_health_first_and_then_what_is_known(runs):
     assert facts["checkpoint"].startswith("step 4 (")
     assert facts["last event"].startswith("generation 2 ends: 1 worker joins (")
     table = lines[lines.index("") + 1 :]
-    assert cells(table[0]) == ["worker", "stage", "node", "steps", "mean step", "since"]
-    assert [cells(line)[:3] for line in table[1:]] == [
-        ["w1", "training", "node-1"],
-        ["w3", "training", "-"],
+    assert cells(table[0]) == ["worker", "stage", "pid", "node"]
+    assert [cells(line) for line in table[1:]] == [
+        ["w1", "training", "-", "node-1"],
+        ["w3", "training", "-", "-"],
     ]
 
 
@@ -252,14 +254,13 @@ def test_health_of_a_live_run_is_what_its_controller_says(changes, health, reaso
 
 
 def test_status_says_that_a_run_is_sharded():
-    def facts(**more):
-        return dict(run_facts(SeenRun(LIVE | {"health": "healthy"} | more)))
-
-    assert facts(sharding="optimizer")["sharding"] == "optimizer"
-    assert not facts(sharding=None).get("sharding")
+    live = LIVE | {"name": "job", "health": "healthy", "health_reason": ""}
+    assert "  sharding    optimizer\n" in run_text(live | {"sharding": "optimizer"})
+    assert "sharding" not in run_text(live | {"sharding": None})
 
 
 def test_overview_of_a_controller_that_does_not_answer_is_unknown():
     unknown = {"phase": "unknown", "reason": "no answer"}
     assert health_of(unknown) == (Health.UNKNOWN, "no answer")
-    assert ("last event", "no answer") in overview_facts(unknown | {"health": "unknown"})
+    named = {"name": "job", "health": "unknown", "health_reason": ""}
+    assert "  last event  no answer" in run_text(unknown | named)

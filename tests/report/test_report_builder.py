@@ -120,7 +120,7 @@ def test_verdict_of_a_running_run_says_whether_it_is_healthy():
     )
     full = [*lines, event(6, "SizeRequested", size=2), event(6, "CheckpointCommitted", step=2)]
     assert report_of(full, T0 + 9).verdict[2] == (
-        "It is healthy: 2 of 2 workers train, and the newest checkpoint is of step 2, 3.0 s ago."
+        "It is healthy: 2 of 2 workers train; the newest checkpoint is of step 2, 3.0 s ago."
     )
 
 

@@ -18,7 +18,6 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.runs.run_history import address_of, total_steps_of
 from elastic_dp.cluster.worker_logs import follow_logs, read_logs
 from elastic_dp.errors import ClusterError
-from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
@@ -56,23 +55,20 @@ class EndedRun:
         """Whether a cluster holds the run's lease. A killed cluster has not released it, either."""
         return bool(self.holder)
 
-    def look(self) -> tuple[dict[str, Any], Report]:
-        """Return the status, with the fields of a live run's, and the report."""
+    def status(self) -> dict[str, Any]:
+        """Return the status, with the fields of a live run's."""
         now, self.holder = time.time(), self._read_holder()
         report = self._folder.report(now)
         status = self._folder.status(report, now) | {"max_steps": total_steps_of(self.url)}
         if report.is_over and not self.may_be_live:
-            return status, report
+            return status
         address, where = address_of(self.url), "a cluster that does not answer here"
         if address is not None:
             where = f"the Ray cluster at {address}: --address asks that one"
         held = f"{self.holder} holds its lease, and may train on {where}; "
         newest = status["newest_event"] or {"text": "none"}
         reason = (held if self.may_be_live else "it has no result; ") + "the last event is: "
-        return status | {"phase": "unfinished", "reason": reason + newest["text"]}, report
-
-    def status(self) -> dict[str, Any]:
-        return self.look()[0]
+        return status | {"phase": "unfinished", "reason": reason + newest["text"]}
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yield every event, command and metric, by time. With `follow`, also those that a cluster
