@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.config.removed_names import REMOVED_FORMATS
 from elastic_dp.data.columns.column_types import plain, rebuilt
 from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import name_is_no_text
@@ -35,12 +36,6 @@ from elastic_dp.errors import DataError
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1024
 _THREADS = 16
-_ELSEWHERE = {  # kinds of files that are not read here: what to write instead
-    "csv": "give the rows of a reader of CSV to elastic_dp.dataprep.write_shards, such as "
-    "duckdb.sql(\"FROM read_csv('rows.csv', columns={'id': 'BIGINT', 'text': 'VARCHAR'})\")",
-    "tar": "training reads tar in place",
-    "mds": "read them as MapStyleData(streaming.StreamingDataset(...), ...)",
-}
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -65,9 +60,10 @@ def open_rows(files: SourceFiles, columns: Sequence[str] | None = None) -> Rows:
         "images": lambda: _images(files),
     }
     if files.kind not in openers:
+        _, instead = REMOVED_FORMATS.get(f".{files.kind}", ("", "nothing: training reads them"))
         raise DataError(
-            f"{files.url!r} holds {files.kind} files, which convert does not read; "
-            f"{_ELSEWHERE[files.kind]}"
+            f"{files.url!r} holds {files.kind} files, which convert does not read; write "
+            f"{instead.format(url=files.url)}"
         )
     rows = openers[files.kind]()
     lower = {name.lower(): name for name in rows.schema.names}
@@ -182,7 +178,7 @@ def _json(files: SourceFiles) -> Rows:
     for name in files.names:
         for first, rows in _objects(files, name):
             with _rows_named(name, first, rows):
-                kind = merged(kind, pa.array(rows).type, "")
+                kind = _merged(kind, pa.array(rows).type)
     if not kind.num_fields:
         raise DataError(f"{files.url!r} holds no rows with columns")
     kind = _without_nulls(kind)
@@ -252,23 +248,10 @@ def _rows_named(name: str, first: int, rows: Sequence[Any]) -> Iterator[None]:
         raise DataError(f"rows {first} to {last} of {name} are no table: {error}") from error
 
 
-def merged(one: pa.DataType, other: pa.DataType, where: str) -> pa.DataType:
-    """The type that holds the values of both. Raises DataError if there is none."""
-    if one.equals(other) or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if {one, other} == {pa.int64(), pa.float64()}:  # Arrow refuses to round a number
-        return pa.float64()
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(merged(one.value_type, other.value_type, f"{where}[]"))
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        fields = {field.name: field.type for field in one}
-        for field in other:
-            known = fields.get(field.name, field.type)
-            fields[field.name] = merged(known, field.type, f"{where}.{field.name}")
-        return pa.struct(list(fields.items()))
-    raise DataError(f"{where.lstrip('.')!r} is {other}, and {one} before; give it one type")
+def _merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """The struct that holds the values of both. Raises ArrowTypeError if there is none."""
+    schemas = [pa.schema(list(kind)) for kind in (one, other)]
+    return pa.struct(list(pa.unify_schemas(schemas, promote_options="permissive")))
 
 
 def _without_nulls(kind: pa.DataType) -> pa.DataType:

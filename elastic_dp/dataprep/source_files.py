@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from elastic_dp.data.discovery.listing import INFO, STATE, Listing, files_of_saved, list_files
+from elastic_dp.data.formats import MAGIC_BYTES, content_of
 from elastic_dp.data.formats.file_format import ShardAt, ShardFile
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Entry, Store, redact_url
@@ -35,16 +36,11 @@ FORMATS = {
     "mds": "mds",
 }
 _CODECS = ("gz", "bz2", "xz", "zst", "lz4")
-_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bz2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-    b"PK\x03\x04": "zip",
-    b"PAR1": "Parquet",
-    b"ARROW1": "Arrow",
-    b"version https://git-lfs": "LFS pointer",
+_NO_TEXT = {
+    "a zip archive": "; unpack it first",
+    "a Parquet file": "; give it the ending .parquet",
+    "an Arrow file": "; give it the ending .arrow",
+    "a pointer of Git LFS; run `git lfs pull` in the clone": "",
 }
 _READ_BYTES = 4 << 20
 _DESCRIPTIONS = ("text", "json")  # a README.txt or config.json next to files of another format
@@ -82,8 +78,7 @@ class SourceFiles:
     def decompressed(self, name: str) -> Iterator[BinaryIO]:
         """A file of text, decompressed by its first bytes, whatever its ending."""
         with self.opened(name) as raw:
-            found = next((m for m in _MAGIC if raw.peek(len(m)).startswith(m)), None)  # type: ignore[attr-defined]
-            yield _decoder(_MAGIC[found] if found else "", name, raw)
+            yield _decoder(content_of(raw.peek(MAGIC_BYTES)), name, raw)  # type: ignore[attr-defined]
 
 
 def find_files(
@@ -173,14 +168,11 @@ def _ending(name: str) -> str:
 
 
 def _decoder(what: str, name: str, raw: Any) -> Any:
-    if what == "LFS pointer":
-        raise DataError(f"{name} is a pointer of Git LFS, not the file; run `git lfs pull`")
-    if what == "zip":
-        raise DataError(f"{name} is a zip archive; unpack it first")
-    if what in ("Parquet", "Arrow"):
-        raise DataError(f"{name} is a {what} file; give it the ending .{what.lower()}")
-    if what in ("zstd", "lz4"):
-        return pa.CompressedInputStream(pa.PythonFile(raw, "r"), what)
-    if what == "gzip":
+    if what in _NO_TEXT:
+        raise DataError(f"{name} is {what}{_NO_TEXT[what]}")
+    codec = what.removeprefix("compressed with ")
+    if codec in ("zstd", "lz4"):
+        return pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec)
+    if codec == "gzip":
         return gzip.GzipFile(fileobj=raw)
-    return bz2.BZ2File(raw) if what == "bz2" else lzma.LZMAFile(raw) if what == "xz" else raw
+    return bz2.BZ2File(raw) if codec == "bzip2" else lzma.LZMAFile(raw) if codec == "xz" else raw
