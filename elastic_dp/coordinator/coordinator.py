@@ -146,7 +146,7 @@ class Coordinator:
     @property
     def failures(self) -> int:
         """The number of failures since the last committed step."""
-        return self._failures.budgets.losses.incidents
+        return self._failures.losses.incidents
 
     @property
     def kinds(self) -> list[str]:

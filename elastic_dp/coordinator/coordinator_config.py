@@ -4,23 +4,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FailureLimits:
-    """How many failures a run survives without a committed step in between, by kind."""
-
-    max_losses_without_progress: int = 20
-    max_losses_of_micro_batch: int = 5  # workers that died while running the same micro-batch
-    max_out_of_memory: int = 5
-    max_user_errors: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_losses_without_progress < 1:
-            raise ValueError(
-                f"max_losses_without_progress is {self.max_losses_without_progress}, must be at "
-                "least 1"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
     """What the job and its operator fix for the coordinator. All times are in seconds.
 
@@ -55,19 +38,11 @@ class CoordinatorConfig:
     source_timeout_s: float = 60.0
     steps_ahead: int = 2  # steps between the last one that heartbeats foretell and a planned end
     hang_timeout_s: float | None = None  # None: see `hang_detector.HangDetector`
-    limits: FailureLimits = FailureLimits()
+    # How many failures a run survives without a committed step in between, by kind.
+    max_losses_without_progress: int = 20
+    max_losses_of_micro_batch: int = 5  # workers that died while running the same micro-batch
+    max_out_of_memory: int = 5
+    max_user_errors: int = 0
     checkpointing: bool = False  # whether there is storage for checkpoints
     max_rejections: int = 3  # workers that do not fit and are replaced
     max_failed_joins: int = 3  # of one worker, before it is replaced
-
-    def __post_init__(self) -> None:
-        for name in ("min_workers", "size", "virtual_workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        if not self.min_workers <= self.size <= self.virtual_workers:
-            raise ValueError(
-                f"min_workers {self.min_workers} <= size {self.size} <= virtual_workers "
-                f"{self.virtual_workers} does not hold"
-            )
-        if self.heartbeat_timeout_s <= self.heartbeat_interval_s:
-            raise ValueError("heartbeat_timeout_s must exceed heartbeat_interval_s")

@@ -37,7 +37,7 @@ def fail_without_state(registry: WorkerRegistry, at_most: int | None, now: float
     `at_most` is the last step at which all weights agreed, if they differed later.
     """
     user_error = registry.failures.user_error
-    if registry.failures.budgets.errors.incidents and user_error is not None:
+    if registry.failures.errors.incidents and user_error is not None:
         fail_by_worker(registry, user_error, now)  # the error that took the workers
     error = "every worker with the training state is lost, and there is no checkpoint"
     if at_most is not None:

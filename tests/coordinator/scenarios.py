@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator import Coordinator
-from elastic_dp.coordinator.coordinator_config import CoordinatorConfig, FailureLimits
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
 from elastic_dp.coordinator.messages import Signature, TrainingPosition
 
 SIGNATURE = Signature("layout", "data", "kind")
 C = TypeVar("C")
-LIMITS = dataclasses.fields(FailureLimits)
 SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
@@ -33,8 +32,7 @@ class Scenario:
 
     def __init__(self, claims: bool = True, begin: bool = True, **config: Any) -> None:
         config = {"size": 2, "virtual_workers": 8} | config
-        limits = {f.name: config.pop(f.name) for f in LIMITS if f.name in config}
-        self.config = CoordinatorConfig(**config, limits=FailureLimits(**limits))
+        self.config = CoordinatorConfig(**config)
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []

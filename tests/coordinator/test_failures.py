@@ -194,8 +194,8 @@ def test_worker_whose_code_fails_before_anybody_trains_fails_the_run() -> None:
 
 
 def counted(scenario: Scenario) -> tuple[int, int]:
-    budgets = scenario.coordinator._failures.budgets
-    return budgets.losses.incidents, budgets.memory.incidents
+    failures = scenario.coordinator._failures
+    return failures.losses.incidents, failures.memory.incidents
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator import Coordinator
-from elastic_dp.coordinator.coordinator_config import CoordinatorConfig, FailureLimits
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
 from elastic_dp.coordinator.messages import Membership, Signature
 from tests.simulation.fault_profile import FaultProfile
 from tests.simulation.faults import ENDLESS, FaultInjector
@@ -62,12 +62,10 @@ class World:
             source_timeout_s=10.0,
             steps_ahead=self.rng.choice((0, 1, 2)),
             hang_timeout_s=30.0,
-            limits=FailureLimits(
-                max_losses_without_progress=1000,
-                max_losses_of_micro_batch=1000,
-                max_out_of_memory=1000,
-                max_user_errors=1000,
-            ),
+            max_losses_without_progress=1000,
+            max_losses_of_micro_batch=1000,
+            max_out_of_memory=1000,
+            max_user_errors=1000,
             stabilization_s=self.location_rng.choice((0.0, 2.0, 5.0)) if self.location_rng else 0.0,
             checkpointing=self.profile.commit_steps > 0,
         )

@@ -44,7 +44,6 @@ from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
-from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     AbortGeneration,
     AvoidNode,
@@ -628,10 +627,8 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
         forming_timeout_s=failure.forming_timeout,
         hang_timeout_s=failure.hang_timeout_s,
         release_timeout_s=failure.lease,
-        limits=FailureLimits(
-            max_losses_without_progress=failure.max_losses_without_progress,
-            max_user_errors=failure.max_user_errors,
-        ),
+        max_losses_without_progress=failure.max_losses_without_progress,
+        max_user_errors=failure.max_user_errors,
         stabilization_s=scaling.stabilization_s,
         balances=scaling.balance == "measured",
         exact=spec.exact,

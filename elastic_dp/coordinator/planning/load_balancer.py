@@ -48,11 +48,7 @@ def assign_ranges(
 
 def longest_s(ranges: Ranges, seconds: Sequence[float]) -> float:
     """Return how many seconds the slowest rank computes in a step."""
-    return _longest_s([last - first for first, last in ranges], seconds)
-
-
-def _longest_s(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    return max(size * s for size, s in zip(sizes, seconds, strict=True))
+    return max((last - first) * s for (first, last), s in zip(ranges, seconds, strict=True))
 
 
 def _is_worth_a_pause(now_s: float, then_s: float) -> bool:
@@ -97,7 +93,8 @@ class LoadBalancer:
             return None  # a member has finished and is gone
         seconds = [worker.virtual_s for worker in members]
         sizes = [member.num_virtual_workers for member in membership.members]
-        now_s, virtual_workers = _longest_s(sizes, seconds), sum(sizes)
+        virtual_workers = sum(sizes)
+        now_s = max(size * s for size, s in zip(sizes, seconds, strict=True))
         if not _is_worth_a_pause(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
             return None  # not even a perfect split would help
         nodes = membership.topology[0] if membership.topology else ()

@@ -14,10 +14,9 @@ its cause. What was counted stays counted: a step forgives it.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.run_state import RunState
@@ -51,10 +50,6 @@ class FailureBudget:
         self.incidents += 1
         return True
 
-    def reset(self) -> None:
-        """Reset the count after progress."""
-        self.incidents = 0
-
     def allows(self, generation: int, number: int) -> bool:
         """Return whether such a loss would stay within the budget."""
         return self._is_known(generation, number) or self.incidents < self.limit
@@ -78,52 +73,27 @@ class FailureBudget:
         )
 
 
-@dataclass(slots=True)
-class FailureBudgets:
-    """All budgets of a run."""
+class FailureCounter:
+    """Counts failures against the run's budgets."""
 
-    limits: FailureLimits
-    losses: FailureBudget = field(init=False)
-    memory: FailureBudget = field(init=False)
-    errors: FailureBudget = field(init=False)
-    # number of deaths by (step, virtual worker)
-    _micro_batches: dict[tuple[int, int], int] = field(default_factory=dict)
-    _poison_micro_batch: tuple[int, int] | None = (
-        None  # the first micro-batch that is over its limit
-    )
-    _furthest: int = 0
+    def __init__(self, run: RunState, generation: Generation, identities: Identities) -> None:
+        self._run, self._generation, self._identities = run, generation, identities
+        config = run.config
+        self.losses = FailureBudget(config.max_losses_without_progress, FREE_LOSSES)
+        self.memory = FailureBudget(config.max_out_of_memory)
+        self.errors = FailureBudget(config.max_user_errors)
+        # Number of deaths by (step, virtual worker), and the first that is over its limit.
+        self._micro_batches: dict[tuple[int, int], int] = {}
+        self._poison_micro_batch: tuple[int, int] | None = None
+        self._furthest = 0
+        self.user_error: m.WorkerFailed | None = None  # the last one that was retried
+        self.retry_at = -math.inf  # before this no worker is started and no generation is formed
+        self._out_of_memory = ""  # the last worker that ran out of memory, and its report
+        # Workers that were lost since the last step, for an unknown cause.
+        self._unknown_causes: dict[WorkerId, tuple[WorkerState, m.WorkerLost]] = {}
 
-    def __post_init__(self) -> None:
-        self.losses = FailureBudget(self.limits.max_losses_without_progress, FREE_LOSSES)
-        self.memory = FailureBudget(self.limits.max_out_of_memory)
-        self.errors = FailureBudget(self.limits.max_user_errors)
-
-    def progressed(self, step: int) -> bool:
-        """Reset all budgets if `step` is beyond every earlier step. Return whether it is.
-
-        A run that went back to a checkpoint must get further than before.
-        """
-        if step <= self._furthest:
-            return False
-        self._furthest = step
-        for budget in (self.losses, self.memory, self.errors):
-            budget.reset()
-        for at in [at for at in self._micro_batches if at[0] <= step]:
-            del self._micro_batches[at]
-        return True
-
-    def count_death_in(self, step: int, virtual_worker: int) -> None:
-        """Count a death against its micro-batch, unless that was completed before."""
-        if step > self._furthest:
-            at = step, virtual_worker
-            self._micro_batches[at] = deaths = self._micro_batches.get(at, 0) + 1
-            if deaths > self.limits.max_losses_of_micro_batch:
-                self._poison_micro_batch = self._poison_micro_batch or at
-
-    def exhausted(self, last: str) -> str:
-        """Return why the run must fail, or an empty string. `last` is the last failure, for the
-        message.
-        """
+    def exhausted(self) -> str:
+        """Return why the run must fail, or an empty string."""
         if self._poison_micro_batch is not None:
             step, virtual_worker = self._poison_micro_batch
             died = counted(self._micro_batches[self._poison_micro_batch], "worker")
@@ -135,34 +105,15 @@ class FailureBudgets:
         if self.memory.exhausted:
             return (
                 f"workers ran out of memory {counted(self.memory.incidents, 'time')} without "
-                f"a step in between; last: {last}. Lower micro_batch_size or "
-                "DataConfig.memory_bytes (a checkpoint needs memory for another copy of the "
-                'state), or request more with resources_per_worker={"memory": …}'
+                f"a step in between; last: {self._out_of_memory or self._run.reason}. Lower "
+                "micro_batch_size or DataConfig.memory_bytes (a checkpoint needs memory for "
+                "another copy of the state), or request more with "
+                'resources_per_worker={"memory": …}'
             )
         if self.losses.exhausted:
-            return (
-                f"{counted(self.losses.incidents, 'loss', 'losses')} without a step in between; "
-                f"last: {last}"
-            )
+            lost = counted(self.losses.incidents, "loss", "losses")
+            return f"{lost} without a step in between; last: {self._run.reason}"
         return ""
-
-
-class FailureCounter:
-    """Counts failures against the run's budgets."""
-
-    def __init__(self, run: RunState, generation: Generation, identities: Identities) -> None:
-        self._run, self._generation, self._identities = run, generation, identities
-        self.budgets = FailureBudgets(run.config.limits)
-        self.user_error: m.WorkerFailed | None = None  # the last one that was retried
-        self.retry_at = -math.inf  # before this no worker is started and no generation is formed
-        self._out_of_memory = ""  # the last worker that ran out of memory, and its report
-        # Workers that were lost since the last step, for an unknown cause.
-        self._unknown_causes: dict[WorkerId, tuple[WorkerState, m.WorkerLost]] = {}
-
-    def exhausted(self) -> str:
-        """Return why the run must fail, or an empty string."""
-        last = self._out_of_memory if self.budgets.memory.exhausted else ""
-        return self.budgets.exhausted(last or self._run.reason)
 
     def lost(self, worker: WorkerState, event: m.WorkerLost, now: float) -> None:
         """Count the loss of a worker that was not asked to leave."""
@@ -171,11 +122,11 @@ class FailureCounter:
         if event.cause is m.Cause.PREEMPTED:
             return
         if event.micro_batch is not None:
-            self.budgets.count_death_in(*event.micro_batch)
+            self._count_death_in(*event.micro_batch)
         short = event.cause is m.Cause.OUT_OF_MEMORY
         if short:
             self._out_of_memory = f"{worker.id}: {event.reason}"
-        self.count(worker, now, self.budgets.memory if short else None)
+        self.count(worker, now, self.memory if short else None)
 
     def cause_learned(self, event: m.WorkerLost, now: float) -> None:
         """Correct the count of a loss whose cause, or whose micro-batch, becomes known only now."""
@@ -188,20 +139,36 @@ class FailureCounter:
             self.lost(worker, replace(event, micro_batch=at), now)
         elif said.micro_batch is None and event.micro_batch is not None:
             self._unknown_causes[event.worker] = worker, event
-            self.budgets.count_death_in(*event.micro_batch)
+            self._count_death_in(*event.micro_batch)
 
     def allows_user_error(self, worker: WorkerState) -> bool:
         """Return whether the budget lets another worker retry after an error of user code."""
-        return self.budgets.errors.allows(self._generation.number, worker.number)
+        return self.errors.allows(self._generation.number, worker.number)
 
     def count(self, worker: WorkerState, now: float, budget: FailureBudget | None = None) -> None:
         """Count a failure and set `retry_at`. `budget` defaults to the budget of losses."""
-        budget = budget or self.budgets.losses
+        budget = budget or self.losses
         if budget.count(self._generation.number, worker.number, self._identities.given):
             self.retry_at = max(self.retry_at, now + budget.pause_s)
 
     def progressed(self, step: int) -> None:
-        """Reset the budgets after a committed step."""
-        if self.budgets.progressed(step):
-            self.retry_at = -math.inf
-            self._unknown_causes.clear()
+        """Reset the budgets after a committed step, if it is beyond every earlier one: a run that
+        went back to a checkpoint must get further than before.
+        """
+        if step <= self._furthest:
+            return
+        self._furthest = step
+        for budget in (self.losses, self.memory, self.errors):
+            budget.incidents = 0
+        for at in [at for at in self._micro_batches if at[0] <= step]:
+            del self._micro_batches[at]
+        self.retry_at = -math.inf
+        self._unknown_causes.clear()
+
+    def _count_death_in(self, step: int, virtual_worker: int) -> None:
+        """Count a death against its micro-batch, unless that was completed before."""
+        if step > self._furthest:
+            at = step, virtual_worker
+            self._micro_batches[at] = deaths = self._micro_batches.get(at, 0) + 1
+            if deaths > self._run.config.max_losses_of_micro_batch:
+                self._poison_micro_batch = self._poison_micro_batch or at

@@ -140,7 +140,7 @@ class WorkerRegistry:
         """Evict a worker in which user code raised, so that another worker may try again."""
         self.failures.user_error = event
         reason = f"user code raised {event.error}"
-        self.evict(worker, reason, now, self.failures.budgets.errors)
+        self.evict(worker, reason, now, self.failures.errors)
 
     def evict(
         self,
