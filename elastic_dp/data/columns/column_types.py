@@ -79,9 +79,9 @@ def one_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     if pa.types.is_map(one) and pa.types.is_map(other):
         key, item = one_type(one.key_type, other.key_type), one_type(one.item_type, other.item_type)
         return None if key is None or item is None else pa.map_(key, item)
-    if _is_string(one) and _is_string(other):
+    if is_string(one) and is_string(other):
         return pa.large_string()
-    return pa.large_binary() if _is_binary(one) and _is_binary(other) else None
+    return pa.large_binary() if is_binary(one) and is_binary(other) else None
 
 
 def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
@@ -119,6 +119,16 @@ def is_list(kind: pa.DataType) -> bool:
     )
 
 
+def is_string(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
 def storage_of(kind: pa.DataType) -> pa.DataType:
     """The storage type of an extension type; any other type itself."""
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
@@ -132,7 +142,7 @@ def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
         return _target(kind.storage_type, storage_of(wanted))
     if isinstance(wanted, pa.BaseExtensionType):
         return _target(kind, wanted.storage_type)
-    if (_is_string(kind) and _is_string(wanted)) or (_is_binary(kind) and _is_binary(wanted)):
+    if (is_string(kind) and is_string(wanted)) or (is_binary(kind) and is_binary(wanted)):
         return plain(kind)
     if is_list(kind) and is_list(wanted):
         return _with_values(kind, _target(kind.value_type, wanted.value_type))
@@ -185,16 +195,6 @@ def _one_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
             return None
         fields[field.name] = merged
     return pa.struct(list(fields.items()))
-
-
-def _is_string(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 
 def _same_types(fields: list[pa.Field], kind: pa.DataType) -> bool:

@@ -20,8 +20,11 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import (
+    is_binary,
     is_list,
+    is_string,
     one_type,
+    plain,
     plain_schema,
     rebuilt,
     type_name,
@@ -244,14 +247,7 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether it is text or bytes of variable length, which become Python objects."""
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_binary_view(kind)
-    )
+    return is_string(kind) or is_binary(kind)
 
 
 def is_object(kind: pa.DataType) -> bool:
@@ -269,8 +265,8 @@ def is_object(kind: pa.DataType) -> bool:
 
 def may_be_null(kind: pa.DataType) -> bool:
     """Whether a null becomes None."""
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return is_text(plain) or is_object(plain)
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(kind) or is_object(kind)
 
 
 def has_lengths(kind: pa.DataType) -> bool:
@@ -293,14 +289,8 @@ def is_short_time(kind: pa.DataType) -> bool:
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type in which values become Python objects. It has no types whose objects depend on
     installed packages, and none of which Arrow cannot select rows."""
-    if is_time(kind):
+    if is_time(kind := plain(kind)):
         return pa.int32() if is_short_time(kind) else pa.int64()
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
     return rebuilt(kind, plain_type)
 
 

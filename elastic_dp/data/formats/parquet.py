@@ -118,22 +118,24 @@ class Parquet:
     def read(
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
-        if shard.local is not None:
-            return self._read_local(shard, shard.local, location, leaves)
-        held = _FetchedRanges(shard)
-        kept = self._footer(shard, location, held, None)
-        file, held = self._idle(kept) or (_open(pa.PythonFile(held, mode="r"), kept), held)
+        path, held = shard.local, _FetchedRanges(shard)
+        stamp = None if path is None else stamp_of(path)
+        kept = self._footer(shard, location, held, stamp)
+        file, held = self._idle(kept) or (_open(path or pa.PythonFile(held, mode="r"), kept), held)
         group = kept.metadata.row_group(location.group)
 
         def fetch(columns: list[str]) -> None:
-            numbers = chunk_numbers(_paths(kept.metadata), columns)
-            held.fetch([_chunk_range(group.column(c)) for c in numbers])
+            if path is None:
+                numbers = chunk_numbers(_paths(kept.metadata), columns)
+                held.fetch([_chunk_range(group.column(c)) for c in numbers])
 
-        fetch(leaves)
-        table = checked(_read_group(file, location.group, leaves, fetch))
-        held.clear()
-        self._put_back(shard.key, kept, (file, held))
-        return table
+        try:
+            return checked(_read_group(file, location.group, leaves, fetch))
+        finally:
+            if path is not None and stamp_of(path) != stamp:
+                raise ObjectRewritten(shard.name)
+            held.clear()
+            self._put_back(shard.key, kept, (file, held))
 
     def may_match(
         self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
@@ -183,21 +185,6 @@ class Parquet:
         with self._lock:
             self._footers.clear()
             self._footer_bytes = 0
-
-    def _read_local(
-        self, shard: ShardAt, path: str, location: RowGroupLocation, leaves: list[str]
-    ) -> pa.Table:
-        stamp = stamp_of(path)
-        held = _FetchedRanges(shard)
-        kept = self._footer(shard, location, held, stamp)
-        file, held = self._idle(kept) or (_open(path, kept), held)
-        try:
-            return checked(_read_group(file, location.group, leaves))
-        finally:
-            if stamp_of(path) != stamp:
-                raise ObjectRewritten(shard.name)
-            held.clear()
-            self._put_back(shard.key, kept, (file, held))
 
     def _footer(
         self,
@@ -354,13 +341,12 @@ def _open(source: Any, footer: _Footer) -> pq.ParquetFile:
 
 
 def _read_group(
-    file: pq.ParquetFile,
-    number: int,
-    leaves: list[str],
-    fetch: Callable[[list[str]], None] = lambda columns: None,
+    file: pq.ParquetFile, number: int, leaves: list[str], fetch: Callable[[list[str]], None]
 ) -> pa.Table:
-    """Reads the columns `leaves` of a row group. Arrow cannot read single fields of a struct that
-    is an extension type registered in this process; such a struct is read as a whole."""
+    """Reads the columns `leaves` of a row group, after `fetch` of them. Arrow cannot read single
+    fields of a struct that is an extension type registered in this process; such a struct is read
+    as a whole."""
+    fetch(leaves)
     try:
         return file.read_row_group(number, columns=leaves, use_threads=False)
     except pa.ArrowInvalid:
