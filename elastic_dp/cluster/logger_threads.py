@@ -12,7 +12,6 @@ a logger becomes a warning with its traceback.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import queue
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 from elastic_dp.report.report_builder import ReportBuilder
 from elastic_dp.report.report_model import RunEvent
 from elastic_dp.storage import Store
-from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail
+from elastic_dp.telemetry.journal_reader import JournalTail
 from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
 from elastic_dp.threads import background, take_all
 
@@ -148,7 +147,7 @@ class _Feed:
         is_local = store.local_path(store.path) is not None
         self.pause_s = _LOCAL_S if is_local else _REMOTE_S
         self._logger, self._name = logger, name
-        self._tails = [JournalTail(store, file) for file in JOURNAL_FILES]
+        self._journal = JournalTail(store)
         self._so_far: LoggedSoFar | None = None
         self._steps: dict[str, int] = {}  # the last step of each metric that was logged
         self._at = 0.0
@@ -156,8 +155,7 @@ class _Feed:
 
     def pass_on(self) -> None:
         """Log what has been added. The logger is opened with the first line."""
-        tails = [tail.lines() for tail in self._tails]
-        for line in heapq.merge(*tails, key=lambda line: line["time"]):
+        for line in self._journal.lines():
             self._at = float(line["time"])
             if self._so_far is None:
                 self._so_far = self._logger.open(self._name, self._at)

@@ -6,7 +6,6 @@ somebody has replaced the folder, and all of it is read again.
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from typing import Any
@@ -18,7 +17,7 @@ from elastic_dp.report.report_model import Report
 from elastic_dp.report.run_status import status_of_report
 from elastic_dp.run_record import Result, read_result
 from elastic_dp.storage import ObjectMissing, ObjectRewritten, Store
-from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail
+from elastic_dp.telemetry.journal_reader import JournalTail
 
 _TIMEOUT_S = 15.0  # of one request
 _LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoints and the result
@@ -65,11 +64,10 @@ class RunFolder:
 
     def _forget(self) -> None:
         self._builder = ReportBuilder(self._name)
-        self._tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
+        self._journal = JournalTail(self._store)
 
     def _read(self) -> None:
-        files = [tail.lines() for tail in self._tails]
-        for line in heapq.merge(*files, key=lambda line: line["time"]):
+        for line in self._journal.lines():
             self._builder.line(line)
 
     def _look(self) -> None:

@@ -49,8 +49,10 @@ class FolderListing(NamedTuple):
 
 class Backend(Protocol):
     path: str  # of the URL itself
-    lists: bool
-    creates_only: bool  # whether write(create_only=True) is known to refuse an object that exists
+    lists: bool = True
+    creates_only: bool = (
+        True  # whether write(create_only=True) is known to refuse an object that exists
+    )
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         """What is directly in a folder ("" is the root), or all files below it, in one listing.
@@ -70,4 +72,5 @@ class Backend(Protocol):
     def delete(self, path: str) -> None:
         """May raise FileNotFoundError where there is none."""
 
-    def local_path(self, path: str) -> str | None: ...
+    def local_path(self, path: str) -> str | None:
+        return None

@@ -18,6 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from elastic_dp.storage.backend import (
     ODD_KEYS,
     SLOWEST_BYTES_PER_S,
+    Backend,
     Entry,
     FolderListing,
     without_weakness,
@@ -31,9 +32,7 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"
 _memory = threading.Lock()
 
 
-class FsspecBackend:
-    lists = True
-
+class FsspecBackend(Backend):
     def __init__(self, scheme: str, url: str, options: Mapping[str, Any], stall_s: float) -> None:
         self._system, self.path = url_to_fs(url, **options)
         if isinstance(self._system, DirFileSystem):  # it claims to have an event loop
@@ -90,9 +89,6 @@ class FsspecBackend:
 
     def delete(self, path: str) -> None:
         self._system.rm_file(path, **self._limit(0))
-
-    def local_path(self, path: str) -> str | None:
-        return None
 
     def _limit(self, size: int) -> dict[str, float]:
         """fsspec's own argument of every call that runs on its event loop."""

@@ -21,7 +21,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from elastic_dp.errors import FileDamaged, StorageError
-from elastic_dp.storage.backend import Entry, FolderListing
+from elastic_dp.storage.backend import Backend, Entry, FolderListing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,9 +35,7 @@ _ATTEMPTS = 5  # of a write whose temporary file vanishes
 _DIRECT_BYTES = 1 << 20  # smaller writes use the page cache
 
 
-class LocalBackend:
-    lists = creates_only = True
-
+class LocalBackend(Backend):
     def __init__(self, path: str) -> None:
         if _shown(path) != path:
             raise StorageError(f"{_shown(path)}: the name is not UTF-8; rename it")

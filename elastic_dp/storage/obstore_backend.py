@@ -18,6 +18,7 @@ from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import (
     SCHEMES,
     SLOWEST_BYTES_PER_S,
+    Backend,
     Entry,
     FolderListing,
     without_weakness,
@@ -62,7 +63,7 @@ _REPLACED = {
 }
 
 
-class ObstoreBackend:
+class ObstoreBackend(Backend):
     """`make(client_options, retry_config)` makes the obstore store; one is kept per size of
     request."""
 
@@ -131,9 +132,6 @@ class ObstoreBackend:
 
     def delete(self, path: str) -> None:
         self._obstore.delete(self._client(0), path)
-
-    def local_path(self, path: str) -> str | None:
-        return None
 
     def _client(self, size: int, writing: bool = False) -> Any:
         """With a limit on the whole request for its size, and on the time without a byte.

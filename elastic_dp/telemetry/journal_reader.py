@@ -23,32 +23,36 @@ _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON does not hav
 
 
 class JournalTail:
-    """One file of a journal, from which each line is read once."""
+    """A journal, from which each line is read once."""
 
-    def __init__(self, store: Store, file: str) -> None:
-        self._store, self._file = store, file
-        self._read: dict[str, int] = {}  # bytes of each object
-        self._rest: dict[str, bytes] = {}  # of a line that was not complete
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # Bytes of each object, by file, and what was read of a line that was not complete.
+        self._read: dict[str, dict[str, int]] = {file: {} for file in JOURNAL_FILES}
+        self._rest: dict[str, bytes] = {}
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that have been added.
+        """Yield the lines of both files that have been added, by time.
 
         Raises ObjectRewritten if it is not the journal that was read before.
         """
-        whole = self._store.look_up(path_in(self._store, f"{self._file}.jsonl"))
-        entries = [*([whole] if whole else ()), *segments(self._store, self._file)]
-        missing = self._read.keys() - {entry.path for entry in entries}
-        if missing or any(entry.size < self._read.get(entry.path, 0) for entry in entries):
+        return heapq.merge(*map(self._lines, JOURNAL_FILES), key=lambda line: line["time"])
+
+    def _lines(self, file: str) -> Iterator[dict[str, Any]]:
+        read, whole = self._read[file], self._store.look_up(path_in(self._store, f"{file}.jsonl"))
+        entries = [*([whole] if whole else ()), *segments(self._store, file)]
+        missing = read.keys() - {entry.path for entry in entries}
+        if missing or any(entry.size < read.get(entry.path, 0) for entry in entries):
             raise ObjectRewritten(f"{self._store.url}: the journal is shorter than before")
         for entry in entries:
-            yield from journal_lines(self._file, self._texts(entry))
+            yield from journal_lines(file, self._texts(entry, read))
 
-    def _texts(self, entry: Entry) -> Iterator[str]:
-        offset, rest = self._read.get(entry.path, 0), self._rest.pop(entry.path, b"")
+    def _texts(self, entry: Entry, read: dict[str, int]) -> Iterator[str]:
+        offset, rest = read.get(entry.path, 0), self._rest.pop(entry.path, b"")
         while offset < entry.size:
             end = min(entry.size, offset + _CHUNK_BYTES)
             rest += bytes(self._store.read(entry.path, offset, end))
-            self._read[entry.path] = offset = end
+            read[entry.path] = offset = end
             lines, newline, after = rest.rpartition(b"\n")
             if newline:
                 yield from lines.decode(errors="replace").split("\n")

@@ -111,7 +111,7 @@ def test_journal_on_an_object_store_sends_each_line_a_bounded_number_of_times(mo
         "write",
         lambda store, path, content: (sent.append(content), write(store, path, content)),
     )
-    tail = JournalTail(Store(url), "metrics")
+    tail = JournalTail(Store(url))
     journals = [Journal(url), Journal(url)]  # a thawed controller and its successor
     followed = []
     for step in range(1, steps + 1):

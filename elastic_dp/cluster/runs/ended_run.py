@@ -8,7 +8,6 @@ train: a run that ends releases it.
 
 from __future__ import annotations
 
-import heapq
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.run_record import run_names, run_url
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import path_in
-from elastic_dp.telemetry.journal_reader import JOURNAL_FILES, JournalTail, read_events
+from elastic_dp.telemetry.journal_reader import JournalTail, read_events
 from elastic_dp.wording import did_you_mean
 
 _FOLLOW_S = 1.0  # between two looks at the folder
@@ -87,10 +86,9 @@ class EndedRun:
         return read_logs(self._store, worker, tail)
 
     def _follow_events(self) -> Iterator[dict[str, Any]]:
-        tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
-        is_live = bool(self._read_holder())
+        journal, is_live = JournalTail(self._store), bool(self._read_holder())
         while True:
-            yield from heapq.merge(*(tail.lines() for tail in tails), key=lambda line: line["time"])
+            yield from journal.lines()
             if not is_live:
                 return
             is_live = self._goes_on()

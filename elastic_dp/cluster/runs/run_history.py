@@ -95,17 +95,8 @@ def last_start(store: Store) -> StartRecord | None:
         if stored is None:
             return None
         limits = make(RunLimits, stored["limits"], _NAME, "")
-        total = stored.get("total_steps")
-        return StartRecord(
-            str(stored["code"]),
-            str(stored["python"]),
-            limits,
-            total if isinstance(total, int) else None,
-            {str(int(steps)): int(number) for steps, number in stored.get("growth", {}).items()},
-            stored.get("sharding"),
-            stored.get("ray"),
-        )
-    except (FileDamaged, RunMismatch, KeyError, TypeError, ValueError, AttributeError):
+        return make(StartRecord, {**stored, "limits": limits}, _NAME, "")
+    except (FileDamaged, RunMismatch, KeyError, TypeError):
         return None
 
 
