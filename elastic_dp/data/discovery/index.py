@@ -103,7 +103,7 @@ def read_index(
         return index
     from elastic_dp.data.discovery.row_counts import with_counts
 
-    return with_counts(index, config, sources)
+    return with_counts(index, config, timeout_s)
 
 
 class Builder:

@@ -21,10 +21,11 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import is_list, plain, type_name
 from elastic_dp.data.columns.row_filter import RowFilter, Selection
 from elastic_dp.data.discovery.shard_index import Index
-from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT, OpenedSource
-from elastic_dp.data.formats.decode_errors import decoding, reading_footer, refuse_other_count
-from elastic_dp.data.formats.file_format import Ints, RowGroupLocation, ShardAt, read_table
+from elastic_dp.data.discovery.sources import SCANS_IN_FLIGHT
+from elastic_dp.data.formats.decode_errors import decoding, reading_footer
+from elastic_dp.data.formats.file_format import Ints
 from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard, DataError
 
 TOKENS = "input_ids"
@@ -32,20 +33,21 @@ TOKENS = "input_ids"
 _log = logging.getLogger(__name__)
 
 
-def with_counts(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
+def with_counts(index: Index, config: DataConfig, timeout_s: float) -> Index:
     """The index with the numbers of rows that the filter keeps, and of their tokens.
 
     Raises BadShard if a row group cannot be decoded. With `max_bad_fraction` all rows of such a row
     group are kept, since nobody knows which fit: training then skips them as bad ones, and counts
     them. Raises DataError if no row is kept, or a column has no value for each token.
     """
-    counter = _Counter(index, config, sources)
+    counter = _Counter(index, config, timeout_s)
     selection, tokens = Selection(), list[int]()
     with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
         for of_shard in pool.map(counter.shard, range(index.num_shards)):
             for rows, count in of_shard:
                 selection.add(rows)
                 tokens.append(count)
+    counter.row_groups.close()
     groups = index.groups
     if config.filter is not None:
         if not sum(selection.counts):
@@ -60,8 +62,10 @@ def with_counts(index: Index, config: DataConfig, sources: list[OpenedSource]) -
 
 
 class _Counter:
-    def __init__(self, index: Index, config: DataConfig, sources: list[OpenedSource]) -> None:
-        self._index, self._config, self._sources = index, config, sources
+    def __init__(self, index: Index, config: DataConfig, timeout_s: float) -> None:
+        self._index, self._config = index, config
+        whole = replace(config, filter=None, cache_dir=None, cache_bytes=None)
+        self.row_groups = RowGroups(whole, index, timeout_s=timeout_s)
         self._filter = None if config.filter is None else RowFilter(config.filter, index.schema)
         self._tokens = ""
         if config.pack is not None:
@@ -69,11 +73,9 @@ class _Counter:
 
     def shard(self, number: int) -> list[tuple[Ints, int]]:
         """(the rows that are kept, their tokens) by row group."""
-        source = self._sources[self._index.shards["source"][number].as_py()]
-        shard = source.shard(self._index, number)
         first, end = self._index.group_bounds[number : number + 2].tolist()
-        here, known = frozenset(range(end - first)), None
-        chosen, rows_of = source.format, self._filter
+        chosen, shard, _ = self.row_groups.place(first)
+        here, known, rows_of = frozenset(range(end - first)), None, self._filter
         if rows_of is not None:
             if rows_of.names and all(name in shard.partition for name in rows_of.names):
                 row = pa.table([[shard.partition[f.name]] for f in rows_of.fields], rows_of.schema)
@@ -88,22 +90,12 @@ class _Counter:
                 known = chosen.list_values(shard, self._tokens)
 
         def count(group: int) -> tuple[Ints, int]:
-            every = np.arange(int(self._index.rows[first + group]))
+            kept = every = np.arange(int(self._index.rows[first + group]))
             if group not in here:
                 return every[:0], 0
-            at = first + group
-            place = int(self._index.starts[at]), int(self._index.ends[at])
-            kept, location = every, RowGroupLocation(group, *place)
-
-            def read(names: list[str]) -> pa.Table:
-                with decoding(shard, location):
-                    table = read_table(chosen, shard, location, self._index.schema, names)
-                    refuse_other_count(table.num_rows, len(every))
-                return table
-
             if rows_of is not None:
                 try:
-                    table = read(rows_of.leaves)
+                    table = self.row_groups.table(first + group, rows_of.leaves)
                 except BadShard as error:
                     if not self._config.max_bad_fraction:
                         raise
@@ -114,15 +106,15 @@ class _Counter:
                 return kept, 0
             if known is not None and len(kept) == len(every):
                 return kept, int(known[group])
-            return kept, self._tokens_of(read([self._tokens]), shard, location, kept)
+            return kept, self._tokens_of(first + group, kept)
 
         return [count(group) for group in range(end - first)]
 
-    def _tokens_of(
-        self, table: pa.Table, shard: ShardAt, location: RowGroupLocation, kept: Ints
-    ) -> int:
+    def _tokens_of(self, row_group: int, kept: Ints) -> int:
+        table = self.row_groups.table(row_group, [self._tokens])
         if self._tokens not in table.column_names:  # it is refused when it is read
             return 0
+        _, shard, location = self.row_groups.place(row_group)
         with decoding(shard, location):
             lengths = pc.list_value_length(table.column(self._tokens).take(kept))
             return pc.sum(lengths).as_py() or 0

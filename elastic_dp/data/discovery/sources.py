@@ -21,7 +21,7 @@ from elastic_dp.data.discovery.listing import (
     skipped_message,
     why_nothing,
 )
-from elastic_dp.data.discovery.shard_index import Index, path_of, prefix_of, shard_at
+from elastic_dp.data.discovery.shard_index import prefix_of
 from elastic_dp.data.formats import (
     ENDINGS,
     MAGIC_BYTES,
@@ -52,12 +52,6 @@ class OpenedSource:
     names: list[str]
     entries: list[Entry]
     prefix: str
-
-    def shard(self, index: Index, number: int) -> ShardAt:
-        """A shard of this source in the index."""
-        name = index.name(number)
-        path = "" if self.store is None else path_of(self.store.path, name, self.is_file)
-        return shard_at(index, number, path, self.store, self.prefix + name)
 
 
 def open_sources(config: DataConfig, timeout_s: float) -> list[OpenedSource]:

@@ -125,18 +125,31 @@ class RowGroups:
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
         DataError, StorageError."""
-        number = self.index.shard_of(row_group)
-        shard = self._shard(number)
-        location = self._location(number, row_group)
+        opened, shard, location = self.place(row_group)
+        table = self.table(row_group, self._leaves)
         with decoding(shard, location):
-            table = self._read_table(number, shard, location)
-            refuse_other_count(table.num_rows, int(self.rows[row_group]))
             where = f"row group {location.group} of {shard.name}"
             columns = decode_table(table, self._fields, where)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
-            grew = self._format(number).growth > 1
+            grew = opened.growth > 1
             return columns, sum(_held_bytes(c) if grew else c.nbytes for c in columns.values())
+
+    def table(self, row_group: int, names: list[str]) -> pa.Table:
+        """The columns `names`, as they are stored, of the rows that the filter keeps."""
+        opened, shard, location = self.place(row_group)
+        with decoding(shard, location):
+            table = read_table(opened, shard, location, self.index.schema, names)
+            table = table if self._filter is None else table.take(self._filter.rows(table))
+            refuse_other_count(table.num_rows, int(self.rows[row_group]))
+            return table
+
+    def place(self, row_group: int) -> tuple[FileFormat, ShardAt, RowGroupLocation]:
+        index, number = self.index, self.index.shard_of(row_group)
+        group = row_group - int(index.group_bounds[number])
+        start, end = int(index.starts[row_group]), int(index.ends[row_group])
+        opened = self._formats[index.sources[self._source(number)].format]
+        return opened, self._shard(number), RowGroupLocation(group, start, end)
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         """(name of the shard, number of the row group in it, number of its first row)."""
@@ -150,13 +163,6 @@ class RowGroups:
         if self._cache is not None:
             self._cache.close()
 
-    def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        table = read_table(self._format(number), shard, location, self.index.schema, self._leaves)
-        return table if self._filter is None else table.take(self._filter.rows(table))
-
-    def _format(self, number: int) -> FileFormat:
-        return self._formats[self.index.sources[self._source(number)].format]
-
     def _find_shard(self, number: int) -> ShardAt:
         index, source = self.index, self._source(number)
         if not self._stores:  # a block source
@@ -164,11 +170,6 @@ class RowGroups:
         store, is_file = self._stores[source], index.sources[source].is_file
         path = path_of(store.path, index.name(number), is_file)
         return shard_at(index, number, path, store, self._shard_name(number))
-
-    def _location(self, number: int, row_group: int) -> RowGroupLocation:
-        index = self.index
-        group = row_group - int(index.group_bounds[number])
-        return RowGroupLocation(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
     def _source(self, number: int) -> int:
         return int(self._sources[number])
