@@ -14,11 +14,12 @@ from typing import Any, Literal
 import numpy as np
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data.datasets.opening import check_memory
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order, row_groups_at_least
+from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 from elastic_dp.storage import redact_url
 
 LARGE_BYTES = 16 << 20  # of a row group, decoded
@@ -195,15 +196,10 @@ def _rules(job: _Job) -> Iterator[Finding]:
         fix = 'add rows, or set DataConfig.tail="short"'
         yield Finding("too_few_rows", "refused", message, fix)
     else:
-        opened = min(row_groups_at_least(order), count)  # as opening.py checks it
-        needed, limit = int(np.sort(nbytes)[-opened:].sum()), DataConfig.memory_bytes
-        if needed > limit:
-            message = (
-                f"one worker that runs all {job.virtual_workers} virtual workers has up to "
-                f"{opened} row groups open, {size(needed)}, more than the default of "
-                f"DataConfig.memory_bytes, {size(limit)}"
-            )
-            yield Finding("memory", "refused", message, job.command())
+        try:
+            check_memory(job.row_groups, order, DataConfig.memory_bytes)
+        except DataError as error:
+            yield Finding("memory", "refused", str(error).partition("; ")[0], job.command())
     if order is not None and order.streams < job.virtual_workers:
         each = -(-job.virtual_workers // order.streams)
         yield slow(
