@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_writer import write_blobs, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
@@ -18,14 +17,14 @@ from elastic_dp.train.state.train_state import StepRecord, TrainState
 _numbers = itertools.count()
 
 
-def memory_store() -> Store:
+def memory_store():
     return Store(f"memory://checkpoints-{next(_numbers)}/run")
 
 
 class Average:
     """Something that a user gives as `state=`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values = OrderedDict(w=torch.zeros(3), seen={1, 2}, best=float("inf"), none=None)
 
     def state_dict(self):
@@ -35,7 +34,7 @@ class Average:
         self.values = values
 
 
-def train_state(seed: int = 0, width: int = 8) -> TrainState:
+def train_state(seed=0, width=8):
     """A small model with buffers and tied weights, after one step of AdamW."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -58,7 +57,7 @@ def train_state(seed: int = 0, width: int = 8) -> TrainState:
     return state
 
 
-def big_tree(nbytes: int, seed: int = 0) -> dict:
+def big_tree(nbytes, seed=0):
     """`nbytes` in tensors of several dtypes, one of which spans several parts."""
     torch.manual_seed(seed)
     half = nbytes // 2
@@ -70,7 +69,7 @@ def big_tree(nbytes: int, seed: int = 0) -> dict:
     }
 
 
-def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: int = 1, **metadata):
+def checkpoint(catalog, step, tree, *, workers=1, fence=1, **metadata):
     """Write and commit it as a group of `workers` would, each with its own copy."""
     with ThreadPoolExecutor(4) as executor:
         snapshots = [Snapshot() for _ in range(workers)]
@@ -84,12 +83,12 @@ def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: in
         return write_commit(catalog, blobs, fence, CommitMetadata(**metadata))
 
 
-def save(catalog: Catalog, state: TrainState, step: int, **how):
+def save(catalog, state, step, **how):
     naming = naming_of(state.model, state.optimizer)
     return checkpoint(catalog, step, state.tree([], None), naming=naming, **how)
 
 
-def same(one, other) -> bool:
+def same(one, other):
     """Equal in type, in value and in every bit."""
     tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     if type(one) is not type(other) and not tensors:  # a parameter comes back as a tensor

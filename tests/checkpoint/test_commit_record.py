@@ -10,22 +10,14 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
-from elastic_dp.checkpoint.checkpoint_reader import (
-    load,
-    load_newest,
-    missing_files,
-    verify,
-)
+from elastic_dp.checkpoint.checkpoint_reader import load, load_newest, missing_files, verify
 from elastic_dp.checkpoint.checkpoint_writer import (
     differences,
     owed_blobs,
     write_blobs,
     write_commit,
 )
-from elastic_dp.checkpoint.commit_record import (
-    CommitMetadata,
-    CommitRecord,
-)
+from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord
 from elastic_dp.checkpoint.layout import canonical
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
@@ -33,7 +25,7 @@ from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same, save, train_state
 
 
-def catalog_of(tmp_path) -> Catalog:
+def catalog_of(tmp_path):
     return Catalog(Store(str(tmp_path / "run [1]")))
 
 
@@ -128,7 +120,7 @@ def test_every_flipped_byte_is_noticed_or_harmless(tmp_path):
     assert verify(catalog, name) == []
 
 
-def swap(file: Path, other: Path) -> None:
+def swap(file, other):
     mine = file.read_bytes()
     file.write_bytes(other.read_bytes())
     other.write_bytes(mine)

@@ -7,11 +7,11 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario
 
 
-def told(scenario: Scenario, kind: type) -> list[str]:
+def told(scenario, kind):
     return [command.worker for command in scenario.of(kind)]
 
 
-def falling(step: int = 4, **config: object) -> Scenario:
+def falling(step=4, **config):
     """Both of two are needed, and w2 must be gone in ten seconds."""
     config = {"size": 2, "min_workers": 2, "drain_margin_s": 3.0, "checkpointing": True} | config
     scenario = Scenario(**config)
@@ -20,7 +20,7 @@ def falling(step: int = 4, **config: object) -> Scenario:
     return scenario
 
 
-def stopped(*workers: str, step: int = 6, **config: object) -> Scenario:
+def stopped(*workers, step=6, **config):
     scenario = falling(**config)
     scenario.wait(7.1, "w1", "w2", step=step)
     assert told(scenario, m.EndGeneration)[:2] == ["w1", "w2"]
@@ -28,7 +28,7 @@ def stopped(*workers: str, step: int = 6, **config: object) -> Scenario:
     return scenario
 
 
-def test_members_that_will_all_leave_are_asked_for_a_checkpoint_at_once() -> None:
+def test_members_that_will_all_leave_are_asked_for_a_checkpoint_at_once():
     scenario = falling()
     assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"]
     assert told(scenario, m.StartWorker) == ["w3"]
@@ -38,14 +38,14 @@ def test_members_that_will_all_leave_are_asked_for_a_checkpoint_at_once() -> Non
     )
 
 
-def test_the_time_that_is_left_is_for_the_checkpoint_and_not_for_further_steps() -> None:
+def test_the_time_that_is_left_is_for_the_checkpoint_and_not_for_further_steps():
     """Each may take as long as the notice."""
     scenario = falling()
     scenario.wait(7.1, "w1", "w2", step=4)
     assert {command.after_step for command in scenario.of(m.EndGeneration)} == {4}
 
 
-def test_drain_that_leaves_enough_workers_takes_no_checkpoint() -> None:
+def test_drain_that_leaves_enough_workers_takes_no_checkpoint():
     scenario = falling(min_workers=1)
     assert not scenario.ever(m.TakeCheckpoint)
     scenario.wait(7.1, "w1", "w2", step=5)
@@ -53,7 +53,7 @@ def test_drain_that_leaves_enough_workers_takes_no_checkpoint() -> None:
     assert scenario.members == ["w1"] and not scenario.ever(m.WriteDrainCheckpoint)
 
 
-def test_draining_worker_leaves_when_its_state_is_committed() -> None:
+def test_draining_worker_leaves_when_its_state_is_committed():
     scenario = stopped()
     assert scenario.of(m.WriteDrainCheckpoint) == [
         m.WriteDrainCheckpoint(w, 1, ("w1", "w2")) for w in ("w1", "w2")
@@ -67,7 +67,7 @@ def test_draining_worker_leaves_when_its_state_is_committed() -> None:
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.source == "w1"
 
 
-def test_the_last_of_all_leave_the_run_to_others() -> None:
+def test_the_last_of_all_leave_the_run_to_others():
     scenario = Scenario.training("w1", step=4, checkpointing=True, drain_margin_s=3.0)
     scenario.tell(m.DrainNoticed("w1", scenario.now + 10.0))
     scenario.wait(7.1, "w1", step=5)
@@ -81,7 +81,7 @@ def test_the_last_of_all_leave_the_run_to_others() -> None:
     assert not scenario.ever(m.FailRun)
 
 
-def test_writers_are_told_again_when_one_of_them_is_lost() -> None:
+def test_writers_are_told_again_when_one_of_them_is_lost():
     scenario = stopped()
     scenario.lost("w1")
     assert scenario.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
@@ -93,20 +93,20 @@ def test_writers_are_told_again_when_one_of_them_is_lost() -> None:
     )
 
 
-def test_only_those_furthest_keep_their_state() -> None:
+def test_only_those_furthest_keep_their_state():
     scenario = stopped("w1")
     scenario.stopped("w2", step=7)
     assert scenario.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
 
 
-def test_joiner_meanwhile_ends_the_wait_for_the_commit() -> None:
+def test_joiner_meanwhile_ends_the_wait_for_the_commit():
     scenario = stopped()
     scenario.ready("w3")
     assert scenario.members == ["w1", "w3"]
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_second_notice_later_lets_the_worker_with_time_left_go_on(checkpointing: bool) -> None:
+def test_second_notice_later_lets_the_worker_with_time_left_go_on(checkpointing):
     """The worker that has time left goes on alone, if one is enough."""
     scenario = Scenario.training(
         "w1", "w2", step=4, checkpointing=checkpointing, drain_margin_s=3.0
@@ -122,7 +122,7 @@ def test_second_notice_later_lets_the_worker_with_time_left_go_on(checkpointing:
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_drain_without_a_step_or_a_storage_lets_training_go_on(checkpointing: bool) -> None:
+def test_drain_without_a_step_or_a_storage_lets_training_go_on(checkpointing):
     scenario = falling(step=0 if checkpointing else 4, checkpointing=checkpointing)
     scenario.wait(9.0, "w1", "w2", step=0 if checkpointing else 4)
     assert not scenario.ever(m.EndGeneration)
@@ -132,21 +132,21 @@ def test_drain_without_a_step_or_a_storage_lets_training_go_on(checkpointing: bo
     assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2
 
 
-def test_drain_checkpoint_waits_for_a_worker_inside_a_loop_body() -> None:
+def test_drain_checkpoint_waits_for_a_worker_inside_a_loop_body():
     scenario = stopped("w1")
     scenario.stopped("w2", position=TrainingPosition(7), at_head=False)
     assert not scenario.ever(m.WriteDrainCheckpoint)
     assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2
 
 
-def test_the_end_of_the_run_is_not_held_up() -> None:
+def test_the_end_of_the_run_is_not_held_up():
     scenario = stopped("w1", step=6)
     scenario.stopped("w2", position=TrainingPosition(6, 1))
     assert not scenario.ever(m.WriteDrainCheckpoint)
     assert scenario.members == ["w1", "w2"] and scenario.coordinator.generation == 2
 
 
-def test_commit_before_a_restore_does_not_count() -> None:
+def test_commit_before_a_restore_does_not_count():
     """The newest one was damaged: the run goes on from the one before it, and makes the same steps
     again."""
     scenario = Scenario.training("w1", step=4, checkpointing=True, drain_margin_s=3.0)
@@ -163,7 +163,7 @@ def test_commit_before_a_restore_does_not_count() -> None:
     assert not scenario.ever(m.ReleaseWorker)
 
 
-def test_a_storage_that_is_away_holds_nobody_up_for_longer_than_the_notice() -> None:
+def test_a_storage_that_is_away_holds_nobody_up_for_longer_than_the_notice():
     scenario = stopped()
     scenario.wait(2.0, "w1", "w2", phase="wait", step=6)
     scenario.wait(0.95)
@@ -174,7 +174,7 @@ def test_a_storage_that_is_away_holds_nobody_up_for_longer_than_the_notice() -> 
     assert "are needed" in scenario.coordinator.reason
 
 
-def test_checkpoint_requested_while_no_worker_trains_is_taken_later() -> None:
+def test_checkpoint_requested_while_no_worker_trains_is_taken_later():
     scenario = Scenario(size=1)
     scenario.tell(m.CheckpointRequested())
     assert not scenario.of(m.TakeCheckpoint)
@@ -184,7 +184,7 @@ def test_checkpoint_requested_while_no_worker_trains_is_taken_later() -> None:
     assert told(scenario, m.TakeCheckpoint) == ["w1"]
 
 
-def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
+def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed():
     """All who were to go on without it are lost before they made a step."""
     scenario = Scenario.training("w1", "w2", step=4, min_workers=2, checkpointing=True)
     for worker in ("w1", "w2"):
@@ -201,7 +201,7 @@ def test_draining_worker_that_alone_holds_the_state_leaves_when_it_is_committed(
     assert told(scenario, m.ReleaseWorker) == ["w2"]
 
 
-def test_many_notices_at_once_ask_two_members_once() -> None:
+def test_many_notices_at_once_ask_two_members_once():
     workers = [f"w{n}" for n in range(1, 9)]
     scenario = Scenario.training(*workers, step=4, size=8, min_workers=8, checkpointing=True)
     for worker in workers[:6]:
@@ -216,7 +216,7 @@ def test_many_notices_at_once_ask_two_members_once() -> None:
     assert not scenario.of(m.TakeCheckpoint)
 
 
-def test_a_notice_that_comes_nearer_counts() -> None:
+def test_a_notice_that_comes_nearer_counts():
     scenario = falling()
     scenario.wait(1.0, "w1", "w2", step=5)
     scenario.tell(m.DrainNoticed("w2", scenario.now + 4.0))
@@ -224,7 +224,7 @@ def test_a_notice_that_comes_nearer_counts() -> None:
     assert set(told(scenario, m.EndGeneration)) == {"w1", "w2"}
 
 
-def test_the_first_stop_counts() -> None:
+def test_the_first_stop_counts():
     scenario = Scenario.training("w1", step=1)
     scenario.tell(m.StopRequested("enough"))
     assert scenario.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
@@ -232,7 +232,7 @@ def test_the_first_stop_counts() -> None:
     assert not scenario.of(m.StopTraining)
 
 
-def head_leaves(within_s: float | None = 40.0, **config: object) -> Scenario:
+def head_leaves(within_s=40.0, **config):
     """Two members train, and the head node is told to go."""
     config = {"size": 2, "drain_margin_s": 5.0, "checkpointing": True} | config
     scenario = Scenario(**config)
@@ -242,7 +242,7 @@ def head_leaves(within_s: float | None = 40.0, **config: object) -> Scenario:
     return scenario
 
 
-def test_head_that_goes_away_takes_no_step_with_it() -> None:
+def test_head_that_goes_away_takes_no_step_with_it():
     scenario = head_leaves()
     assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"], "in case it goes earlier"
     scenario.tell(m.CheckpointCommitted(5, 2.0))
@@ -263,7 +263,7 @@ def test_head_that_goes_away_takes_no_step_with_it() -> None:
     assert scenario.coordinator.generation == 1 and not scenario.ever(m.ReleaseWorker)
 
 
-def test_head_that_stays_after_its_deadline_lets_training_go_on() -> None:
+def test_head_that_stays_after_its_deadline_lets_training_go_on():
     scenario = head_leaves()
     scenario.wait(36.0, "w1", "w2", step=9)
     scenario.stopped("w1", "w2", step=9)
@@ -277,7 +277,7 @@ def test_head_that_stays_after_its_deadline_lets_training_go_on() -> None:
     assert scenario.coordinator.phase == "running", scenario.coordinator.reason
 
 
-def test_head_with_no_deadline_or_one_too_near() -> None:
+def test_head_with_no_deadline_or_one_too_near():
     scenario = head_leaves(None)
     assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"]
     scenario.wait(100.0, "w1", "w2", step=5)
@@ -290,7 +290,7 @@ def test_head_with_no_deadline_or_one_too_near() -> None:
     assert not scenario.ever(m.EndGeneration)
 
 
-def test_run_that_is_stopped_ends_although_the_head_goes_away() -> None:
+def test_run_that_is_stopped_ends_although_the_head_goes_away():
     scenario = head_leaves(4.0)
     scenario.stopped("w1", "w2", step=4)
     scenario.tell(m.StopRequested("enough"))

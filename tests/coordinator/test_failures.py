@@ -8,7 +8,7 @@ from elastic_dp.coordinator.messages import Cause
 from tests.coordinator.scenarios import Scenario, trio
 
 
-def test_losses_without_a_step_are_bounded() -> None:
+def test_losses_without_a_step_are_bounded():
     scenario = Scenario(size=1, max_losses_without_progress=3, min_workers=1)
     for number in range(1, 9):
         scenario.wait(40.0)
@@ -20,7 +20,7 @@ def test_losses_without_a_step_are_bounded() -> None:
     assert number == 5
 
 
-def test_losses_at_once_are_one_incident() -> None:
+def test_losses_at_once_are_one_incident():
     scenario = Scenario(size=8, max_losses_without_progress=2)
     names = [f"w{n}" for n in range(1, 9)]
     scenario.running(*names)
@@ -31,14 +31,14 @@ def test_losses_at_once_are_one_incident() -> None:
     assert scenario.members == ["w1"]
 
 
-def test_user_errors_fail_the_run_once() -> None:
+def test_user_errors_fail_the_run_once():
     scenario = trio()
     scenario.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
     scenario.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))
     assert scenario.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb", "w1")]
 
 
-def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
+def test_a_user_error_is_tried_again_by_another_where_the_job_says_so():
     scenario = trio(max_user_errors=1)
     scenario.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
     scenario.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))  # of the same step
@@ -54,7 +54,7 @@ def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
     assert scenario.ever(m.FailRun)[0] == m.FailRun("KeyError: 'y'", "tb", "w3"), "nobody is left"
 
 
-def test_user_errors_have_a_budget_of_their_own() -> None:
+def test_user_errors_have_a_budget_of_their_own():
     scenario = Scenario.training("w1", "w2", max_user_errors=2, max_losses_without_progress=1)
     for number in (2, 3, 4):
         assert not scenario.ever(m.FailRun)
@@ -69,13 +69,13 @@ def test_user_errors_have_a_budget_of_their_own() -> None:
     assert scenario.ever(m.FailRun) == [m.FailRun("KeyError: 4", "tb", "w4")]
 
 
-def test_an_error_of_ours_is_never_tried_again() -> None:
+def test_an_error_of_ours_is_never_tried_again():
     scenario = trio(max_user_errors=5)
     scenario.tell(m.WorkerFailed("w1", "LossError: it is NaN", "tb", ("it is NaN",)))
     assert scenario.ever(m.FailRun)[0].facts == ("it is NaN",)
 
 
-def die_one_by_one(scenario: Scenario, times: int, *how: object, step: int = 0) -> int:
+def die_one_by_one(scenario, times, *how, step=0):
     """A worker after the other beside w1, which survives; returns how many died before the run
     failed."""
     scenario.running("w1", "w2", step=step)
@@ -104,15 +104,13 @@ BLAMED = "4 workers died one after another while running virtual worker 5 of ste
     ],
     ids=["preemptions count nowhere", "memory", "a micro-batch", "one that was passed once"],
 )
-def test_budgets_of_losses_one_by_one(
-    limits: dict[str, int], times: int, how: list[object], step: int, died: int, said: str | None
-) -> None:
+def test_budgets_of_losses_one_by_one(limits, times, how, step, died, said):
     scenario = Scenario(size=2, **limits)
     assert die_one_by_one(scenario, times, *how, step=step) == died
     assert said in scenario.ever(m.FailRun)[0].error if said else not scenario.ever(m.FailRun)
 
 
-def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
+def test_loss_that_turns_out_to_be_a_device_fault_counts_once():
     scenario = Scenario.training("w1", "w2", "w3", max_losses_without_progress=1)
     scenario.tell(m.WorkerLost("w2", "its process ended with 70"))
     scenario.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
@@ -126,7 +124,7 @@ def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
     assert scenario.ever(m.FailRun)
 
 
-def test_loss_out_of_memory_delays_the_replacement() -> None:
+def test_loss_out_of_memory_delays_the_replacement():
     scenario = Scenario.training("w1", "w2", max_out_of_memory=2)
     scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
     assert not scenario.of(m.StartWorker)
@@ -135,7 +133,7 @@ def test_loss_out_of_memory_delays_the_replacement() -> None:
     assert [c.worker for c in scenario.ever(m.StartWorker)][-1] == "w3"
 
 
-def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> None:
+def test_going_back_is_no_progress_until_the_run_is_further_than_before():
     """A step that kills everyone, again and again, though a few steps lie between it and the
     checkpoint."""
     scenario = Scenario.training("w1", max_losses_without_progress=4)
@@ -152,14 +150,14 @@ def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> Non
     assert scenario.ever(m.FailRun)
 
 
-def test_a_loss_that_costs_no_pause_ends_none() -> None:
+def test_a_loss_that_costs_no_pause_ends_none():
     scenario = Scenario.training("w1", "w2", "w3", max_out_of_memory=5)
     scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
     scenario.lost("w3")
     assert not scenario.of(m.StartWorker)
 
 
-def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None:
+def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch():
     scenario = Scenario.training("w1", "w2", "w3", max_losses_of_micro_batch=1)
     scenario.tell(m.WorkerLost("w2", "killed", micro_batch=(8, 5)))
     scenario.hear("w1", "w3", step=7)
@@ -167,7 +165,7 @@ def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None
     assert "of step 8" in scenario.ever(m.FailRun)[0].error
 
 
-def test_worker_whose_code_fails_before_it_joins_is_replaced_and_harms_no_healthy_run() -> None:
+def test_worker_whose_code_fails_before_it_joins_is_replaced_and_harms_no_healthy_run():
     """A mount may be missing on its node. One that has failed again and again is not replaced."""
     scenario = Scenario.training("w1", step=3, size=2, min_workers=1)
     for number in range(2, 7):
@@ -186,14 +184,14 @@ def test_worker_whose_code_fails_before_it_joins_is_replaced_and_harms_no_health
     assert scenario.of(m.StartWorker)
 
 
-def test_worker_whose_code_fails_before_anybody_trains_fails_the_run() -> None:
+def test_worker_whose_code_fails_before_anybody_trains_fails_the_run():
     scenario = Scenario(size=2)
     scenario.tell(m.WorkerStarted("w1"))
     scenario.tell(m.WorkerFailed("w1", "OSError: no such file", "traceback"))
     assert [c.error for c in scenario.of(m.FailRun)] == ["OSError: no such file"]
 
 
-def counted(scenario: Scenario) -> tuple[int, int]:
+def counted(scenario):
     failures = scenario.coordinator._failures
     return failures.losses.incidents, failures.memory.incidents
 
@@ -201,7 +199,7 @@ def counted(scenario: Scenario) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("cause", "then"), [(Cause.PREEMPTED, (1, 0)), (Cause.OUT_OF_MEMORY, (1, 1))]
 )
-def test_loss_is_counted_again_when_its_cause_is_known(cause: Cause, then: tuple[int, int]) -> None:
+def test_loss_is_counted_again_when_its_cause_is_known(cause, then):
     scenario = Scenario.training("w1", "w2")
     scenario.lost("w1")
     assert counted(scenario) == (1, 0)
@@ -211,7 +209,7 @@ def test_loss_is_counted_again_when_its_cause_is_known(cause: Cause, then: tuple
     assert counted(scenario) == then, "once"
 
 
-def test_micro_batch_reported_after_the_death_counts_once() -> None:
+def test_micro_batch_reported_after_the_death_counts_once():
     """A worker's pipe may end before its last heartbeat arrives, or after; the loss counts once."""
     scenario = Scenario.training("w1", "w2", max_losses_of_micro_batch=1)
     for worker, reports in (("w1", [None, (1, 3), (1, 3)]), ("w2", [(1, 3), None])):
@@ -224,7 +222,7 @@ def test_micro_batch_reported_after_the_death_counts_once() -> None:
     )
 
 
-def test_a_step_ends_the_pause_after_losses() -> None:
+def test_a_step_ends_the_pause_after_losses():
     scenario = Scenario.training("w1", "w2")
     scenario.coordinator._failures.retry_at = scenario.now + 20.0
     scenario.hear("w1", step=1)

@@ -5,11 +5,11 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario, trio
 
 
-def finished(worker: str, digest: str = "D", generation: int = 1) -> m.WorkerFinished:
+def finished(worker, digest="D", generation=1):
     return m.WorkerFinished(worker, generation, TrainingPosition(7, 1), digest)
 
 
-def test_run_finishes_when_all_living_members_have() -> None:
+def test_run_finishes_when_all_living_members_have():
     scenario = trio(standby=1)
     scenario.ready("w4")
     scenario.tell(finished("w1"))
@@ -27,7 +27,7 @@ def test_run_finishes_when_all_living_members_have() -> None:
     assert {type(c) for c in scenario.said} == {m.EvictWorker}
 
 
-def test_member_that_did_not_finish_is_brought_to_the_end() -> None:
+def test_member_that_did_not_finish_is_brought_to_the_end():
     scenario = Scenario.training("w1", "w2")
     scenario.tell(finished("w1"))
     scenario.stopped("w2", step=6)
@@ -38,14 +38,14 @@ def test_member_that_did_not_finish_is_brought_to_the_end() -> None:
     assert scenario.ever(m.FinishRun)
 
 
-def test_weights_that_differ_are_said_aloud() -> None:
+def test_weights_that_differ_are_said_aloud():
     scenario = Scenario.training("w1", "w2")
     scenario.tell(finished("w1", "D"))
     scenario.tell(finished("w2", "E"))
     assert scenario.ever(m.FinishRun)[0].digests_differ
 
 
-def test_a_stop_is_told_and_told_again() -> None:
+def test_a_stop_is_told_and_told_again():
     scenario = Scenario.training("w1", "w2")
     scenario.tell(m.StopRequested("enough"))
     assert len(scenario.of(m.StopTraining)) == 2
@@ -55,7 +55,7 @@ def test_a_stop_is_told_and_told_again() -> None:
     assert m.StopTraining("w1", "enough") in scenario.said, "a later generation is told as it forms"
 
 
-def test_stop_with_one_survivor_ends_the_run_without_new_workers() -> None:
+def test_stop_with_one_survivor_ends_the_run_without_new_workers():
     scenario = Scenario.training("w1", "w2", min_workers=2)
     scenario.tell(m.StopRequested("enough"))
     scenario.lost("w2")
@@ -64,7 +64,7 @@ def test_stop_with_one_survivor_ends_the_run_without_new_workers() -> None:
     assert len(scenario.ever(m.StartWorker)) == 2, "nobody is asked for any more"
 
 
-def test_a_stop_before_the_first_step() -> None:
+def test_a_stop_before_the_first_step():
     scenario = Scenario(size=2)
     scenario.tell(m.StopRequested("enough"))
     assert scenario.ever(m.FinishRun) == [m.FinishRun(TrainingPosition(0), "", "enough")]

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from elastic_dp.coordinator import messages as m
@@ -12,7 +11,7 @@ from tests.coordinator.scenarios import Scenario
 WORKERS = 50
 
 
-def test_no_event_leaves_a_cycle() -> None:
+def test_no_event_leaves_a_cycle():
     """A process of its own runs it: threads that other tests have left free cycles meanwhile."""
     code = f"from {__name__} import garbage_of, live; print(garbage_of(live))"
     root = Path(__file__).parents[2]
@@ -20,7 +19,7 @@ def test_no_event_leaves_a_cycle() -> None:
     assert ran.stdout == "0\n", ran.stderr
 
 
-def garbage_of(run: Callable[[], None]) -> int:
+def garbage_of(run):
     while gc.collect():
         pass
     gc.disable()
@@ -31,7 +30,7 @@ def garbage_of(run: Callable[[], None]) -> int:
         gc.enable()
 
 
-def live() -> None:
+def live():
     """Losses, a drain, fewer workers, more, and the end of the run."""
     scenario = Scenario.training(
         *(f"w{n}" for n in range(1, WORKERS + 1)),
@@ -57,7 +56,7 @@ def live() -> None:
     assert len(scenario.ever(m.FormGeneration)) > 8
 
 
-def again(scenario: Scenario, step: int) -> None:
+def again(scenario, step):
     """Everybody obeys, until the next generation runs."""
     scenario.ready(*(w for w, stage in scenario.coordinator.workers.items() if stage == "starting"))
     generation = scenario.coordinator.generation

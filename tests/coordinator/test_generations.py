@@ -8,7 +8,7 @@ from tests.coordinator.scenarios import Scenario, trio
 NUMBER, LATER = (1 << 20) + 1, (2 << 20) + 1
 
 
-def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
+def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source():
     scenario = trio(min_workers=2)
     scenario.lost("w2")
     assert [c.worker for c in scenario.of(m.AbortGeneration)] == ["w1", "w3"]
@@ -20,11 +20,11 @@ def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
     assert scenario.coordinator.membership.source == "w3"
 
 
-def ranges_of(scenario: Scenario) -> list[tuple[tuple[int, int], ...]]:
+def ranges_of(scenario):
     return [member.ranges for member in scenario.coordinator.membership.members]
 
 
-def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> None:
+def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is():
     """The size is 2 now, and w2 and w3 were past the last step when they heard of it."""
     scenario = trio(min_workers=2, virtual_workers=12, steps_ahead=0)
     scenario.hear("w1", "w2", "w3", step=4)
@@ -36,7 +36,7 @@ def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> N
     assert ranges_of(scenario) == [((0, 4), (8, 10)), ((4, 8), (10, 12))]
 
 
-def test_next_generation_is_claimed_while_members_leave() -> None:
+def test_next_generation_is_claimed_while_members_leave():
     scenario = trio(min_workers=2)
     scenario.claims = False
     scenario.lost("w2")
@@ -49,7 +49,7 @@ def test_next_generation_is_claimed_while_members_leave() -> None:
     assert scenario.ever(m.ClaimGeneration) == [m.ClaimGeneration(1), m.ClaimGeneration(2)]
 
 
-def test_claim_that_was_sent_while_members_left_is_waited_for() -> None:
+def test_claim_that_was_sent_while_members_left_is_waited_for():
     scenario = trio(min_workers=2)
     scenario.claims = False
     scenario.lost("w2")
@@ -59,7 +59,7 @@ def test_claim_that_was_sent_while_members_left_is_waited_for() -> None:
     assert scenario.members == ["w1", "w3"]
 
 
-def test_likely_members_connect_while_members_leave() -> None:
+def test_likely_members_connect_while_members_leave():
     """At once: they do not wait for the claim."""
     scenario = trio(min_workers=2, forming_timeout_s=30.0)
     scenario.claims = False
@@ -73,7 +73,7 @@ def test_likely_members_connect_while_members_leave() -> None:
     assert (membership.source, membership.prepared) == ("w3", NUMBER)
 
 
-def test_likely_members_that_change_connect_again() -> None:
+def test_likely_members_that_change_connect_again():
     scenario = trio(min_workers=1, forming_timeout_s=30.0)
     scenario.lost("w2")
     scenario.ready("w4")
@@ -86,7 +86,7 @@ def test_likely_members_that_change_connect_again() -> None:
     )
 
 
-def test_members_who_are_others_than_was_likely_connect_when_the_generation_forms() -> None:
+def test_members_who_are_others_than_was_likely_connect_when_the_generation_forms():
     """w1 stopped within a body, so the joiner waits outside."""
     scenario = trio(min_workers=1)
     scenario.lost("w2")
@@ -95,7 +95,7 @@ def test_members_who_are_others_than_was_likely_connect_when_the_generation_form
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.prepared == 0
 
 
-def test_preparation_of_an_earlier_generation_does_not_count() -> None:
+def test_preparation_of_an_earlier_generation_does_not_count():
     """The same two form another one: the first failed before it was formed."""
     scenario = trio(min_workers=2)
     scenario.lost("w2")
@@ -105,7 +105,7 @@ def test_preparation_of_an_earlier_generation_does_not_count() -> None:
     assert membership.prepared == 0
 
 
-def test_members_connect_only_when_it_is_known_who_stays() -> None:
+def test_members_connect_only_when_it_is_known_who_stays():
     """At a planned end nobody is told before one has left; and one of these three must go."""
     scenario = trio(steps_ahead=0)
     scenario.tell(m.SizeRequested(2))
@@ -113,7 +113,7 @@ def test_members_connect_only_when_it_is_known_who_stays() -> None:
     assert not scenario.ever(m.PrepareGroup)
 
 
-def test_joiner_connects_when_the_first_member_has_left() -> None:
+def test_joiner_connects_when_the_first_member_has_left():
     scenario = Scenario.training("w1", "w2", size=3)
     scenario.ready("w3")
     assert scenario.of(m.EndGeneration) and not scenario.ever(m.PrepareGroup)
@@ -121,7 +121,7 @@ def test_joiner_connects_when_the_first_member_has_left() -> None:
     assert [c.workers for c in scenario.of(m.PrepareGroup)] == [("w1", "w2", "w3")]
 
 
-def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
+def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it():
     scenario = Scenario.training("w1", step=4, size=2, steps_ahead=2)
     scenario.ready("w2")
     ends = [c for c in scenario.said if isinstance(c, m.EndGeneration)]
@@ -135,7 +135,7 @@ def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
     ]
 
 
-def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals() -> None:
+def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals():
     """A loop body may last minutes, in which its worker is heard, and need not be told every
     second."""
     scenario = Scenario.training("w1", size=2)
@@ -151,7 +151,7 @@ def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals() -> None
     assert len(scenario.ever(m.StopTraining)) - told == 2 * 4
 
 
-def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
+def test_an_abort_is_told_at_once_however_seldom_the_end_was():
     scenario = Scenario.training("w1", "w2", size=3)
     scenario.ready("w3")
     scenario.wait(40.0, "w1", "w2", "w3", phase="body", step=1)
@@ -160,7 +160,7 @@ def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
     assert m.AbortGeneration("w1", 1) in scenario.hear("w1", phase="body", step=1)
 
 
-def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
+def test_a_planned_end_that_fails_or_lasts_becomes_an_abort():
     scenario = Scenario.training("w1", "w2", size=3, gather_timeout_s=4.0)
     scenario.ready("w3")
     after = scenario.ever(m.EndGeneration)[-1].after_step
@@ -174,7 +174,7 @@ def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
     assert [c.worker for c in early.of(m.AbortGeneration)] == ["w2"]
 
 
-def test_joiner_that_fails_twice_is_replaced() -> None:
+def test_joiner_that_fails_twice_is_replaced():
     scenario = Scenario(size=2, min_workers=2)
     scenario.ready("w1")
     scenario.ready("w2")
@@ -187,7 +187,7 @@ def test_joiner_that_fails_twice_is_replaced() -> None:
     assert "join" in evicted[0].reason
 
 
-def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_second_try() -> None:
+def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_second_try():
     scenario = Scenario.training("w1", size=2, min_workers=1)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
@@ -202,7 +202,7 @@ def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_secon
         assert both.members == expected
 
 
-def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None:
+def test_a_membership_that_failed_is_tried_again_after_another_one_was():
     """The other one fails, and is followed, by facts that were held until it was clear who
     leads."""
     scenario = Scenario.training("w1", "w2", size=3, min_workers=1)
@@ -227,7 +227,7 @@ def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None
         assert [c.worker for c in scenario.ever(m.EvictWorker)] == evicted
 
 
-def test_member_that_never_enters_is_left_out_of_the_next_generation() -> None:
+def test_member_that_never_enters_is_left_out_of_the_next_generation():
     scenario = Scenario.training("w1", size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
@@ -240,7 +240,7 @@ def test_member_that_never_enters_is_left_out_of_the_next_generation() -> None:
     assert scenario.members == ["w1"]
 
 
-def test_a_large_state_may_take_long_to_arrive() -> None:
+def test_a_large_state_may_take_long_to_arrive():
     scenario = Scenario.training("w1", size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
     scenario.ready("w2")
     scenario.stopped("w1", step=3)
@@ -248,7 +248,7 @@ def test_a_large_state_may_take_long_to_arrive() -> None:
     assert scenario.coordinator.phase == "forming"
 
 
-def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
+def test_a_death_while_forming_is_no_failure_of_the_others():
     scenario = Scenario.training("w1", size=3, min_workers=1)
     scenario.ready("w2", "w3")
     scenario.stopped("w1", step=3)
@@ -263,12 +263,12 @@ def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
     assert not scenario.ever(m.EvictWorker), "it failed to join once, and may try again"
 
 
-def test_a_lost_report_ends_the_generation() -> None:
+def test_a_lost_report_ends_the_generation():
     scenario = Scenario.training("w1", "w2")
     assert m.AbortGeneration("w2", 1) in scenario.hear("w1", phase="wait")
 
 
-def test_member_two_steps_behind_is_evicted() -> None:
+def test_member_two_steps_behind_is_evicted():
     scenario = Scenario.training("w1", "w2")
     scenario.stopped("w1", step=9)
     scenario.stopped("w2", step=7)
@@ -276,7 +276,7 @@ def test_member_two_steps_behind_is_evicted() -> None:
     assert scenario.members == ["w1"]
 
 
-def test_workers_may_be_listed_while_one_comes() -> None:
+def test_workers_may_be_listed_while_one_comes():
     scenario = trio()
     workers = scenario.coordinator._registry.workers
 
@@ -284,17 +284,17 @@ def test_workers_may_be_listed_while_one_comes() -> None:
         stage = Stage.MEMBER
 
         @property
-        def id(self) -> str:
+        def id(self):
             workers["w99"] = workers[
                 "w2"
             ]  # as the controller's thread may, after the first is listed
             return "w1"
 
-    workers["w1"] = First()  # type: ignore[assignment]
+    workers["w1"] = First()
     assert {"w1", "w2", "w3"} <= set(scenario.coordinator.workers)
 
 
-def evaluated(scenario: Scenario, worker: str, *evaluations: int, generation: int = 1) -> bool:
+def evaluated(scenario, worker, *evaluations, generation=1):
     """Whether the run fails with this heartbeat of (body, calls of ctx.evaluate, it has ended)."""
     body, count, ended = evaluations
     told = (body, count, bool(ended))
@@ -303,7 +303,7 @@ def evaluated(scenario: Scenario, worker: str, *evaluations: int, generation: in
     return bool(scenario.of(m.FailRun))
 
 
-def test_members_that_evaluate_in_different_bodies_or_one_after_another_are_not_accused() -> None:
+def test_members_that_evaluate_in_different_bodies_or_one_after_another_are_not_accused():
     scenario = trio()
     assert not evaluated(scenario, "w1", 10, 2, False)  # the second evaluation after step 5
     assert not evaluated(scenario, "w2", 10, 1, False)  # a late heartbeat, of the first one

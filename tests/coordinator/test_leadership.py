@@ -4,7 +4,7 @@ from elastic_dp.coordinator import messages as m
 from tests.coordinator.scenarios import Scenario
 
 
-def test_a_generation_is_claimed_before_it_is_announced() -> None:
+def test_a_generation_is_claimed_before_it_is_announced():
     scenario = Scenario(size=1, claims=False)
     scenario.ready("w1")
     assert scenario.ever(m.ClaimGeneration) == [m.ClaimGeneration(1)]
@@ -15,7 +15,7 @@ def test_a_generation_is_claimed_before_it_is_announced() -> None:
     assert scenario.members == ["w1"]
 
 
-def test_a_lost_claim_silences_for_good() -> None:
+def test_a_lost_claim_silences_for_good():
     scenario = Scenario(size=1, claims=False)
     scenario.ready("w1")
     assert scenario.tell(m.GenerationClaimLost(1)) == [
@@ -30,7 +30,7 @@ def test_a_lost_claim_silences_for_good() -> None:
     assert scenario.coordinator.deadline is None
 
 
-def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> None:
+def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody():
     scenario = Scenario.training("w1", "w2")
     scenario.claims = False
     scenario.now += 60.0
@@ -41,7 +41,7 @@ def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> Non
     assert len(said) == 2
 
 
-def test_a_late_answer_to_a_claim_is_no_proof() -> None:
+def test_a_late_answer_to_a_claim_is_no_proof():
     scenario = Scenario(size=1, claims=False)
     scenario.ready("w1")
     scenario.now += 60.0
@@ -49,7 +49,7 @@ def test_a_late_answer_to_a_claim_is_no_proof() -> None:
     assert not scenario.ever(m.FormGeneration)
 
 
-def test_claims_are_made_one_after_the_other() -> None:
+def test_claims_are_made_one_after_the_other():
     scenario = Scenario(size=1, claims=False)
     scenario.ready("w1")
     scenario.now += 60.0
@@ -57,7 +57,7 @@ def test_claims_are_made_one_after_the_other() -> None:
     assert scenario.ever(m.ClaimGeneration) == [m.ClaimGeneration(1)]
 
 
-def test_a_superseded_coordinator_finds_out_before_it_acts() -> None:
+def test_a_superseded_coordinator_finds_out_before_it_acts():
     scenario = Scenario.training("w1", "w2")
     scenario.claims = False
     scenario.wait(6.0)  # the workers follow another controller
@@ -65,14 +65,14 @@ def test_a_superseded_coordinator_finds_out_before_it_acts() -> None:
     assert [type(c) for c in scenario.tell(m.GenerationClaimLost(2))] == [m.StandDown]
 
 
-def test_a_controller_that_slept_over_the_search_asks_whether_it_leads() -> None:
+def test_a_controller_that_slept_over_the_search_asks_whether_it_leads():
     scenario = Scenario(size=1, begin=False, claims=False)
     scenario.coordinator.start(0.0)
     scenario.now = 60.0
     assert scenario.tell(m.CheckpointFound(None)) == [m.ClaimGeneration(1)]
 
 
-def held(*facts: m.Event, at_once: int = 2) -> Scenario:
+def held(*facts, at_once=2):
     """A coordinator that slept while these came, and has confirmed since that it leads."""
     scenario = Scenario.training("w1", "w2")
     scenario.coordinator._leadership.at_once = at_once
@@ -85,7 +85,7 @@ def held(*facts: m.Event, at_once: int = 2) -> Scenario:
     return scenario
 
 
-def test_held_events_are_handled_in_parts_and_in_order() -> None:
+def test_held_events_are_handled_in_parts_and_in_order():
     scenario = held(*(m.SizeRequested(size) for size in (3, 4, 5)))
     assert scenario.coordinator.size == 3, "the claim is the first of two"
     assert scenario.coordinator.deadline == scenario.now
@@ -96,7 +96,7 @@ def test_held_events_are_handled_in_parts_and_in_order() -> None:
     assert scenario.coordinator.deadline != scenario.now
 
 
-def test_coordinator_that_slept_again_before_all_held_events_were_handled_confirms_again() -> None:
+def test_coordinator_that_slept_again_before_all_held_events_were_handled_confirms_again():
     scenario = held(*(m.SizeRequested(size) for size in (3, 4, 5)))
     scenario.now += 60.0
     claims = len(scenario.ever(m.ClaimGeneration))
@@ -107,7 +107,7 @@ def test_coordinator_that_slept_again_before_all_held_events_were_handled_confir
     assert (scenario.coordinator.phase, scenario.coordinator.size) == ("over", 3)
 
 
-def test_run_ended_by_held_events_knows_which_workers_are_gone() -> None:
+def test_run_ended_by_held_events_knows_which_workers_are_gone():
     scenario = held(
         m.WorkerFailed("w1", "ValueError: no", ""), m.WorkerLost("w1", "x"), m.WorkerLost("w2", "x")
     )

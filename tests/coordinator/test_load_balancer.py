@@ -9,19 +9,12 @@ import pytest
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.planning import load_balancer
 from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
-from elastic_dp.coordinator.planning.load_balancer import (
-    MIN_GAIN,
-    assign_ranges,
-    longest_s,
-)
+from elastic_dp.coordinator.planning.load_balancer import MIN_GAIN, assign_ranges, longest_s
 from tests.coordinator.scenarios import Scenario
 
 
 def sizes(ranges):
     return [last - first for first, last in ranges]
-
-
-# ------------------------------------------------------------------------------------ the split
 
 
 def test_deal_gives_half_as_many_to_a_worker_that_needs_twice_as_long():
@@ -56,9 +49,6 @@ def test_no_split_is_faster_by_more_than_the_margin(seed):
         if sum(split) == virtual
     )
     assert longest_s(assigned, seconds) * (1 - MIN_GAIN) <= best + 1e-9
-
-
-# --------------------------------------------------------------------------- when it is worth it
 
 
 def pair(**config):

@@ -33,7 +33,7 @@ OLD = [
 
 @pytest.mark.parametrize("event", OLD, ids=repr)
 @pytest.mark.parametrize("phase", ["forming", "running", "ending"])
-def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
+def test_old_messages_change_nothing(event, phase):
     scenario = trio(min_workers=2)
     scenario.lost("w3")
     scenario.stopped("w1", "w2", step=4)
@@ -44,7 +44,7 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
         scenario.stopped("w1", step=5)
     assert scenario.coordinator.phase == phase
 
-    def known() -> dict[str, object]:
+    def known():
         state = facts(scenario.coordinator)
         fence = state.pop("_generation.fence")  # but for the lease, which a heartbeat renews
         state["fence"] = fence.exit_confirmed, sorted(fence.unconfirmed_dead)

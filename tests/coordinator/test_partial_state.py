@@ -12,13 +12,13 @@ from tests.coordinator.scenarios import Scenario
 FOUR = ("w1", "w2", "w3", "w4")
 
 
-def training(**config: object) -> Scenario:
+def training(**config):
     scenario = Scenario.training(*FOUR, size=4, min_workers=1, **config)
     scenario.hear(*FOUR, step=3)
     return scenario
 
 
-def sizes_until(scenario: Scenario, size: int, *, partial: bool) -> list[int]:
+def sizes_until(scenario, size, *, partial):
     """The sizes of the generations that follow, as each ends after its next step."""
     sizes, step = [], 3
     while len(scenario.members) != size and len(sizes) < 5:
@@ -31,16 +31,14 @@ def sizes_until(scenario: Scenario, size: int, *, partial: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(("partial", "sizes"), [(True, [3, 2, 1]), (False, [1])])
-def test_workers_with_a_part_of_the_state_leave_one_at_a_time(
-    partial: bool, sizes: list[int]
-) -> None:
+def test_workers_with_a_part_of_the_state_leave_one_at_a_time(partial, sizes):
     scenario = training()
     scenario.tell(m.SizeRequested(1))
     assert sizes_until(scenario, 1, partial=partial) == sizes
     assert not scenario.ever(m.FindCheckpoint)[1:], "no state was lost"
 
 
-def test_workers_that_drain_with_a_part_of_the_state_leave_one_at_a_time() -> None:
+def test_workers_that_drain_with_a_part_of_the_state_leave_one_at_a_time():
     scenario = training()
     for worker in ("w2", "w3"):
         scenario.tell(m.DrainNoticed(worker, scenario.now + 60.0))
@@ -54,7 +52,7 @@ def test_workers_that_drain_with_a_part_of_the_state_leave_one_at_a_time() -> No
         scenario.hear(*scenario.members, step=step)
 
 
-def test_no_more_become_members_than_there_are_virtual_workers() -> None:
+def test_no_more_become_members_than_there_are_virtual_workers():
     """Others that have left are recalled where workers are short."""
     stopped = [WorkerState(f"w{n}", n, Stage.MEMBER, 0.0) for n in range(6)]
     for worker in stopped:
@@ -64,7 +62,7 @@ def test_no_more_become_members_than_there_are_virtual_workers() -> None:
     assert len(selection.members) == 4 and selection.source in selection.members
 
 
-def lost_both(committed: int | None) -> Scenario:
+def lost_both(committed):
     scenario = training()
     scenario.committed = committed
     scenario.lost("w1", "w2")
@@ -75,7 +73,7 @@ def lost_both(committed: int | None) -> Scenario:
     return scenario
 
 
-def test_run_goes_back_to_its_newest_checkpoint_when_both_holders_are_lost() -> None:
+def test_run_goes_back_to_its_newest_checkpoint_when_both_holders_are_lost():
     scenario = lost_both(committed=2)
     assert {c.worker for c in scenario.ever(m.ReleaseWorker)} >= {"w3", "w4"}
     said = " ".join(c.text for c in scenario.ever(m.Explain))
@@ -88,12 +86,12 @@ def test_run_goes_back_to_its_newest_checkpoint_when_both_holders_are_lost() -> 
     assert not {"w3", "w4"} & set(scenario.members)
 
 
-def test_run_without_a_checkpoint_fails_when_both_holders_are_lost() -> None:
+def test_run_without_a_checkpoint_fails_when_both_holders_are_lost():
     (failed,) = lost_both(committed=None).ever(m.FailRun)
     assert "there is no checkpoint" in failed.error
 
 
-def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() -> None:
+def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves():
     """All of three are needed, and one must be gone in ten seconds."""
     config = {"min_workers": 3, "drain_margin_s": 3.0, "checkpointing": True}
     scenario = Scenario.training("w1", "w2", "w3", step=4, **config)
@@ -109,7 +107,7 @@ def test_workers_with_a_part_of_the_state_write_it_together_before_one_leaves() 
     assert {one.worker for one in scenario.ever(m.ReleaseWorker)} == {"w2"}
 
 
-def test_worker_leaves_once_each_part_has_two_holders_again() -> None:
+def test_worker_leaves_once_each_part_has_two_holders_again():
     """Behind a loss, copies are made in the first steps. Where the generation ends before that, who
     is to leave remains for the copies, which are made at once."""
     scenario = training()
@@ -125,7 +123,7 @@ def test_worker_leaves_once_each_part_has_two_holders_again() -> None:
         scenario.hear(*scenario.members, step=step)
 
 
-def test_worker_does_not_leave_with_one_that_is_lost() -> None:
+def test_worker_does_not_leave_with_one_that_is_lost():
     scenario = training()
     scenario.tell(m.DrainNoticed("w2", scenario.now + 60.0))
     scenario.ready("w5", "w6")

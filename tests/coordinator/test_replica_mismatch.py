@@ -7,9 +7,7 @@ from elastic_dp.coordinator.planning.membership_planner import MAX_IN_A_ROW
 from tests.coordinator.scenarios import Scenario
 
 
-def differing(
-    agreed: int = 10, *odd: str, committed: int | None = 12, older: int | None = 8
-) -> Scenario:
+def differing(agreed=10, *odd, committed=12, older=8):
     """Three have found in the header of step 16 that they are not equal."""
     scenario = Scenario(size=3, standby=1)
     scenario.committed, scenario.older = None, None
@@ -21,14 +19,14 @@ def differing(
     return scenario
 
 
-def test_mismatched_replica_is_evicted_and_all_others_are_replaced() -> None:
+def test_mismatched_replica_is_evicted_and_all_others_are_replaced():
     scenario = differing()
     assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w2"]
     assert {c.worker for c in scenario.ever(m.ReleaseWorker)} == {"w1", "w3"}
     assert len(scenario.ever(m.StartWorker)) == 7  # three for them, and the one that waits
 
 
-def test_mismatch_restores_the_newest_checkpoint_at_which_all_agreed() -> None:
+def test_mismatch_restores_the_newest_checkpoint_at_which_all_agreed():
     scenario = differing()
     assert scenario.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(10)
     scenario.ready("w4", "w5", "w6")
@@ -43,19 +41,19 @@ def test_mismatch_restores_the_newest_checkpoint_at_which_all_agreed() -> None:
     assert scenario.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(None)
 
 
-def test_mismatch_without_a_majority_evicts_all() -> None:
+def test_mismatch_without_a_majority_evicts_all():
     scenario = differing(10, "w1", "w2", "w3")
     assert {c.worker for c in scenario.ever(m.EvictWorker)} == {"w1", "w2", "w3"}
 
 
-def test_mismatch_without_an_old_enough_checkpoint_fails_the_run() -> None:
+def test_mismatch_without_an_old_enough_checkpoint_fails_the_run():
     scenario = differing(older=None)
     (failed,) = scenario.ever(m.FailRun)
     assert "there is no checkpoint of step 10 or earlier" in failed.error
     assert "CheckpointConfig" in failed.error
 
 
-def test_mismatch_reported_by_one_member_replaces_all() -> None:
+def test_mismatch_reported_by_one_member_replaces_all():
     scenario = Scenario.training("w1", "w2")
     scenario.hear("w1", "w2", step=15)
     scenario.committed = 10
@@ -64,7 +62,7 @@ def test_mismatch_reported_by_one_member_replaces_all() -> None:
     assert {c.worker for c in scenario.ever(m.EvictWorker)} == {"w1", "w2"}
 
 
-def test_mismatch_replaces_a_retained_worker_with_state() -> None:
+def test_mismatch_replaces_a_retained_worker_with_state():
     scenario = Scenario.training("w1", "w2", min_workers=1)
     scenario.hear("w1", "w2", step=4)
     scenario.committed = 3
@@ -76,7 +74,7 @@ def test_mismatch_replaces_a_retained_worker_with_state() -> None:
     assert [c.worker for c in scenario.ever(m.ReleaseWorker)] == ["w2"]
 
 
-def test_mismatch_keeps_a_worker_without_state() -> None:
+def test_mismatch_keeps_a_worker_without_state():
     scenario = Scenario.training("w1", "w2")
     scenario.hear("w1", "w2", step=15)
     scenario.committed = 10
@@ -86,7 +84,7 @@ def test_mismatch_keeps_a_worker_without_state() -> None:
     assert not scenario.ever(m.ReleaseWorker)
 
 
-def test_mismatch_again_and_again_fails_the_run() -> None:
+def test_mismatch_again_and_again_fails_the_run():
     scenario = differing()
     for round_ in range(MAX_IN_A_ROW):
         assert not scenario.ever(m.FailRun), round_

@@ -5,7 +5,7 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario
 
 
-def without_any_state(**config: object) -> Scenario:
+def without_any_state(**config):
     """Three trained up to step 9, two more were about to join; then the three are lost."""
     scenario = Scenario.training("w1", "w2", "w3", **config)
     scenario.committed = 5
@@ -14,7 +14,7 @@ def without_any_state(**config: object) -> Scenario:
     return scenario
 
 
-def test_run_without_survivors_restores_the_newest_checkpoint() -> None:
+def test_run_without_survivors_restores_the_newest_checkpoint():
     scenario = without_any_state(min_workers=1)
     assert not scenario.ever(m.FailRun)
     scenario.ready("w4", "w5")
@@ -32,13 +32,13 @@ def test_run_without_survivors_restores_the_newest_checkpoint() -> None:
     assert scenario.coordinator.membership.source == "w5"
 
 
-def test_run_without_survivors_and_checkpoint_fails() -> None:
+def test_run_without_survivors_and_checkpoint_fails():
     scenario = Scenario.training("w1", "w2")
     scenario.lost("w1", "w2")
     assert "there is no checkpoint" in scenario.ever(m.FailRun)[0].error
 
 
-def test_reader_of_the_checkpoint_that_dies_is_replaced() -> None:
+def test_reader_of_the_checkpoint_that_dies_is_replaced():
     """Half written or not: a checkpoint writes everything."""
     scenario = without_any_state(min_workers=1)
     scenario.ready("w4")
@@ -52,7 +52,7 @@ def test_reader_of_the_checkpoint_that_dies_is_replaced() -> None:
     assert (membership.source, membership.restore) == ("w5", True)
 
 
-def test_a_run_that_left_a_checkpoint_begins_with_it() -> None:
+def test_a_run_that_left_a_checkpoint_begins_with_it():
     scenario = Scenario(size=2, begin=False)
     scenario.committed = 7
     scenario.note(scenario.coordinator.start(0.0))
@@ -63,7 +63,7 @@ def test_a_run_that_left_a_checkpoint_begins_with_it() -> None:
     assert scenario.coordinator.membership.restore
 
 
-def test_checkpoint_can_be_continued_on_another_kind_of_machine() -> None:
+def test_checkpoint_can_be_continued_on_another_kind_of_machine():
     scenario = without_any_state(min_workers=1)
     scenario.ready("w4", kind="another")
     scenario.wait(0.1)
@@ -72,7 +72,7 @@ def test_checkpoint_can_be_continued_on_another_kind_of_machine() -> None:
     assert [c.worker for c in scenario.of(m.ReleaseWorker)] == ["w5"]
 
 
-def test_slots_of_rejected_workers_are_filled_again_after_a_restore() -> None:
+def test_slots_of_rejected_workers_are_filled_again_after_a_restore():
     """After a restore, other kinds of machine may fit."""
     scenario = Scenario(size=2, max_rejections=0)
     scenario.ready("w1")
@@ -85,7 +85,7 @@ def test_slots_of_rejected_workers_are_filled_again_after_a_restore() -> None:
     assert len(scenario.ever(m.StartWorker)) == 4
 
 
-def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
+def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive():
     scenario = without_any_state(min_workers=1, lease_s=50.0)
     assert scenario.coordinator.phase == "gathering"
     held = Scenario.training("w1", lease_s=50.0)
@@ -99,7 +99,7 @@ def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
     assert held.members == ["w2"] and held.coordinator.membership.restore
 
 
-def test_a_run_that_is_stopped_while_nobody_holds_its_state_ends_at_its_checkpoint() -> None:
+def test_a_run_that_is_stopped_while_nobody_holds_its_state_ends_at_its_checkpoint():
     scenario = without_any_state()
     scenario.tell(m.StopRequested("enough"))
     assert scenario.ever(m.FinishRun) == [m.FinishRun(TrainingPosition(5), "", "enough")]

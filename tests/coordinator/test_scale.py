@@ -30,19 +30,19 @@ CHANGES = {
 class Life:
     """Obedient workers: whatever the coordinator asks is done at once and reported."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers):
         self.coordinator = Coordinator(
             CoordinatorConfig(min_workers=1, size=workers, virtual_workers=2 * workers, standby=0)
         )
         self.now, self.step = 0.0, 0
         self.sent = 0
-        self.changes: dict[str, int] = {}  # messages
-        self.inbox: deque[m.Event] = deque()
+        self.changes = {}  # messages
+        self.inbox = deque()
 
-    def tell(self, event: m.Event) -> None:
+    def tell(self, event):
         self.obey(self.coordinator.handle(event, self.now))
 
-    def obey(self, commands: list[m.Command]) -> None:
+    def obey(self, commands):
         for command in commands:
             if isinstance(command, m.RenewLease | m.Explain):
                 continue
@@ -69,20 +69,20 @@ class Life:
                 case m.ReleaseWorker(worker=worker):
                     self.inbox.append(m.WorkerLost(worker, "left"))
 
-    def stop(self, worker: str, generation: int) -> None:
+    def stop(self, worker, generation):
         stopped = m.WorkerStopped(worker, generation, m.TrainingPosition(self.step), True, "asked")
         self.inbox.append(stopped)
 
-    def settle(self) -> None:
+    def settle(self):
         while self.inbox:
             self.tell(self.inbox.popleft())
 
-    def members(self) -> list[str]:
+    def members(self):
         membership = self.coordinator.membership
         assert membership is not None
         return [member.worker for member in membership.members]
 
-    def beat(self) -> None:
+    def beat(self):
         """One interval: everybody is heard once, and made a step."""
         self.now += 1.0
         self.step += 1
@@ -92,8 +92,8 @@ class Life:
             )
         self.settle()
 
-    def run(self) -> None:
-        def change(name: str, event: m.Event | None) -> None:
+    def run(self):
+        def change(name, event):
             self.sent = 0
             if event is None:
                 self.obey(self.coordinator.start(self.now))
@@ -118,18 +118,18 @@ class Counting(Life):
 
     heard = renewed = 0
 
-    def tell(self, event: m.Event) -> None:
+    def tell(self, event):
         self.heard += isinstance(event, m.HeartbeatReceived)
         super().tell(event)
 
-    def obey(self, commands: list[m.Command]) -> None:
+    def obey(self, commands):
         self.renewed += sum(isinstance(command, m.RenewLease) for command in commands)
         assert self.renewed <= self.heard
         super().obey(commands)
 
 
 @pytest.mark.parametrize("size", [200, 800])
-def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size: int) -> None:
+def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size):
     """Two for each whose generation ends (stop after this step; stop now), one for each member, two
     for each that comes or goes."""
     life = Counting(size)
@@ -141,7 +141,7 @@ def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size
     assert life.renewed > 10 * size
 
 
-def test_thousands_that_are_not_needed_any_more_leave_over_several_steps() -> None:
+def test_thousands_that_are_not_needed_any_more_leave_over_several_steps():
     workers = [f"w{n}" for n in range(1, MAX_RELEASED_PER_STEP + 3)]
     scenario = Scenario.training(*workers, virtual_workers=len(workers))
     scenario.tell(m.SizeRequested(1))

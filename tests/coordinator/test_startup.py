@@ -8,7 +8,7 @@ from elastic_dp.coordinator import messages as m
 from tests.coordinator.scenarios import SIGNATURE, Scenario
 
 
-def test_the_first_to_start_is_the_source_and_the_first_group_needs_it() -> None:
+def test_the_first_to_start_is_the_source_and_the_first_group_needs_it():
     scenario = Scenario(size=3, standby=1)
     assert [c.worker for c in scenario.ever(m.StartWorker)] == ["w1", "w2", "w3", "w4"]
     scenario.tell(m.WorkerStarted("w2"))
@@ -22,7 +22,7 @@ def test_the_first_to_start_is_the_source_and_the_first_group_needs_it() -> None
     assert not any(member.has_state for member in scenario.coordinator.membership.members)
 
 
-def test_pending_workers_hold_nobody_up_and_a_burst_makes_one_change() -> None:
+def test_pending_workers_hold_nobody_up_and_a_burst_makes_one_change():
     scenario = Scenario(size=3, min_workers=1, join_window_s=0.05)
     scenario.ready("w1")
     assert not scenario.ever(m.FormGeneration)
@@ -31,7 +31,7 @@ def test_pending_workers_hold_nobody_up_and_a_burst_makes_one_change() -> None:
     assert sorted(scenario.members) == ["w1", "w2"]
 
 
-def test_source_that_dies_before_forming_is_replaced() -> None:
+def test_source_that_dies_before_forming_is_replaced():
     scenario = Scenario(size=3, min_workers=2)
     scenario.ready("w1")
     scenario.ready("w2", can_source=False)
@@ -46,7 +46,7 @@ def test_source_that_dies_before_forming_is_replaced() -> None:
     assert late.coordinator.membership.source == "w3"
 
 
-def test_fresh_worker_becomes_the_source_when_all_others_cannot() -> None:
+def test_fresh_worker_becomes_the_source_when_all_others_cannot():
     scenario = Scenario(size=2, min_workers=2)
     scenario.tell(m.WorkerStarted("w1"))
     scenario.ready("w2", can_source=False)
@@ -56,7 +56,7 @@ def test_fresh_worker_becomes_the_source_when_all_others_cannot() -> None:
     assert scenario.coordinator.membership.source == "w3"
 
 
-def test_source_that_dies_as_it_hands_over_is_replaced() -> None:
+def test_source_that_dies_as_it_hands_over_is_replaced():
     """No worker is past forming yet, so any other can be the source."""
     scenario = Scenario(size=2)
     scenario.ready("w1", "w2", can_source=True)
@@ -72,7 +72,7 @@ def test_source_that_dies_as_it_hands_over_is_replaced() -> None:
     assert set(scenario.members) == {"w2", "w3"} and scenario.coordinator.membership.source == "w3"
 
 
-def test_worker_that_cannot_be_the_source_makes_room_for_one_that_can() -> None:
+def test_worker_that_cannot_be_the_source_makes_room_for_one_that_can():
     scenario = Scenario(size=2, min_workers=2, source_timeout_s=20.0)
     scenario.tell(m.WorkerStarted("w1"))
     scenario.ready("w2", can_source=False)
@@ -81,7 +81,7 @@ def test_worker_that_cannot_be_the_source_makes_room_for_one_that_can() -> None:
     assert [c.worker for c in scenario.of(m.ReleaseWorker)] == ["w2"]
 
 
-def test_worker_that_received_part_of_the_state_cannot_be_the_source() -> None:
+def test_worker_that_received_part_of_the_state_cannot_be_the_source():
     scenario = Scenario(size=2, min_workers=2)
     scenario.ready("w1")
     scenario.ready("w2", can_source=True)
@@ -93,7 +93,7 @@ def test_worker_that_received_part_of_the_state_cannot_be_the_source() -> None:
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_layouts_that_differ_fail_the_run(running: bool) -> None:
+def test_layouts_that_differ_fail_the_run(running):
     """All run the same function, so a layout of its own is that function's doing."""
     scenario = Scenario(size=2, min_workers=1 if running else 2)
     scenario.ready("w1")
@@ -112,7 +112,7 @@ def test_layouts_that_differ_fail_the_run(running: bool) -> None:
         ("weight (4,)\nbias (2,)\nscale (1,)", "'scale (1,)', not 'nothing'"),
     ],
 )
-def test_layout_difference_names_the_first_line_that_differs(lines: str, words: str) -> None:
+def test_layout_difference_names_the_first_line_that_differs(lines, words):
     scenario = Scenario(size=2)
     scenario.ready("w1", lines=zlib.compress(b"weight (4,)\nbias (2,)"))
     scenario.ready("w2", layout="other", lines=zlib.compress(lines.encode()))
@@ -123,7 +123,7 @@ def test_layout_difference_names_the_first_line_that_differs(lines: str, words: 
     ("field", "exact", "fits"),
     [("kind", True, False), ("kind", False, True), ("data", True, False)],
 )
-def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
+def test_a_newcomer_must_fit(field, exact, fits):
     scenario = Scenario.training("w1", size=2, exact=exact)
     scenario.ready("w2", **{field: "other"})
     released = [c for c in scenario.said if isinstance(c, m.ReleaseWorker)]
@@ -131,7 +131,7 @@ def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
     assert fits or field in released[0].reason
 
 
-def test_misfits_are_replaced_a_bounded_number_of_times() -> None:
+def test_misfits_are_replaced_a_bounded_number_of_times():
     scenario = Scenario.training("w1", size=2, max_rejections=2)
     for number in range(2, 10):
         if scenario.coordinator.workers.get(f"w{number}") == "starting":
@@ -139,7 +139,7 @@ def test_misfits_are_replaced_a_bounded_number_of_times() -> None:
     assert [c.worker for c in scenario.ever(m.StartWorker)] == ["w1", "w2", "w3", "w4"]
 
 
-def test_slots_of_rejected_workers_are_filled_again_when_the_reference_worker_is_lost() -> None:
+def test_slots_of_rejected_workers_are_filled_again_when_the_reference_worker_is_lost():
     """The first worker decided what fits; without it, the rejected kinds may fit."""
     scenario = Scenario(size=2, max_rejections=0)
     scenario.ready("w1")
@@ -152,7 +152,7 @@ def test_slots_of_rejected_workers_are_filled_again_when_the_reference_worker_is
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_joiner_with_other_software_is_refused_with_the_difference(exact: bool) -> None:
+def test_joiner_with_other_software_is_refused_with_the_difference(exact):
     scenario = Scenario(size=2, exact=exact, max_rejections=1)
     scenario.running("w1", software=(("Python", "3.11"), ("torch", "2.13")))
     scenario.ready("w2", software=(("Python", "3.12"), ("torch", "2.13")))

@@ -7,7 +7,7 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import SIGNATURE, Scenario
 
 
-def report(worker: str, generation: int, step: int, **more: object) -> m.WorkerReported:
+def report(worker, generation, step, **more):
     values = {
         "has_state": True,
         "stopped": False,
@@ -17,7 +17,7 @@ def report(worker: str, generation: int, step: int, **more: object) -> m.WorkerR
     return m.WorkerReported(worker, generation, TrainingPosition(step), **values)
 
 
-def test_takeover_ends_the_running_generation_and_forms_the_next() -> None:
+def test_takeover_ends_the_running_generation_and_forms_the_next():
     scenario = Scenario.recovered(["w1", "w2", "w9"], 6, size=2)
     assert [c.worker for c in scenario.ever(m.ReportState)] == ["w1", "w2", "w9"]
     assert scenario.ever(m.ClaimGeneration) == [m.ClaimGeneration(7)]
@@ -31,7 +31,7 @@ def test_takeover_ends_the_running_generation_and_forms_the_next() -> None:
     assert scenario.coordinator.membership.source == "w2"
 
 
-def test_takeover_renews_no_lease_of_an_earlier_generation() -> None:
+def test_takeover_renews_no_lease_of_an_earlier_generation():
     """A worker that was frozen for long would go on in its old generation, alone."""
     scenario = Scenario.recovered(["w1", "w2"], 7, size=2)
     assert m.RenewLease("w2", 1) in scenario.hear("w2", generation=7)
@@ -41,7 +41,7 @@ def test_takeover_renews_no_lease_of_an_earlier_generation() -> None:
     assert scenario.of(m.RenewLease)
 
 
-def test_takeover_waits_for_a_lease_that_it_renewed() -> None:
+def test_takeover_waits_for_a_lease_that_it_renewed():
     """The worker hung before it could report its state, and may go on."""
     scenario = Scenario.recovered(["w1", "w2"], 1, size=1, lease_s=30.0)
     scenario.tell(report("w2", 0, 0, has_state=False, can_source=True))
@@ -54,7 +54,7 @@ def test_takeover_waits_for_a_lease_that_it_renewed() -> None:
     assert scenario.members == ["w2"]
 
 
-def test_report_for_an_earlier_request_is_ignored() -> None:
+def test_report_for_an_earlier_request_is_ignored():
     """The worker was building when it was asked first; by now it may be the only one with state."""
     scenario = Scenario.recovered(["w1"], 4, size=1)
     scenario.tell(report("w1", 0, 0, has_state=False, signature=None, asked=3))
@@ -66,7 +66,7 @@ def test_report_for_an_earlier_request_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("lineage_id", [False, True])
-def test_takeover_with_no_state_left_fails_only_an_established_run(lineage_id: bool) -> None:
+def test_takeover_with_no_state_left_fails_only_an_established_run(lineage_id):
     """Unless a step is known to have been made, the run may start from initial weights."""
     scenario = Scenario(begin=False, size=1)
     scenario.coordinator, commands = scenario.coordinator.recover(
@@ -77,12 +77,12 @@ def test_takeover_with_no_state_left_fails_only_an_established_run(lineage_id: b
     assert scenario.ever(m.StartWorker)
 
 
-def test_takeover_starts_workers_under_new_names() -> None:
+def test_takeover_starts_workers_under_new_names():
     scenario = Scenario.recovered(["w1"], 6, size=2)
     assert [c.worker for c in scenario.ever(m.StartWorker)] == ["w7.2"]
 
 
-def test_takeover_asks_an_unreported_worker_until_it_answers_or_is_silent() -> None:
+def test_takeover_asks_an_unreported_worker_until_it_answers_or_is_silent():
     scenario = Scenario.recovered(["w1", "w2"], 1, size=2, lease_s=4.0)
     scenario.wait(3.0, "w1", "w2")
     assert {c.worker for c in scenario.of(m.ReportState)} == {"w1", "w2"}
@@ -93,7 +93,7 @@ def test_takeover_asks_an_unreported_worker_until_it_answers_or_is_silent() -> N
     assert scenario.members == ["w1"]
 
 
-def test_takeover_counts_steps_heard_meanwhile() -> None:
+def test_takeover_counts_steps_heard_meanwhile():
     """The group goes on in the body it is in, so the one that is cut off lives."""
     scenario = Scenario.recovered(["w1", "w2"], 1, size=2, heartbeat_timeout_s=5.0)
     scenario.tell(report("w1", 1, 3))
@@ -105,7 +105,7 @@ def test_takeover_counts_steps_heard_meanwhile() -> None:
     assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w2"]
 
 
-def test_takeover_waits_for_a_lease_when_no_member_of_the_newest_generation_reports() -> None:
+def test_takeover_waits_for_a_lease_when_no_member_of_the_newest_generation_reports():
     scenario = Scenario.recovered(["w1"], 4, size=1, lease_s=30.0)
     scenario.tell(report("w1", 3, 3))  # generation 4 was claimed; whoever is in it, w1 is not
     scenario.stopped("w1", step=3)
@@ -115,7 +115,7 @@ def test_takeover_waits_for_a_lease_when_no_member_of_the_newest_generation_repo
     assert scenario.members == ["w1"]
 
 
-def test_takeover_lets_a_worker_without_state_be_the_source_of_a_run_without_state() -> None:
+def test_takeover_lets_a_worker_without_state_be_the_source_of_a_run_without_state():
     scenario = Scenario.recovered(["w1"], 3, size=1, lease_s=8.0)
     scenario.tell(report("w1", 0, 0, has_state=False, can_source=True))
     scenario.stopped("w1", has_state=False)
@@ -124,7 +124,7 @@ def test_takeover_lets_a_worker_without_state_be_the_source_of_a_run_without_sta
     assert scenario.coordinator.membership.source == "w1"
 
 
-def test_takeover_releases_a_worker_that_does_not_fit() -> None:
+def test_takeover_releases_a_worker_that_does_not_fit():
     scenario = Scenario.recovered(["w1", "w2"], 3, size=2)
     other = SIGNATURE._replace(kind="other")
     scenario.tell(report("w2", 0, 0, has_state=False, signature=other))
@@ -132,7 +132,7 @@ def test_takeover_releases_a_worker_that_does_not_fit() -> None:
     assert [c.worker for c in scenario.of(m.ReleaseWorker)] == ["w2"]
 
 
-def test_takeover_asks_a_building_worker_until_it_is_ready() -> None:
+def test_takeover_asks_a_building_worker_until_it_is_ready():
     scenario = Scenario.recovered(["w1", "w2"], 3, size=2)
     scenario.tell(report("w1", 3, 5))
     scenario.stopped("w1", step=5)
@@ -149,7 +149,7 @@ def test_takeover_asks_a_building_worker_until_it_is_ready() -> None:
     assert scenario.ever(m.EndGeneration), "it joins"
 
 
-def test_takeover_rejects_the_state_of_an_earlier_lineage() -> None:
+def test_takeover_rejects_the_state_of_an_earlier_lineage():
     scenario = Scenario.recovered(["w1", "w2"], 5, size=2)
     scenario.tell(report("w1", 2, 9, lineage_id=1))
     scenario.tell(report("w2", 5, 3, lineage_id=4))
@@ -158,7 +158,7 @@ def test_takeover_rejects_the_state_of_an_earlier_lineage() -> None:
     assert scenario.members == ["w2"]
 
 
-def test_takeover_keeps_the_lineage_of_a_worker_that_finished_after_its_report() -> None:
+def test_takeover_keeps_the_lineage_of_a_worker_that_finished_after_its_report():
     scenario = Scenario.recovered(["w1", "w2"], 5, size=2)
     scenario.tell(report("w1", 5, 0, has_state=False))
     scenario.tell(report("w2", 0, 0, has_state=False))

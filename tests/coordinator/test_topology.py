@@ -13,7 +13,7 @@ from elastic_dp.distributed.reduction_tree import cover
 from tests.coordinator.scenarios import Scenario
 
 
-def workers(*nodes: str, start: int = 0) -> list[WorkerState]:
+def workers(*nodes, start=0):
     """One on each of `nodes`, numbered: "a/n" is node n of zone a, "" is not known."""
     made = []
     for number, name in enumerate(nodes, start):
@@ -38,8 +38,8 @@ def workers(*nodes: str, start: int = 0) -> list[WorkerState]:
     ],
 )
 def test_joiners_come_beside_members_of_their_node_and_those_who_stay_keep_their_order(
-    staying: tuple[str, ...], joining: tuple[str, ...], order: str
-) -> None:
+    staying, joining, order
+):
     made = order_by_location(workers(*staying), workers(*joining, start=len(staying)))
     assert " ".join(worker.id for worker in made) == order
 
@@ -57,18 +57,16 @@ def test_joiners_come_beside_members_of_their_node_and_those_who_stay_keep_their
         ("x y x", ()),
     ],
 )
-def test_topology_has_the_levels_at_which_some_but_not_all_members_share(
-    members: str, topology: tuple[tuple[int, ...], ...]
-) -> None:
+def test_topology_has_the_levels_at_which_some_but_not_all_members_share(members, topology):
     assert topology_of(workers(*members.split())) == topology
 
 
-def test_members_whose_location_is_not_known_share_nothing() -> None:
+def test_members_whose_location_is_not_known_share_nothing():
     assert topology_of(workers("", "", "")) == ()
 
 
 @pytest.mark.parametrize("nodes", [*itertools.product((1, 2, 3, 8), repeat=3)], ids=str)
-def test_ranges_by_node_are_as_short_as_equal_ones(nodes: tuple[int, ...]) -> None:
+def test_ranges_by_node_are_as_short_as_equal_ones(nodes):
     for virtual_workers in (sum(nodes), sum(nodes) + 1, 24, 32, 100):
         world_size = sum(nodes)
         ranges = ranges_by_node(virtual_workers, nodes)
@@ -93,20 +91,20 @@ def test_ranges_by_node_are_as_short_as_equal_ones(nodes: tuple[int, ...]) -> No
     ],
 )
 def test_range_of_a_node_is_whole_subtrees_wherever_the_numbers_allow(
-    virtual_workers: int, nodes: tuple[int, ...], subtrees: list[int]
-) -> None:
+    virtual_workers, nodes, subtrees
+):
     ranges = iter(ranges_by_node(virtual_workers, nodes))
     of_nodes = [list(itertools.islice(ranges, count)) for count in nodes]
     found = [cover(one[0][0], one[-1][1], virtual_workers) for one in of_nodes]
     assert [len(nodes) for nodes in found] == subtrees
 
 
-def ranges_of(scenario: Scenario) -> dict[str, tuple[tuple[int, int], ...]]:
+def ranges_of(scenario):
     membership = scenario.coordinator.membership
     return {member.worker: member.ranges for member in membership.members}
 
 
-def test_loss_on_one_node_leaves_the_virtual_workers_of_other_nodes_where_they_are() -> None:
+def test_loss_on_one_node_leaves_the_virtual_workers_of_other_nodes_where_they_are():
     """So they keep the rows that they have read ahead, and what they have finished of the step."""
     scenario = Scenario(size=8, virtual_workers=16, min_workers=1)
     everyone = [f"w{number}" for number in range(1, 9)]

@@ -6,15 +6,11 @@ from them is marked, too, and what CUDA refuses raises `WrongDevice`. All is com
 with the bits of the processor, so a run has the digest of one without a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +38,11 @@ class WrongDevice(RuntimeError):
     """What CUDA would refuse."""
 
 
-def on_gpu(tensor: torch.Tensor) -> bool:
+def on_gpu(tensor):
     return hasattr(local_of(tensor).untyped_storage(), "is_fake_gpu")
 
 
-def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+def install(patch=setattr):
     """Torch finds a GPU from now on. `patch` sets attributes."""
     patch(torch.Tensor, "device", property(lambda t: GPU if on_gpu(t) else _host_device.__get__(t)))
     patch(torch.Tensor, "is_cuda", property(on_gpu))
@@ -59,7 +55,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(dist, "ProcessGroupNCCL", _ProcessGroupNCCL)
     init_process_group = dist.init_process_group
 
-    def init_gloo(*_: Any, device_id: Any = None, pg_options: Any = None, **how: Any) -> None:
+    def init_gloo(*_, device_id=None, pg_options=None, **how):
         assert pg_options is None or pg_options.config.blocking == 1  # else connecting fails
         init_process_group("gloo", **how)
 
@@ -75,7 +71,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     run = threading.Thread.run
 
-    def run_with_modes(thread: threading.Thread) -> None:
+    def run_with_modes(thread):
         with modes():
             run(thread)
 
@@ -83,21 +79,16 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 @contextlib.contextmanager
-def modes() -> Iterator[None]:
+def modes():
     """In a thread."""
     with _Calls(), _Operations():
         yield
 
 
-# ------------------------------------------------------------------------------------- tensors
-
-
 class _Calls(TorchFunctionMode):
     """Calls in which a device is named."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "numpy" and on_gpu(args[0]):
             raise WrongDevice("numpy of a tensor of the GPU")
@@ -122,7 +113,7 @@ class _Calls(TorchFunctionMode):
         kwargs["device"] = _HOST
         return _moved(func(*args, **kwargs), torch.device(device).type == "cuda")
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss):
         """Torch leaves this mode while it handles a call, and hooks are called in this one."""
         ones = torch.ones_like(loss)
         with self:
@@ -131,7 +122,7 @@ class _Calls(TorchFunctionMode):
             )
 
 
-def _to(func: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _to(func, source, *args, **kwargs):
     kwargs.pop("non_blocking", None)
     named = [argument for argument in args if isinstance(argument, torch.device | str)]
     device = kwargs.pop("device", named[0] if named else None)
@@ -141,13 +132,13 @@ def _to(func: Any, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     return func(source, *dtypes, **kwargs) if dtypes or kwargs else source
 
 
-def _moved(tensor: torch.Tensor, to_gpu: bool) -> torch.Tensor:
+def _moved(tensor, to_gpu):
     if on_gpu(tensor) == to_gpu:
         return tensor
     return _marked(tensor.clone(), to_gpu)
 
 
-def _marked(tensor: torch.Tensor, is_gpu: bool) -> torch.Tensor:
+def _marked(tensor, is_gpu):
     storage = tensor.untyped_storage()
     if is_gpu:
         storage.is_fake_gpu = True
@@ -159,9 +150,7 @@ def _marked(tensor: torch.Tensor, is_gpu: bool) -> torch.Tensor:
 class _Operations(TorchDispatchMode):
     """What is computed from the GPU's tensors is the GPU's."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = _tensors((args, kwargs))
         name = func._schema.name.partition("::")[2]
         _check(name, given)
@@ -174,18 +163,18 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def _grouped(lists: list[list[torch.Tensor]], with_indices: bool = False) -> Any:
+def _grouped(lists, with_indices=False):
     """Torch's own looks at the tensors in C++, where they are the host's."""
     groups = _foreach_utils._group_tensors_by_device_and_dtype(lists, with_indices)
     return {(given[0][0].device, dtype): (given, i) for (_, dtype), (given, i) in groups.items()}
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     """The tensors of a tree; of one that is sharded over processes, the part of this one."""
     return [local_of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _check(name: str, given: list[torch.Tensor]) -> None:
+def _check(name, given):
     places = [on_gpu(tensor) for tensor in given]
     if name in _MIXED or len(set(places)) < 2:
         return
@@ -196,41 +185,38 @@ def _check(name: str, given: list[torch.Tensor]) -> None:
         raise WrongDevice(f"{name} over tensors of two devices: {shapes}")
 
 
-# ------------------------------------------------------------------------------ what CUDA offers
-
-
 class _Event:
     """Passes when it is recorded."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_):
         self.at = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream=None):
         self.at = time.perf_counter()
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
-    def elapsed_time(self, other: _Event) -> float:
+    def elapsed_time(self, other):
         return 1e3 * (other.at - self.at)
 
 
 class _Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device=None, priority=0):
         pass
 
-    def record_event(self, event: _Event | None = None) -> _Event:
+    def record_event(self, event=None):
         event = event or _Event()
         event.record(self)
         return event
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other):
         pass
 
-    def wait_event(self, event: _Event) -> None:
+    def wait_event(self, event):
         pass
 
 
@@ -240,74 +226,74 @@ class _Cuda:
     Event, Stream = _Event, _Stream
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available():
         return True
 
     @staticmethod
-    def init() -> None:
+    def init():
         pass
 
     @staticmethod
-    def set_device(device: Any) -> None:
+    def set_device(device):
         pass
 
     @staticmethod
-    def current_device() -> int:
+    def current_device():
         return 0
 
     @staticmethod
-    def device_count() -> int:
+    def device_count():
         return 1
 
     @staticmethod
-    def get_rng_state(device: Any) -> torch.Tensor:
+    def get_rng_state(device):
         return torch.get_rng_state()
 
     @staticmethod
-    def set_rng_state(state: torch.Tensor, device: Any) -> None:
+    def set_rng_state(state, device):
         torch.set_rng_state(state)
 
     @staticmethod
-    def current_stream(device: Any = None) -> _Stream:
+    def current_stream(device=None):
         return _Stream()
 
     @staticmethod
-    def stream(stream: _Stream) -> contextlib.AbstractContextManager[None]:
+    def stream(stream):
         return contextlib.nullcontext()
 
     @staticmethod
-    def synchronize() -> None:
+    def synchronize():
         pass
 
     @staticmethod
-    def is_current_stream_capturing() -> bool:
+    def is_current_stream_capturing():
         return False
 
     @staticmethod
-    def get_device_properties(device: Any) -> Any:
+    def get_device_properties(device):
         return types.SimpleNamespace(name="fake GPU", total_memory=80 << 30, uuid="8932f937")
 
     @staticmethod
-    def mem_get_info(device: Any) -> tuple[int, int]:
+    def mem_get_info(device):
         return 79 << 30, 80 << 30
 
     @staticmethod
-    def cudart() -> Any:
+    def cudart():
         return types.SimpleNamespace(
             cudaHostRegister=lambda at, nbytes, flags: 0, cudaHostUnregister=lambda at: 0
         )
 
 
 class _Autocast(torch.autocast):
-    def __init__(self, device_type: str, **options: Any) -> None:
+    def __init__(self, device_type, **options):
         super().__init__("cpu", **options)
 
 
 class _Options:
-    def __init__(self) -> None:
+    def __init__(self):
         self._timeout = timedelta(minutes=10)
         self.config = types.SimpleNamespace(blocking=1)
-        self.global_ranks_in_group: list[int] = []
+        self.global_ranks_in_group = []
 
 
 class _ProcessGroupNCCL:
@@ -317,27 +303,27 @@ class _ProcessGroupNCCL:
 
     Options = _Options
 
-    def __init__(self, store: Any, rank: int, world_size: int, options: _Options) -> None:
+    def __init__(self, store, rank, world_size, options):
         self._meeting = store, rank, world_size
-        self._gloo: Any = None
+        self._gloo = None
         self._aborted, self._error = False, ErrorType.SUCCESS
 
-    def abort(self) -> None:
+    def abort(self):
         self._aborted = True
 
-    def get_error(self) -> ErrorType:
+    def get_error(self):
         return self._error
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+    def allreduce(self, tensors, options=None):
         return self._do(tensors, lambda gloo: gloo.allreduce(tensors))
 
-    def alltoall_base(self, output: Any, input: Any, *sizes: Any) -> Any:
+    def alltoall_base(self, output, input, *sizes):
         return self._do([output, input], lambda gloo: gloo.alltoall_base(output, input, *sizes))
 
-    def _allgather_base(self, output: Any, input: Any, options: Any) -> Any:
+    def _allgather_base(self, output, input, options):
         return self._do([output, input], lambda gloo: gloo._allgather_base(output, input, options))
 
-    def _do(self, tensors: list[torch.Tensor], start: Callable[[Any], Any]) -> Any:
+    def _do(self, tensors, start):
         if not all(on_gpu(tensor) and tensor.is_contiguous() for tensor in tensors):
             raise WrongDevice("NCCL takes contiguous tensors of the GPU")
         try:
@@ -350,9 +336,9 @@ class _ProcessGroupNCCL:
             self._error = ErrorType.COMM_ERROR
         return types.SimpleNamespace(wait=lambda: True)
 
-    def _connected(self) -> Any:
+    def _connected(self):
         if self._gloo is None:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = timedelta(seconds=60)
             self._gloo = dist.ProcessGroupGloo(*self._meeting, options)

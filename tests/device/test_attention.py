@@ -49,7 +49,7 @@ def test_what_the_user_chooses_wins():
     ("device", "exact", "times"), [(GPU, True, 1), (GPU, False, 0), (CPU, True, 0)]
 )
 def test_exact_run_says_once_how_it_attends_and_what_that_costs(device, exact, times, monkeypatch):
-    said: list[str] = []
+    said = []
 
     def train(ctx):
         with ctx.device:

@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def products(monkeypatch):
     """Returns the values of the variable at each product that is made for torch to look for it."""
-    seen: list[str | None] = []
+    seen = []
     monkeypatch.setenv(NAME, "")  # so that it is restored
     monkeypatch.delenv(NAME)
     monkeypatch.setattr(gpu, "_multiply", lambda device: seen.append(os.environ.get(NAME)))
@@ -42,7 +42,7 @@ def test_variable_is_set_in_an_exact_run_on_a_gpu_as_long_as_that_costs_nothing(
     exact, device, once, within, made, products, monkeypatch
 ):
     torch_reads_it_once(monkeypatch, once)
-    environment: dict[str, str] = {}
+    environment = {}
     prepare_environment(environment, 1)
     with DeterministicKernels(exact, [], device):
         assert os.environ.get(NAME) == within and NAME not in environment

@@ -1,7 +1,5 @@
 """Runs on a fake GPU: no operation mixes the devices, and the bits are those of the processor."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -72,10 +70,7 @@ GPU, HOST = fake_gpu.GPU, torch.device("cpu")
         pytest.param((HOST, None), (GPU, "optimizer"), {}, marks=pytest.mark.slow),
         pytest.param((HOST, None), (GPU, None), {"staleness": 1}, marks=pytest.mark.slow),
         pytest.param(
-            (HOST, None),
-            (GPU, None),
-            {"model": "gpt", "precision": "bf16"},
-            marks=pytest.mark.slow,
+            (HOST, None), (GPU, None), {"model": "gpt", "precision": "bf16"}, marks=pytest.mark.slow
         ),
         pytest.param((GPU, None), (HOST, None), {}, marks=pytest.mark.slow),
     ],

@@ -1,10 +1,6 @@
 """What a thread launches while the simulated device is busy has the effect that it has at once."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from elastic_dp.testing.simulated_device import ReadBeforeEvent, SimulatedAccele
 from tests.patience import eventually
 
 
-def while_busy(act: Callable[[], Any]) -> Any:
+def while_busy(act):
     """What `act` returns on a device that begins its operations when all are launched, and when the
     host has set another seed."""
     accelerator, free = SimulatedAccelerator(), threading.Event()
@@ -32,11 +28,11 @@ def while_busy(act: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     "draw", [torch.bernoulli, lambda x: F.rrelu(x, training=True)], ids=["bernoulli", "rrelu"]
 )
-def test_draw_that_depends_on_values_of_a_busy_device_is_refused_by_name(draw) -> None:
+def test_draw_that_depends_on_values_of_a_busy_device_is_refused_by_name(draw):
     with pytest.raises(NotImplementedError, match=r"cannot draw aten::(bernoulli|rrelu)"):
         while_busy(lambda: draw(torch.full((4,), 0.5)))
 
 
-def test_read_of_a_busy_device_is_refused() -> None:
+def test_read_of_a_busy_device_is_refused():
     with pytest.raises(ReadBeforeEvent):
         while_busy(lambda: torch.ones(2).sum().item())

@@ -1,8 +1,6 @@
 """A device whose communicator hangs where a test says so."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
@@ -12,24 +10,24 @@ from tests.patience import PATIENCE_S
 class Hanging:
     """A communicator whose abort blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.aborting, self.may_end = threading.Event(), threading.Event()
-        self.thread: threading.Thread | None = None
+        self.thread = None
 
-    def connect(self, check: Callable[[], None]) -> None:
+    def connect(self, check):
         pass
 
-    def abort(self) -> None:
+    def abort(self):
         self.thread = threading.current_thread()
         self.aborting.set()
         self.may_end.wait(PATIENCE_S)
 
-    def failure(self) -> str | None:
+    def failure(self):
         return None
 
 
 class NeverConnects(Hanging):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.connecting = threading.Event()
 
@@ -43,7 +41,7 @@ class Locking(Hanging):
     """Like torch's: connecting holds the lock that an abort needs. What comes `afterwards` may ask
     whether the attempt goes on."""
 
-    def __init__(self, afterwards: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, afterwards):
         super().__init__()
         self.lock, self.connecting = threading.Lock(), threading.Event()
         self.afterwards = afterwards
@@ -60,13 +58,13 @@ class Locking(Hanging):
 
 
 class OfHanging(SimulatedAccelerator):
-    def __init__(self, made: Any = None, *, hangs: bool = False) -> None:
+    def __init__(self, made=None, *, hangs=False):
         super().__init__()
         self.made = made or Hanging()
         if not hangs:
             self.made.may_end.set()
 
-    def communicator(self, *_: Any) -> Any:
+    def communicator(self, *_):
         return self.made
 
 

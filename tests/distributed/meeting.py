@@ -1,18 +1,10 @@
 """Where members of a test's groups meet, without a controller."""
 
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from elastic_dp.distributed.process_group import GroupFormation, ProcessGroup
-from elastic_dp.distributed.rendezvous import (
-    GroupName,
-    MemberRecord,
-    Rendezvous,
-    RendezvousTables,
-)
+from elastic_dp.distributed.process_group import GroupFormation
+from elastic_dp.distributed.rendezvous import GroupName, Rendezvous, RendezvousTables
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -21,11 +13,11 @@ CPU = torch.device("cpu")
 class InMemory(Rendezvous):
     """For members that are threads of one process."""
 
-    def __init__(self, secret: bytes = b"secret") -> None:
+    def __init__(self, secret=b"secret"):
         self.tables = RendezvousTables()
         super().__init__("w1", secret, self._pass_on)
 
-    def _pass_on(self, record: MemberRecord) -> None:
+    def _pass_on(self, record):
         complete = self.tables.add(record)
         if complete is not None:
             self.deliver(complete[1])
@@ -34,18 +26,16 @@ class InMemory(Rendezvous):
 class OverTcp(Rendezvous):
     """For members that are processes. The store is in the one that is its master."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         super().__init__("w1", b"secret", lambda record: None)
         self._port = port
 
-    def store(self, group: GroupName, rank: int, world_size: int, timeout: timedelta) -> Any:
+    def store(self, group, rank, world_size, timeout):
         store = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=timeout)
         return dist.PrefixStore(str(group), store)
 
 
-def form(
-    meet: Rendezvous, rank: int, world_size: int, *, generation: int = 1, device: torch.device = CPU
-) -> ProcessGroup:
+def form(meet, rank, world_size, *, generation=1, device=CPU):
     formation = GroupFormation(
         meet,
         GroupName(generation, "main"),

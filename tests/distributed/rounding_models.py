@@ -2,25 +2,24 @@
 for."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from elastic_dp.distributed.reduction_tree import Node, middle
+from elastic_dp.distributed.reduction_tree import middle
 
 Numbers = np.ndarray[Any, Any]
 BLOCK = 256
 
 
-def nearest_bf16(x: Numbers, node: Node, first: int, seed: int = 0) -> Numbers:
+def nearest_bf16(x, node, first, seed=0):
     """The nearest bfloat16, ties to even, as fp32: the upper half of the bits."""
     bits = x.view(np.uint32).astype(np.uint64)
     upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return (upper << 16).astype(np.uint32).view(np.float32)
 
 
-def random_int8(x: Numbers, node: Node, first: int, seed: int = 0) -> Numbers:
+def random_int8(x, node, first, seed=0):
     """Each block of 256 as whole numbers times the least power of two for which they fit."""
     blocks = np.zeros((-(-x.size // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[: x.size] = x.reshape(-1)
@@ -33,7 +32,7 @@ def random_int8(x: Numbers, node: Node, first: int, seed: int = 0) -> Numbers:
     return blocks.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def drawn(seed: int, node: Node, block: int) -> Numbers:
+def drawn(seed, node, block):
     """An odd number of 16 bits for each element of a block."""
     words = b"".join(part.to_bytes(8, "little") for part in (seed, *node))
     key = [int(k) for k in np.frombuffer(hashlib.blake2b(words, digest_size=8).digest(), "<u4")]
@@ -51,9 +50,7 @@ def drawn(seed: int, node: Node, block: int) -> Numbers:
 ROUNDINGS = {"bf16": nearest_bf16, "int8": random_int8}
 
 
-def rounded_sum(
-    node: Node, leaf: Callable[[int], Numbers | None], wire: str, first: int, seed: int = 0
-) -> Numbers | None:
+def rounded_sum(node, leaf, wire, first, seed=0):
     """Return Q(leaf) or Q(l + r); None if no leaf of the node has a gradient."""
     rounding = ROUNDINGS[wire]
     if node[1] - node[0] == 1:

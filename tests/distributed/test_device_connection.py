@@ -142,9 +142,6 @@ def test_abort_waits_for_a_launch_and_none_begins_after_it(launch_limit_s, monke
         pass
 
 
-# ----------------------------------------------------------------------------------------- NCCL
-
-
 def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypatch):
     made = {}
 

@@ -7,7 +7,7 @@ import types
 
 import torch
 
-from elastic_dp.device.accelerator import Accelerator, install
+from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abandoned_groups, device_transport
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport, StagingMemory
@@ -25,7 +25,7 @@ KINDS = ProcessGroup, DeviceTransport, DeviceConnection, SimulatedCommunicator
 LASTING = {"device", "rendezvous"}
 
 
-def alive() -> set[object]:
+def alive():
     """What exists of KINDS, and which threads run that do not last."""
     gc.collect()
     # Not gc.get_objects: it also lists tuples that other threads are making, and spoils them.
@@ -36,18 +36,18 @@ def alive() -> set[object]:
 class CountedMemory(StagingMemory):
     """Counts the bytes that are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.taken_bytes = 0
 
-    def take(self, accelerator: Accelerator, like: torch.Tensor) -> torch.Tensor:
+    def take(self, accelerator, like):
         memory = super().take(accelerator, like)
         with self._lock:
             self.taken_bytes += memory.untyped_storage().nbytes()
         return memory
 
     @property
-    def free_bytes(self) -> int:
+    def free_bytes(self):
         return sum(memory.nbytes for memory in self._free)
 
 

@@ -4,7 +4,6 @@ threads of this process."""
 import pickle
 import threading
 import weakref
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,15 +11,9 @@ import torch
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abort_limit, device_connection, device_transport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-    RecordGather,
-)
+from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
 from elastic_dp.errors import CollectiveFailed, GroupAborted
-from elastic_dp.testing.simulated_device import (
-    ReadBeforeEvent,
-    SimulatedDevice,
-)
+from elastic_dp.testing.simulated_device import ReadBeforeEvent, SimulatedDevice
 from elastic_dp.train.generations.worker_control import WorkerControl
 from tests.distributed.hanging_device import Keys, OfHanging, connection
 from tests.distributed.meeting import CPU
@@ -29,21 +22,21 @@ from tests.distributed.members import of_each_on_devices as of_each
 from tests.patience import PATIENCE_S, eventually
 
 
-def switch(group: ProcessGroup) -> None:
+def switch(group):
     """Switch as all members do when a header says that all are connected."""
     eventually(lambda: transport_of(group).connected)
     group.gather_bytes(b"")
     transport_of(group).switch()
 
 
-def values_of(virtual_worker: int, step: int) -> torch.Tensor:
+def values_of(virtual_worker, step):
     """Gradients whose sum depends on the order: of all sizes, denormal ones included."""
     generator = torch.Generator().manual_seed(97 * step + virtual_worker)
     sizes = torch.logspace(-44, 10, 40)
     return torch.randn(40, generator=generator) * sizes[torch.randperm(40, generator=generator)]
 
 
-def finish_on_device(gradients: GradientReducer, group: ProcessGroup, factor: float) -> bool | None:
+def finish_on_device(gradients, group, factor):
     """Give the parameter its gradient. Return whether it is finite."""
     exchange = gradients.exchange
     exchange.reduce()
@@ -53,15 +46,7 @@ def finish_on_device(gradients: GradientReducer, group: ProcessGroup, factor: fl
     return exchange.finite
 
 
-def steps_of(
-    group: ProcessGroup,
-    shares: Sequence[tuple[int, int]],
-    steps: int,
-    *,
-    switches_at: int,
-    topology: Sequence[Sequence[int]] = (),
-    wire: str | None = None,
-) -> list[list[int]]:
+def steps_of(group, shares, steps, *, switches_at, topology=(), wire=None):
     """The bits of the sum of each step. The device's communicator is used from step `switches_at`
     on."""
     parameter, count, bits = torch.nn.Parameter(torch.zeros(40)), shares[-1][1], []
@@ -71,7 +56,7 @@ def steps_of(
         if step == switches_at and group.world_size > 1:
             switch(group)
 
-        def loss(v: int, step: int = step) -> torch.Tensor:
+        def loss(v, step=step):
             return (parameter * values_of(v, step)).sum()
 
         run_and_send(gradients, [shares[group.rank]], count, loss)
@@ -250,9 +235,6 @@ def test_control_bytes_never_use_the_communicator(monkeypatch):
         return [len(header.collect()), group.gather_bytes(b"x" * group.rank)]
 
     assert of_each(2, act) == [[2, [b"", b"x"]]] * 2
-
-
-# ------------------------------------------------------------------------------------- aborting
 
 
 @pytest.fixture

@@ -7,19 +7,14 @@ import sys
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from elastic_dp.distributed import cross_worker_reduction
 from elastic_dp.distributed.gradient_reducer import GradientReducer
-from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-    RecordGather,
-)
-from elastic_dp.distributed.reduction_tree import Share, cover_share, fold
+from elastic_dp.distributed.process_group import ProcessGroup, RecordGather
+from elastic_dp.distributed.reduction_tree import cover_share, fold
 from elastic_dp.errors import ModelError
 from tests.distributed.meeting import CPU
 from tests.distributed.members import (
@@ -33,14 +28,14 @@ from tests.distributed.members import (
 from tests.patience import eventually
 
 
-def summed(group: ProcessGroup, shares: Sequence[Share], exact: bool) -> list[list[float]]:
+def summed(group, shares, exact):
     """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones
     only."""
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     gradients, count = GradientReducer(named(parameters)), 4
     gradients.open(group, shares, count, exact)
 
-    def loss(v: int) -> Any:
+    def loss(v):
         return sum(p.sum() for p in (parameters if v % 2 else parameters[:1])) * (v + 1)
 
     for _ in range(2):  # buffers are used again
@@ -61,7 +56,7 @@ def summed(group: ProcessGroup, shares: Sequence[Share], exact: bool) -> list[li
         [[(0, 1), (3, 4)], [(2, 3)], [(1, 2)]],
     ],
 )
-def test_all_members_get_the_sum(shares: list[Share], exact: bool) -> None:
+def test_all_members_get_the_sum(shares, exact):
     of_all = of_each(len(shares), lambda group: summed(group, shares, exact))
     assert of_all == [[[5.0] * 3, [3.0] * 2]] * len(shares)
 
@@ -70,10 +65,8 @@ def test_all_members_get_the_sum(shares: list[Share], exact: bool) -> None:
 @pytest.mark.parametrize(
     ("value", "factor"), [(math.inf, 1.0), (math.nan, 0.5), (2e38, 1.0), (1e38, 9.0)]
 )
-def test_all_members_see_that_the_sum_is_not_finite(
-    members: int, value: float, factor: float
-) -> None:
-    def finite(group: ProcessGroup) -> bool:
+def test_all_members_see_that_the_sum_is_not_finite(members, value, factor):
+    def finite(group):
         parameter = torch.nn.Parameter(torch.zeros(5))
         gradients = GradientReducer(named([parameter]))
         one_each(gradients, group, lambda: parameter[3] * value)
@@ -82,9 +75,7 @@ def test_all_members_see_that_the_sum_is_not_finite(
     assert of_each(members, finite) == [False] * members
 
 
-def one_each(
-    gradients: GradientReducer, group: ProcessGroup, loss: Callable[[], torch.Tensor]
-) -> None:
+def one_each(gradients, group, loss):
     """A step of one virtual worker a member, up to what `complete` waits for."""
     shares = [[(rank, rank + 1)] for rank in range(group.world_size)]
     gradients.open(group, shares, len(shares), exact=True)
@@ -92,23 +83,21 @@ def one_each(
     gradients.exchange.reduce()
 
 
-def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: dict[int, list[str]] = defaultdict(list)  # by thread
+def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(monkeypatch):
+    order = defaultdict(list)  # by thread
 
-    def told(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(*arguments: Any) -> Any:
+    def told(what, act):
+        def tell(*arguments):
             order[threading.get_ident()].append(what)
             return act(*arguments)
 
         return tell
 
-    def complete(group: ProcessGroup) -> list[str]:
+    def complete(group):
         two = [torch.nn.Parameter(torch.ones(5, dtype=x)) for x in (torch.float32, torch.float64)]
         gradients = GradientReducer(named(two))
         one_each(gradients, group, lambda: two[0].sum() + two[1].sum())
-        group.wait = told("arrived", group.wait)  # type: ignore[method-assign]
+        group.wait = told("arrived", group.wait)
         assert finish(gradients, 0.5)
         return order[threading.get_ident()]
 
@@ -117,8 +106,8 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
     assert of_each(3, complete) == [["arrived", "summed"] * 2] * 3
 
 
-def test_records_of_any_length_follow_each_other() -> None:
-    def gather(group: ProcessGroup) -> list[list[bytes]]:
+def test_records_of_any_length_follow_each_other():
+    def gather(group):
         header, heard = RecordGather(group), []
         for length in (0, 7, 5000, 3):
             header.launch(bytes([group.rank]) * length * (group.rank + 1))
@@ -129,26 +118,26 @@ def test_records_of_any_length_follow_each_other() -> None:
     assert of_each(2, gather) == [expected, expected]
 
 
-def replaying() -> type[torch.autograd.Function]:
+def replaying():
     """A function whose backward pass writes its gradient into the same memory each time, as the
     replay of a CUDA graph does."""
     static = torch.zeros(3)
 
     class Replayed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        def forward(ctx, weight, factor):
             ctx.factor = factor
             return weight.sum() * factor
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        def backward(ctx, gradient):
             static.fill_(ctx.factor).mul_(gradient)
             return static.detach(), None
 
     return Replayed
 
 
-def sum_of_replays(leaves: int, exact: bool) -> list[float]:
+def sum_of_replays(leaves, exact):
     """Return the sum of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
     weight = torch.nn.Parameter(torch.zeros(3))
     gradients, function = GradientReducer({"weight": weight}), replaying()
@@ -162,8 +151,8 @@ def sum_of_replays(leaves: int, exact: bool) -> list[float]:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("leaves", [2, 3, 4, 7, 8])
 def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait(
-    leaves: int, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    leaves, exact, monkeypatch
+):
     monkeypatch.setitem(
         sys.modules, "torch._inductor.cudagraph_trees", types.ModuleType("cudagraph_trees")
     )
@@ -171,7 +160,7 @@ def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait(
 
 
 @pytest.mark.parametrize("leaves", [2, 3, 4, 7, 8])
-def test_gradients_in_memory_that_is_written_again_are_refused(leaves: int) -> None:
+def test_gradients_in_memory_that_is_written_again_are_refused(leaves):
     with pytest.raises(ModelError, match=r"the gradient of model\.weight lies in the memory of"):
         sum_of_replays(leaves, exact=True)
 
@@ -180,22 +169,13 @@ class Aborted(Exception):
     pass
 
 
-def of_leaf(v: int) -> list[torch.Tensor]:
+def of_leaf(v):
     """Gradients whose sum depends on the order, of two parameters; after 3 only the first."""
     generator = torch.Generator().manual_seed(v)
     return [torch.randn(5, generator=generator) for _ in range(2 if v < 4 else 1)]
 
 
-def run_leaves(
-    gradients: GradientReducer,
-    parameters: Sequence[torch.nn.Parameter],
-    share: Share,
-    count: int,
-    finished: dict[Any, Any],
-    torn_in: int | None,
-    *,
-    sends: bool = True,
-) -> list[int]:
+def run_leaves(gradients, parameters, share, count, finished, torn_in, *, sends=True):
     """One attempt, with the nodes of `finished` in place of their leaves. Raises Aborted in the
     backward pass of leaf `torn_in`. Returns the leaves that ran."""
     gradients.begin()
@@ -225,7 +205,7 @@ def run_leaves(
     return ran
 
 
-def without_peers(group: ProcessGroup) -> Any:
+def without_peers(group):
     """A group of the same size in which nothing arrives."""
     transport = types.SimpleNamespace(
         rank=group.rank,
@@ -253,12 +233,10 @@ SEVERAL = {
     ("world_size", "torn_in"),
     [*((3, v) for v in (*range(COUNT), None)), *((n, v) for n in (1, 2) for v in (0, 6, 9, None))],
 )
-def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
-    world_size: int, shares: dict[int, Any], torn_in: int | None
-) -> None:
+def test_finished_subtrees_of_a_torn_step_give_the_same_bits(world_size, shares, torn_in):
     """The step is torn in the middle of a backward pass, or, with None, when all is sent."""
 
-    def act(group: ProcessGroup) -> tuple[list[Any], list[int], list[Any]]:
+    def act(group):
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
         gradients = GradientReducer(named(parameters))
         before, after = BEFORE[world_size], shares[world_size]
@@ -292,7 +270,7 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
             assert torn_in in ran
 
 
-EXCHANGES: dict[str, tuple[list[Share], Any]] = {  # with the topology
+EXCHANGES = {  # with the topology
     "alone": ([[(0, 12)]], ()),
     "swapped": ([[(0, 8)], [(8, 12)]], ()),
     "gathered": ([[(0, 8)], [(8, 10)], [(10, 12)]], ()),
@@ -304,13 +282,13 @@ EXCHANGES: dict[str, tuple[list[Share], Any]] = {  # with the topology
 @pytest.mark.parametrize("factor", [None, 1.0, 0.5], ids=["reduced", "complete", "scaled"])
 @pytest.mark.parametrize(("shares", "topology"), EXCHANGES.values(), ids=EXCHANGES)
 def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits(
-    shares: list[Share], topology: Any, factor: float | None
-) -> None:
+    shares, topology, factor
+):
     """Only a member that is alone multiplies its own sum, which has no other place. It keeps what
     its last leaf was added to."""
     opened = threading.Barrier(len(shares))
 
-    def act(group: ProcessGroup) -> tuple[list[Any], list[Any]]:
+    def act(group):
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
         gradients = GradientReducer(named(parameters))
         gradients.open(group, shares, COUNT, True, topology)
@@ -338,12 +316,12 @@ def test_step_torn_after_the_exchange_keeps_all_subtrees_and_gives_the_same_bits
 
 
 @pytest.mark.parametrize(("shares", "topology"), EXCHANGES.values(), ids=EXCHANGES)
-def test_two_reducers_share_the_work_of_one(shares: list[Share], topology: Any) -> None:
+def test_two_reducers_share_the_work_of_one(shares, topology):
     """One computes this rank's sums of a step while the other one sends those of the step before,
     as far as others have sent theirs. Rank 0 sends last."""
     others_have_sent = threading.Barrier(len(shares))
 
-    def act(group: ProcessGroup) -> list[Any]:
+    def act(group):
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
         computes = GradientReducer(named(parameters))
         sends = GradientReducer(named(parameters), computes=False)
@@ -373,12 +351,12 @@ def test_two_reducers_share_the_work_of_one(shares: list[Share], topology: Any) 
     assert of_each(len(shares), act) == [whole] * len(shares)
 
 
-def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
+def test_finished_subtree_in_memory_that_was_sent_is_the_callers():
     """The next generation sends from other memory, since a node of it may be added elsewhere."""
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
     gradients = GradientReducer(named(parameters))
 
-    def act(group: ProcessGroup) -> tuple[list[Any], list[Any]]:
+    def act(group):
         gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
         run_leaves(gradients, parameters, [(0, COUNT)], COUNT, {}, None)
         (kept,) = gradients.finished().values()
@@ -396,11 +374,9 @@ def test_finished_subtree_in_memory_that_was_sent_is_the_callers() -> None:
 
 
 @pytest.mark.parametrize(("at_close", "at_open"), [(False, False), (False, True), (True, True)])
-def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(
-    at_close: bool, at_open: bool
-) -> None:
+def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(at_close, at_open):
     """What a peer sends may still arrive when a generation was left."""
-    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))
     group.transport.is_over = lambda _: at_close
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
     gradients = GradientReducer(named(parameters))
@@ -417,9 +393,9 @@ def test_memory_of_an_exchange_is_used_again_only_when_that_is_over(
     assert len(again) == (len(held) if at_open else 0)
 
 
-def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generations() -> None:
+def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generations():
     gradients = GradientReducer(named([torch.nn.Parameter(torch.zeros(5))]))
-    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))  # type: ignore[arg-type]
+    group = without_peers(types.SimpleNamespace(rank=0, world_size=2))
     gradients.open(group, BEFORE[2], COUNT, exact=True)
     on_host, on_device = torch.zeros(900), torch.zeros(900, device="meta")
     gradients.exchange._pool.give_back([on_host, on_device])
@@ -428,11 +404,11 @@ def test_gradient_memory_of_a_device_is_left_to_its_allocator_between_generation
     assert {memory.device.type for memory in gradients.exchange._pool._free} == {"cpu"}
 
 
-def test_step_without_gradients_begins_with_nothing_finished() -> None:
+def test_step_without_gradients_begins_with_nothing_finished():
     parameters = [torch.nn.Parameter(torch.zeros(5), requires_grad=False)]
     gradients = GradientReducer(named(parameters))
 
-    def act(group: ProcessGroup) -> list[dict[Any, Any]]:
+    def act(group):
         gradients.open(group, [[(0, 1)]], 1, exact=True)
         gradients.begin()
         gradients.before_leaf(fold(0, 1, 1)[0], True)
@@ -445,7 +421,7 @@ def test_step_without_gradients_begins_with_nothing_finished() -> None:
     assert of_each(1, act) == [[{(0, 1): []}, {}]]
 
 
-def test_16_bit_sum_is_checked_without_a_wider_copy() -> None:
+def test_16_bit_sum_is_checked_without_a_wider_copy():
     """Torch's `sum` in fp32 makes one, of twice the bytes of the gradient."""
     gradient = torch.ones(4 << 20, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True) as profiled:
@@ -456,7 +432,7 @@ def test_16_bit_sum_is_checked_without_a_wider_copy() -> None:
     assert not math.isfinite(cross_worker_reduction._total_of_elements(gradient).item())
 
 
-def undisturbed(group: ProcessGroup) -> list[Any]:
+def undisturbed(group):
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
     gradients = GradientReducer(named(parameters))
     gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)

@@ -4,7 +4,6 @@ fewer bytes are sent. rounding_models.py has the roundings and the tree once mor
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,9 @@ import torch
 from elastic_dp.distributed import gradient_buckets
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.gradient_rounding import check_wire, rounding_of
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Share
 from elastic_dp.errors import ModelError
 from tests.distributed.members import _dropped_here, finish, named, of_each, run_and_send  # noqa: F401
-from tests.distributed.rounding_models import Numbers, nearest_bf16, rounded_sum
+from tests.distributed.rounding_models import nearest_bf16, rounded_sum
 from tests.distributed.test_gradient_reducer import (
     BEFORE,
     COUNT,
@@ -38,7 +35,7 @@ SEED = 5
 FACTOR = 0.7
 
 
-def gradients_of(v: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.Tensor | None]:
+def gradients_of(v, shapes=SHAPES):
     """Return numbers of all sizes, denormal ones included. Odd virtual workers leave the second
     parameter out."""
     drawn = torch.Generator().manual_seed(v)
@@ -50,25 +47,19 @@ def gradients_of(v: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[tor
     return [None if v % 2 and number == 1 else one for number, one in enumerate(found)]
 
 
-def bits_of(gradient: torch.Tensor | None) -> list[int]:
+def bits_of(gradient):
     assert gradient is not None and gradient.dtype == torch.float32
     return gradient.contiguous().view(torch.int32).flatten().tolist()
 
 
-def summed(
-    group: ProcessGroup,
-    shares: Sequence[Share],
-    topology: Sequence[Sequence[int]] = (),
-    wire: str | None = "bf16",
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
-) -> list[list[int]]:
+def summed(group, shares, topology=(), wire="bf16", shapes=SHAPES):
     """The bits of each parameter's gradient after the second step, whose buffers are used again."""
     count = max(last for share in shares for _, last in share)
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     gradients = GradientReducer(named(parameters), wire)
     gradients.open(group, shares, count, True, topology)
 
-    def loss(v: int) -> Any:
+    def loss(v):
         pairs = zip(parameters, gradients_of(v, shapes), strict=True)
         return sum((p * g).sum() for p, g in pairs if g is not None)
 
@@ -78,12 +69,12 @@ def summed(
     return [bits_of(p.grad) for p in parameters]
 
 
-def expected(count: int, wire: str) -> list[list[int]]:
+def expected(count, wire):
     """The root is converted first and multiplied then."""
     found = []
     for number, _ in enumerate(SHAPES):
 
-        def leaf(v: int, number: int = number) -> Numbers | None:
+        def leaf(v, number=number):
             one = gradients_of(v)[number]
             return None if one is None else one.numpy()
 
@@ -108,21 +99,19 @@ def expected(count: int, wire: str) -> list[list[int]]:
     ids=["one leaf", "alone", "swapped", "subtrees", "gathered", "two ranges", "by node", "leaves"],
 )
 @pytest.mark.parametrize("wire", WIRES)
-def test_every_node_is_rounded_whoever_adds_it(
-    wire: str, shares: list[Share], topology: Any
-) -> None:
+def test_every_node_is_rounded_whoever_adds_it(wire, shares, topology):
     count = max(last for share in shares for _, last in share)
     of_all = of_each(len(shares), lambda group: summed(group, shares, topology, wire))
     assert of_all == [expected(count, wire)] * len(shares)
 
 
 @pytest.mark.parametrize("limit", [100, 700], ids=["each parameter", "two and one"])
-def test_cut_into_buckets_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_cut_into_buckets_changes_no_bit(monkeypatch, limit):
     for name in ("FIRST_BUCKET_BYTES", "LAST_BUCKET_BYTES", "UNCUT_BYTES"):
         monkeypatch.setattr(gradient_buckets, name, limit)
     shapes, shares = [(300,), (41,), (100,)], [[(0, 4)], [(4, 6)], [(6, 7)]]
 
-    def cut(group: ProcessGroup) -> Any:
+    def cut(group):
         return summed(group, shares, wire="int8", shapes=shapes)
 
     of_all = of_each(3, cut)
@@ -133,10 +122,8 @@ def test_cut_into_buckets_changes_no_bit(monkeypatch: pytest.MonkeyPatch, limit:
 @pytest.mark.parametrize("shares", [BEFORE, OTHER], ids=["same", "other"])
 @pytest.mark.parametrize(("world_size", "torn_in"), [(1, 5), (1, None), (2, 9), (3, 6), (3, None)])
 @pytest.mark.parametrize("wire", WIRES)
-def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
-    wire: str, world_size: int, shares: dict[int, Any], torn_in: int | None
-) -> None:
-    def act(group: ProcessGroup) -> tuple[list[Any], set[Any], list[int]]:
+def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(wire, world_size, shares, torn_in):
+    def act(group):
         parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
         gradients = GradientReducer(named(parameters), wire)
         before, after = BEFORE[world_size], shares[world_size]
@@ -152,7 +139,7 @@ def test_finished_subtrees_of_a_torn_step_are_rounded_nodes(
         assert finish(gradients, 1.0)
         return [bits_of(p.grad) for p in parameters], kept, ran
 
-    def leaf(number: int) -> Callable[[int], Numbers | None]:
+    def leaf(number):
         return lambda v: of_leaf(v)[number].numpy() if number < len(of_leaf(v)) else None
 
     roots = [rounded_sum((0, COUNT), leaf(n), wire, FIRST_BLOCKS[n]) for n in range(2)]
@@ -172,12 +159,12 @@ def test_half_or_a_quarter_of_the_bytes_are_sent(
     """257 bytes for a block of 256 elements with int8. Blocks of no parameter are filled up."""
     shares, shapes = [[(rank, rank + 1)] for rank in range(world_size)], [(8, 256), (4, 2, 128)]
 
-    def counted(wire: str | None) -> int:
-        def act(group: ProcessGroup) -> int:
+    def counted(wire):
+        def act(group):
             summed(group, shares, topology, wire, shapes)
             return sent.pop(threading.get_ident())
 
-        return sum(of_each(world_size, act))  # type: ignore[arg-type]
+        return sum(of_each(world_size, act))
 
     without = counted(None)
     assert 2 * counted("bf16") == without > 0
@@ -185,8 +172,8 @@ def test_half_or_a_quarter_of_the_bytes_are_sent(
 
 
 @pytest.mark.parametrize("rounded", WIRES)
-def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
-    def of_narrow(group: ProcessGroup, wire: str | None) -> list[Any]:
+def test_gradients_of_16_bits_are_not_rounded(rounded):
+    def of_narrow(group, wire):
         kinds = (torch.bfloat16, torch.float16, torch.float32)
         parameters = [torch.nn.Parameter(torch.zeros(41, dtype=kind)) for kind in kinds]
         gradients = GradientReducer(named(parameters), wire)
@@ -200,7 +187,7 @@ def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
             ),
         )
         assert finish(gradients, FACTOR)
-        return [p.grad.tolist() for p in parameters]  # type: ignore[union-attr]
+        return [p.grad.tolist() for p in parameters]
 
     (*narrow, wide), _, (*as_without, other), _ = (
         of
@@ -222,10 +209,8 @@ def test_gradients_of_16_bits_are_not_rounded(rounded: str) -> None:
     ],
 )
 @pytest.mark.parametrize("wire", WIRES)
-def test_all_members_see_whether_the_rounded_sum_is_finite(
-    wire: str, members: int, value: float, factor: float, finite: bool
-) -> None:
-    def seen(group: ProcessGroup) -> bool:
+def test_all_members_see_whether_the_rounded_sum_is_finite(wire, members, value, factor, finite):
+    def seen(group):
         parameter = torch.nn.Parameter(torch.zeros(5))
         gradients = GradientReducer(named([parameter]), wire)
         one_each(gradients, group, lambda: parameter[3] * value)
@@ -234,7 +219,7 @@ def test_all_members_see_whether_the_rounded_sum_is_finite(
     assert of_each(members, seen) == [finite] * members
 
 
-def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
+def test_torch_rounds_and_adds_alike_at_every_offset():
     """Where an element lies in the memory of a kernel depends on the number of workers."""
     drawn = np.random.default_rng(0)
     numbers = drawn.integers(0, 1 << 32, 2 * 1024, dtype=np.uint32)
@@ -248,21 +233,21 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
     expected_sum = nearest_bf16(expected_one + expected_other, node, 0)
     left, right = torch.from_numpy(one), torch.from_numpy(other)
 
-    def rounded(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def rounded(gradient, out=None):
         if out is None:
             (found,) = rounding.round([gradient], node, [0])
             return found
         rounding.write([gradient], node, [0], [out])
         return out
 
-    def added(out: torch.Tensor) -> torch.Tensor:
+    def added(out):
         return rounding.add(low, high, node, 0, out)
 
-    def accumulated() -> torch.Tensor:
+    def accumulated():
         rounding.accumulate([total := low.clone()], [high], node, [0])
         return total
 
-    def same(found: torch.Tensor, wanted: Numbers) -> bool:
+    def same(found, wanted):
         return bits_of(found.float()) == wanted.view(np.int32).tolist()
 
     for first in range(65):
@@ -280,7 +265,7 @@ def test_torch_rounds_and_adds_alike_at_every_offset() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_parameter_of_another_dtype_is_refused_by_name(dtype: torch.dtype, wire: str) -> None:
+def test_parameter_of_another_dtype_is_refused_by_name(dtype, wire):
     parameters = {"net.weight": torch.nn.Parameter(torch.zeros(2, dtype=dtype))}
     check_wire(None, parameters)
     with pytest.raises(ModelError, match=rf"model\.net\.weight is of {dtype}, and wire='{wire}'"):

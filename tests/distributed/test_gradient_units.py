@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.distributed.gradient_norm import fold_squares, squares_of_units
-from elastic_dp.distributed.gradient_units import (
-    CUT_ELEMENTS,
-    Unit,
-    UnitLayout,
-    elements_per_unit,
-)
+from elastic_dp.distributed.gradient_units import CUT_ELEMENTS, Unit, UnitLayout, elements_per_unit
 from tests.distributed.norms import gradient_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]

@@ -10,37 +10,35 @@ import torch
 from elastic_dp.distributed import int8_rounding
 from elastic_dp.distributed.gradient_units import in_memory_order, memory_stride
 from elastic_dp.distributed.int8_rounding import BLOCK, RECORD, Int8Rounding
-from tests.distributed.rounding_models import Numbers, random_int8
+from tests.distributed.rounding_models import random_int8
 
 NODE = (4, 8)
 LARGEST = torch.finfo(torch.float32).max
 
 
-def rounding(seed: int = 0) -> Int8Rounding:
+def rounding(seed=0):
     found = Int8Rounding()
     found.begin(seed)
     return found
 
 
-def restored(sums: torch.Tensor) -> torch.Tensor:
+def restored(sums):
     found = torch.empty(len(sums) // RECORD * BLOCK)
     rounding().restore(sums, found)
     return found
 
 
-def rounded(gradient: torch.Tensor, node: tuple[int, int] = NODE, seed: int = 0) -> torch.Tensor:
+def rounded(gradient, node=NODE, seed=0):
     flat = restored(round_one(rounding(seed), gradient, node, 0))
     return flat.as_strided(gradient.shape, memory_stride(gradient))
 
 
-def round_one(
-    eight: Int8Rounding, gradient: torch.Tensor, node: tuple[int, int], first: int
-) -> torch.Tensor:
+def round_one(eight, gradient, node, first):
     (sums,) = eight.round([gradient], node, [first])
     return sums
 
 
-def numbers(count: int, seed: int = 0) -> torch.Tensor:
+def numbers(count, seed=0):
     """Return numbers of all sizes, from block to block and within a block."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-20, 20, math.ceil(count / BLOCK)).repeat_interleave(BLOCK)[:count]
@@ -49,9 +47,7 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
-def test_blocks_are_rounded_and_added_as_the_model_says_piece_by_piece(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_blocks_are_rounded_and_added_as_the_model_says_piece_by_piece(monkeypatch, count):
     monkeypatch.setattr(int8_rounding, "_PIECE_BLOCKS", 2)
     one, other, first = numbers(count, 1), numbers(count, 2), 2**25 - 3  # the counters wrap around
     eight = rounding(seed=2**64 - 1)
@@ -65,11 +61,11 @@ def test_blocks_are_rounded_and_added_as_the_model_says_piece_by_piece(
     assert same(restored(total)[:count], model)
 
 
-def same(found: torch.Tensor, model: Numbers) -> bool:
+def same(found, model):
     return found.view(torch.int32).tolist() == model.view(np.int32).tolist()
 
 
-def test_part_of_a_sum_is_rounded_as_the_whole() -> None:
+def test_part_of_a_sum_is_rounded_as_the_whole():
     """Each rank adds up the blocks of its own part."""
     eight, memory = rounding(), torch.zeros(9 * RECORD, dtype=torch.uint8)
     one, other = (round_one(eight, numbers(9 * BLOCK, seed), NODE, 30) for seed in (1, 2))
@@ -82,7 +78,7 @@ def test_part_of_a_sum_is_rounded_as_the_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rounded_sum_stays_as_it_is(seed: int) -> None:
+def test_rounded_sum_stays_as_it_is(seed):
     """So the zeros that travel for an absent gradient change nothing, and a finished node may be
     rounded again."""
     once = rounded(numbers(64 * BLOCK, seed))
@@ -93,7 +89,7 @@ def test_rounded_sum_stays_as_it_is(seed: int) -> None:
     assert restored(total).equal(once)
 
 
-def test_sum_is_rounded_to_the_least_scale_for_which_all_numbers_fit() -> None:
+def test_sum_is_rounded_to_the_least_scale_for_which_all_numbers_fit():
     x = numbers(64 * BLOCK).view(-1, BLOCK)
     largest = x.abs().amax(1, keepdim=True)
     scale = torch.exp2(torch.ceil(torch.log2(largest.double() / 127)))
@@ -107,7 +103,7 @@ def test_sum_is_rounded_to_the_least_scale_for_which_all_numbers_fit() -> None:
         assert found[1] in (math.floor(small / step) * step, math.ceil(small / step) * step)
 
 
-def test_rounding_is_right_on_average_for_each_element() -> None:
+def test_rounding_is_right_on_average_for_each_element():
     """Small elements beside a large one, which rounding to the nearest would lose."""
     x = torch.linspace(-1, 1, BLOCK) * 0.5  # of a step, which the largest sets to 1
     x[0] = 100.0
@@ -124,7 +120,7 @@ def test_rounding_is_right_on_average_for_each_element() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan, LARGEST, -LARGEST])
-def test_block_with_what_is_not_finite_stays_so(value: float) -> None:
+def test_block_with_what_is_not_finite_stays_so(value):
     x = torch.ones(3 * BLOCK)
     x[BLOCK + 7] = value
     sums = round_one(rounding(), x, NODE, 0)
@@ -142,14 +138,14 @@ def test_block_with_what_is_not_finite_stays_so(value: float) -> None:
         assert not restored(again)[BLOCK : 2 * BLOCK].isfinite().any()
 
 
-def test_sum_that_overflows_is_not_finite() -> None:
+def test_sum_that_overflows_is_not_finite():
     half = round_one(rounding(), torch.full((BLOCK,), 2e38), NODE, 0)
     total = rounding().add(half, half.clone(), (0, 8), 0, torch.empty_like(half))
     assert restored(half).isfinite().all() and not restored(total).isfinite().any()
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-42, 2.0**-126, 3e-37, 3e38])
-def test_smallest_and_largest_numbers_are_rounded_to_finite_ones(size: float) -> None:
+def test_smallest_and_largest_numbers_are_rounded_to_finite_ones(size):
     x = torch.full((BLOCK,), size)
     found = rounded(x)
     assert ((found - x).abs() <= max(2.0**-126, size / 63)).all()
@@ -157,7 +153,7 @@ def test_smallest_and_largest_numbers_are_rounded_to_finite_ones(size: float) ->
     assert rounded(-torch.zeros(BLOCK)).signbit().sum() == 0
 
 
-def test_elements_are_taken_in_the_order_of_the_parameters_memory() -> None:
+def test_elements_are_taken_in_the_order_of_the_parameters_memory():
     rows = numbers(300).view(2, 3, 50)
     for parameter in (rows, rows.transpose(0, 2), rows.permute(1, 2, 0)):
         found = rounded(parameter)
@@ -165,7 +161,7 @@ def test_elements_are_taken_in_the_order_of_the_parameters_memory() -> None:
         assert in_memory_order(found).equal(rounded(rows.flatten()))
 
 
-def test_global_random_numbers_are_left_alone() -> None:
+def test_global_random_numbers_are_left_alone():
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     rounded(numbers(1000))
     assert torch.get_rng_state().equal(before[0])

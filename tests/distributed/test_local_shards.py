@@ -14,7 +14,7 @@ from elastic_dp.distributed.local_shards import local_of, part_of
 PROCESSES = 8
 
 
-def model() -> nn.Sequential:
+def model():
     """With dimensions that are divided evenly, unevenly, and among some processes only."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(3, 20), nn.Linear(20, 6), nn.LayerNorm(16))
@@ -22,7 +22,7 @@ def model() -> nn.Sequential:
 
 @pytest.mark.parametrize("process", range(PROCESSES))
 @pytest.mark.parametrize("dim", [0, -1])
-def test_parts_are_those_of_torch(process: int, dim: int) -> None:
+def test_parts_are_those_of_torch(process, dim):
     dist.init_process_group("fake", store=FakeStore(), rank=process, world_size=PROCESSES)
     try:
         mesh = init_device_mesh("cpu", (PROCESSES,))

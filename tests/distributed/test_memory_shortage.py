@@ -3,7 +3,6 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +12,7 @@ from elastic_dp.distributed import abandoned_groups, memory_shortage
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.memory_shortage import allocate_buffers
 from elastic_dp.distributed.piece_routes import HeldRange
-from elastic_dp.distributed.process_group import (
-    ProcessGroup,
-    drop_abandoned_groups,
-)
+from elastic_dp.distributed.process_group import drop_abandoned_groups
 from elastic_dp.errors import ClusterError, GroupAborted
 from tests.distributed.meeting import InMemory, form
 from tests.distributed.members import named, run_and_send
@@ -28,7 +24,7 @@ REFUSED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 409
 
 
 @pytest.fixture(autouse=True)
-def _rest_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _rest_long(monkeypatch):
     """Whoever does not end the rest of the groups, waits in vain. None outlives its test."""
     drop_abandoned_groups(PATIENCE_S)
     monkeypatch.setattr(abandoned_groups, "REST_S", 10 * PATIENCE_S)
@@ -36,20 +32,18 @@ def _rest_long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     drop_abandoned_groups(PATIENCE_S)
 
 
-def not_withheld() -> bool:
+def not_withheld():
     return False
 
 
-def in_two_generations(
-    first: Callable[[ProcessGroup], object], second: Callable[[ProcessGroup, object], object]
-) -> list[object]:
+def in_two_generations(first, second):
     """What `second` returns for each rank. It gets what `first` has returned, whose group is
     aborted on all ranks when it has ended on all."""
     meet = InMemory()
     world_size = len(SHARES)
     together = threading.Barrier(world_size, timeout=PATIENCE_S)
 
-    def member(rank: int) -> object:
+    def member(rank):
         groups = [form(meet, rank, world_size, generation=number) for number in (1, 2)]
         try:
             made = first(groups[0])
@@ -67,7 +61,7 @@ def in_two_generations(
         return list(pool.map(member, range(world_size)))
 
 
-def sum_of(gradients: GradientReducer, p: torch.nn.Parameter, rank: int, *, ends: bool):
+def sum_of(gradients, p, rank, *, ends):
     """The held parts of the sum of a step, whose exchange `ends`, or is only begun."""
     run_and_send(gradients, SHARES[rank], V, lambda v: (p * float(v)).sum())
     if not ends:
@@ -131,7 +125,7 @@ def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some():
             return None
         attempts = []
 
-        def allocate() -> None:
+        def allocate():
             attempts.append(kept() is None)
             if kept() is not None:
                 raise RuntimeError(REFUSED)
@@ -142,14 +136,14 @@ def test_refused_memory_is_waited_for_where_abandoned_groups_keep_some():
     assert in_two_generations(first, second)[0] == [False, True]
 
 
-def refuse() -> None:
+def refuse():
     raise RuntimeError(REFUSED)
 
 
 def test_a_real_shortage_is_told_at_once_and_says_the_way_out():
     calls = []
 
-    def refused() -> None:
+    def refused():
         calls.append(1)
         refuse()
 
@@ -164,7 +158,7 @@ def test_a_real_shortage_is_told_at_once_and_says_the_way_out():
     "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("shapes differ")]
 )
 def test_faults_of_a_device_and_other_errors_stay_what_they_are(error):
-    def fails() -> None:
+    def fails():
         raise error
 
     with pytest.raises(RuntimeError) as told:
@@ -173,7 +167,7 @@ def test_faults_of_a_device_and_other_errors_stay_what_they_are(error):
 
 
 def test_wait_for_memory_ends_with_the_generation():
-    def aborted() -> None:
+    def aborted():
         raise GroupAborted("the generation was ended")
 
     def first(group):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed.process_group import ProcessGroup, connect_devices
+from elastic_dp.distributed.process_group import connect_devices
 from elastic_dp.errors import CollectiveFailed
 from elastic_dp.testing.simulated_device import SimulatedAccelerator
 from tests.distributed.meeting import OverTcp, form
@@ -18,7 +18,7 @@ from tests.distributed.test_device_transport import switch
 from tests.patience import PATIENCE_S, eventually
 
 
-def member(rank: int, port: int) -> ProcessGroup:
+def member(rank, port):
     """With its device in use."""
     install(SimulatedAccelerator())
     meet = OverTcp(port)
@@ -28,7 +28,7 @@ def member(rank: int, port: int) -> ProcessGroup:
     return group
 
 
-def dies(port: int) -> None:
+def dies(port):
     member(1, port)
     threading.Event().wait()
 
@@ -55,7 +55,7 @@ def test_peer_that_dies_while_the_host_waits_for_its_device_is_noticed_at_once()
         install(None)
 
 
-def watching() -> list[threading.Thread]:
+def watching():
     return [thread for thread in threading.enumerate() if thread.name == "peer-watch"]
 
 

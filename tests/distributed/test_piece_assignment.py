@@ -7,17 +7,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.distributed.piece_assignment import Holders, assign_pieces
+from elastic_dp.distributed.piece_assignment import assign_pieces
 from elastic_dp.train.state.state_moves import plan_rounds
 
 MIB = 1 << 20
 
 
-def sizes_of(rng: random.Random, count: int) -> list[int]:
+def sizes_of(rng, count):
     return [rng.choice([MIB, MIB, MIB, rng.randint(0, MIB)]) for _ in range(count)]
 
 
-def loads(holders: list[Holders], sizes: list[int], world_size: int) -> tuple[list[int], list[int]]:
+def loads(holders, sizes, world_size):
     """What each rank holds, and of what it is the primary."""
     all_, primary = [0] * world_size, [0] * world_size
     for one, size in zip(holders, sizes, strict=True):
@@ -27,17 +27,17 @@ def loads(holders: list[Holders], sizes: list[int], world_size: int) -> tuple[li
     return all_, primary
 
 
-def moved(holders: list[Holders], held: list[set[int]], sizes: list[int]) -> int:
+def moved(holders, held, sizes):
     return sum(sizes[n] for n, _ in missing(holders, held))
 
 
-def missing(holders: list[Holders], held: list[set[int]]) -> list[tuple[int, int]]:
+def missing(holders, held):
     """Pieces, and ranks that are to get them."""
     pairs = enumerate(zip(holders, held, strict=True))
     return [(n, rank) for n, (one, ranks) in pairs for rank in set(one.ranks) - ranks]
 
 
-def least_bytes_to_move(sizes: list[int], world_size: int, held: list[set[int]]) -> int:
+def least_bytes_to_move(sizes, world_size, held):
     """A number of bytes below which no balanced assignment is reached: each copy that is missing
     is made once, and a rank that holds less than its part is given the rest."""
     copies = min(2, world_size)
@@ -52,7 +52,7 @@ def least_bytes_to_move(sizes: list[int], world_size: int, held: list[set[int]])
     return max(missing, sum(max(0, part - one) for one in has))
 
 
-def check(holders: list[Holders], sizes: list[int], world_size: int) -> None:
+def check(holders, sizes, world_size):
     assert all(len(set(one.ranks)) == min(2, world_size) for one in holders)
     assert all(0 <= rank < world_size for one in holders for rank in one.ranks)
     held, primary = loads(holders, sizes, world_size)
@@ -148,22 +148,22 @@ def test_sixty_four_workers_hold_equal_parts_on_other_nodes_and_little_moves():
     assert moved(again, held, sizes) <= 1.1 * least_bytes_to_move(sizes, 64, held)
 
 
-def topology_of(nodes: list[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+def topology_of(nodes):
     """The topology of members that lie on these nodes, and the node of each rank. Ranks of a node
     are consecutive."""
     return [tuple(Counter(sorted(nodes)).values())], sorted(nodes)
 
 
-def on_one_node(holders: list[Holders], node: list[int], sizes: list[int]) -> Counter[int]:
+def on_one_node(holders, node, sizes):
     """Bytes by the node that has both copies of them."""
-    found: Counter[int] = Counter()
+    found = Counter()
     for one, size in zip(holders, sizes, strict=True):
         if one.backup is not None and node[one.primary] == node[one.backup]:
             found[node[one.primary]] += size
     return found
 
 
-def must_be_on_one_node(node: list[int], sizes: list[int]) -> dict[int, int]:
+def must_be_on_one_node(node, sizes):
     """Bytes by the node that has more than half of the members, and so of all copies."""
     copies = {n: 2 * sum(sizes) * count // len(node) for n, count in Counter(node).items()}
     return {n: max(0, held - sum(sizes)) for n, held in copies.items()}

@@ -2,20 +2,18 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import pytest
 
 from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
-from elastic_dp.distributed.reduction_rounds import ReductionRound, reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, add_up, cover
+from elastic_dp.distributed.reduction_rounds import reduction_rounds
+from elastic_dp.distributed.reduction_tree import add_up, cover
 from tests.distributed.test_reduction_tree import whole
 
 Topology = tuple[tuple[int, ...], ...]
 Shares = list[list[tuple[int, int]]]
-LAYOUTS: dict[int, list[Topology]] = {
+LAYOUTS = {
     2: [()],
     3: [((2, 1),), ((1, 2),)],
     4: [((2, 2),), ((3, 1),), ((2, 1, 1), (3, 1))],
@@ -27,12 +25,12 @@ LAYOUTS: dict[int, list[Topology]] = {
 EVERY = [(size, topology) for size, layouts in LAYOUTS.items() for topology in layouts]
 
 
-def shares_of(world_size: int, virtual_workers: int, topology: Topology) -> Shares:
+def shares_of(world_size, virtual_workers, topology):
     nodes = topology[0] if topology else (world_size,)
     return [[one] for one in ranges_by_node(virtual_workers, nodes)]
 
 
-def shuffled(shares: Shares, seed: int) -> Shares:
+def shuffled(shares, seed):
     """Return as many virtual workers for each rank, but any."""
     leaves = list(range(max(last for share in shares for _, last in share)))
     random.Random(seed).shuffle(leaves)
@@ -41,25 +39,21 @@ def shuffled(shares: Shares, seed: int) -> Shares:
     return [ranges_of(sorted(itertools.islice(given, size))) for size in sizes]
 
 
-def ranges_of(leaves: list[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def ranges_of(leaves):
+    found = []
     for leaf in leaves:
         first = found.pop()[0] if found and found[-1][1] == leaf else leaf
         found.append((first, leaf + 1))
     return found
 
 
-def rounds_of_all(
-    world_size: int, virtual_workers: int, topology: Topology, shares: Shares | None = None
-) -> tuple[Shares, list[list[ReductionRound]]]:
+def rounds_of_all(world_size, virtual_workers, topology, shares=None):
     shares = shares or shares_of(world_size, virtual_workers, topology)
     ranks = range(world_size)
     return shares, [reduction_rounds(r, shares, virtual_workers, topology) for r in ranks]
 
 
-def exchanged(
-    shares: Shares, rounds: list[list[ReductionRound]], virtual_workers: int
-) -> list[Any]:
+def exchanged(shares, rounds, virtual_workers):
     """The final part of each rank, symbolically: each chunk of a sum is (chunk, tree)."""
     ranks = range(len(shares))
     held = [
@@ -71,7 +65,7 @@ def exchanged(
         for share in shares
     ]
     for number in range(len(rounds[0])):
-        inboxes: list[list[list[Any]]] = [[[] for _ in rounds[r][number].sent] for r in ranks]
+        inboxes = [[[] for _ in rounds[r][number].sent] for r in ranks]
         for sender in ranks:
             for j, sizes in enumerate(rounds[sender][number].sent):
                 cuts = pairwise(accumulate(sizes, initial=0))
@@ -90,16 +84,14 @@ def exchanged(
     return held
 
 
-def added(one: list[Any], other: list[Any], _: Node) -> list[Any]:
+def added(one, other, _):
     assert [chunk for chunk, _ in one] == [chunk for chunk, _ in other]
     return [(chunk, (a, b)) for (chunk, a), (_, b) in zip(one, other, strict=True)]
 
 
 @pytest.mark.parametrize(("world_size", "topology"), EVERY, ids=str)
 @pytest.mark.parametrize("extra", [0, 1, 3, 8])
-def test_rank_ends_with_its_part_of_the_whole_tree(
-    world_size: int, topology: Topology, extra: int
-) -> None:
+def test_rank_ends_with_its_part_of_the_whole_tree(world_size, topology, extra):
     virtual_workers = world_size + extra
     shares, rounds = rounds_of_all(world_size, virtual_workers, topology)
     assert {len(mine) for mine in rounds} == {len(topology) + 1}
@@ -113,7 +105,7 @@ def test_rank_ends_with_its_part_of_the_whole_tree(
         assert exchanged(shares, rounds, virtual_workers) == finished
 
 
-def chunks_between(groups: Sequence[int], rounds: list[list[ReductionRound]]) -> int:
+def chunks_between(groups, rounds):
     """Chunks that ranks of different `groups` send each other."""
     group_of = [number for number, size in enumerate(groups) for _ in range(size)]
     return sum(
@@ -127,9 +119,7 @@ def chunks_between(groups: Sequence[int], rounds: list[list[ReductionRound]]) ->
 
 
 @pytest.mark.parametrize(("nodes", "members"), [(2, 2), (2, 4), (4, 2), (4, 8), (3, 4)])
-def test_chunks_between_nodes_fall_by_the_number_of_members_of_a_node(
-    nodes: int, members: int
-) -> None:
+def test_chunks_between_nodes_fall_by_the_number_of_members_of_a_node(nodes, members):
     sizes, world_size = (members,) * nodes, nodes * members
     _, flat = rounds_of_all(world_size, world_size, ())
     _, by_node = rounds_of_all(world_size, world_size, (sizes,))
@@ -138,7 +128,7 @@ def test_chunks_between_nodes_fall_by_the_number_of_members_of_a_node(
     assert after == nodes * (nodes - 1) * members
 
 
-def test_chunks_between_zones_fall_by_the_number_of_members_of_a_zone() -> None:
+def test_chunks_between_zones_fall_by_the_number_of_members_of_a_zone():
     zones, nodes = (4, 4), (2, 2, 2, 2)
     _, flat = rounds_of_all(8, 8, ())
     _, by_node = rounds_of_all(8, 8, (nodes,))

@@ -23,7 +23,7 @@ def in_pieces(parameters, needed):
     return PieceReduction(holding, parameters)
 
 
-def reduced(group: ProcessGroup, shares, needed_of, topology=(), wire=None):
+def reduced(group, shares, needed_of, topology=(), wire=None):
     """Returns the gradients after two steps: whole ones, or those of the pieces by number."""
     draw = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (700, 3, 129)]

@@ -14,7 +14,7 @@ from elastic_dp.sampling.keyed_permutation import derive, mix64_words, permute
 from elastic_dp.sampling.seeds import batch_seed, body_seed, generator_for, seed_for
 
 
-def permutation(size: int, key: int) -> list[int]:
+def permutation(size, key):
     sizes, keys = np.full(size, size, dtype=np.uint64), np.full(size, key, dtype=np.uint64)
     return permute(np.arange(size), sizes, keys).tolist()
 

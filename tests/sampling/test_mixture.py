@@ -22,7 +22,7 @@ def source_epochs(mixed, step):
     )
 
 
-def mixture(*sources: tuple[float, list[int]], group_bytes: int = 1, **settings) -> Mixture:
+def mixture(*sources, group_bytes=1, **settings):
     found = [
         MixtureSource(
             name=f"s{i}", weight=weight, group_rows=rows, group_bytes=[group_bytes] * len(rows)
@@ -32,7 +32,7 @@ def mixture(*sources: tuple[float, list[int]], group_bytes: int = 1, **settings)
     return Mixture(found, **settings)
 
 
-def consumed(mixed: Mixture, steps: range) -> list[tuple[int, int]]:
+def consumed(mixed, steps):
     """(row group, row) of all virtual workers, step by step."""
     seen = []
     for step in steps:
@@ -216,7 +216,7 @@ def test_golden_mixture_is_unchanged():
 CHANGES = {3: [0.1, 0.9, 0.0], 4: [0.4, 0.3, 0.3], 30: [0.0, 0.0, 1.0]}
 
 
-def curriculum(slots: int = SLOTS, **settings) -> Mixture:
+def curriculum(slots=SLOTS, **settings):
     with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
         return mixture(
             (1.0, [40, 3, 25]),

@@ -20,7 +20,7 @@ FEW, SOME, MANY = (
 ragged = st.lists(st.integers(0, 60), min_size=1, max_size=25)
 
 
-def epoch(order: Order, number: int) -> list[list[tuple[int, int]]]:
+def epoch(order, number):
     """The micro-batches of an epoch, each a list of (row group, row)."""
     first = number * order.steps_per_epoch + 1
     batches = []
@@ -72,7 +72,7 @@ def test_each_row_exactly_once(
         assert all(len(batch) == micro_batch_size for batch in batches)
 
 
-def located(order: Order, positions: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def located(order, positions):
     found = [order.locate(step, virtual_worker) for step, virtual_worker in positions]
     return [list(zip(groups.tolist(), rows.tolist(), strict=True)) for groups, rows in found]
 
@@ -130,7 +130,7 @@ def test_epochs_and_seeds_differ():
     assert len(rows) == 6
 
 
-def stretches(used: list[set[int]]) -> int:
+def stretches(used):
     """How often a row group is read, if it is dropped after the first step that does not use it."""
     return sum(len(now - before) for before, now in pairwise([set(), *used]))
 

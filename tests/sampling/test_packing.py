@@ -1,10 +1,7 @@
 """Packed rows: each token once in an epoch, whoever asks and from any step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +14,13 @@ from elastic_dp.sampling.packing import PackedOrder
 sizes = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
 
 
-def tokens_of(order: PackedOrder, steps: range) -> list[list[tuple[int, int]]]:
+def tokens_of(order, steps):
     """The tokens (row group, number in it) of each row."""
     rows = []
     for step in steps:
         for v in range(order.virtual_workers):
             found = order.locate(step, v)
-            here: list[list[tuple[int, int]]] = [[] for _ in range(order.rows(step, v))]
+            here = [[] for _ in range(order.rows(step, v))]
             for group, start, length, place in zip(*(each.tolist() for each in found), strict=True):
                 for i in range(length):
                     here[(place + i) // order.length].append((group, start + i))
@@ -46,7 +43,7 @@ def test_each_token_is_in_one_packed_row_of_an_epoch(
     group_tokens, length, group_bytes, virtual_workers, micro_batch_size, seed, shuffle, tail
 ):
     total = sum(group_tokens)
-    options: dict[str, Any] = {
+    options = {
         "group_tokens": group_tokens,
         "length": length,
         "group_bytes": [group_bytes] * len(group_tokens),
@@ -107,8 +104,8 @@ def test_steps_located_together_are_those_located_alone():
 
 
 def test_packed_order_is_a_function_of_seed_and_epoch():
-    def order(**changes: Any) -> PackedOrder:
-        options: dict[str, Any] = {"group_tokens": [300] * 20, "length": 32, "seed": 1}
+    def order(**changes):
+        options = {"group_tokens": [300] * 20, "length": 32, "seed": 1}
         return PackedOrder(**options | changes, virtual_workers=4, micro_batch_size=2)
 
     one, same, other = order(), order(), order(seed=2)

@@ -7,20 +7,13 @@ import os
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_dp.storage import Store
 from tests.patience import PATIENCE_S
-from tests.storage.servers import (
-    AZURE_KEY,
-    azure_options,
-    gcs_options,
-    http_server,
-    s3_options,
-)
+from tests.storage.servers import AZURE_KEY, azure_options, gcs_options, http_server, s3_options
 
 _numbers = itertools.count()
 
@@ -37,7 +30,7 @@ class Place:
     lists: bool = True
     stores: list[Store] = field(default_factory=list)
 
-    def open(self, name: str = "", **limits: Any) -> Store:
+    def open(self, name="", **limits):
         store = Store(f"{self.url}{name}{self.suffix}", self.options, **limits)
         assert type(store._backend).__name__ == self.backend
         return store
@@ -53,7 +46,7 @@ def bucket(moto):
     return moto, name
 
 
-def send(method: str, url: str, content: bytes | None = None) -> bytes:
+def send(method, url, content=None):
     # Without these moto takes the content for a form, and the sender for a stranger.
     headers = {
         "Content-Type": "application/octet-stream",
@@ -64,8 +57,8 @@ def send(method: str, url: str, content: bytes | None = None) -> bytes:
         return answer.read()
 
 
-def s3_place(endpoint: str, bucket: str) -> Place:
-    def plant(name: str, content: bytes) -> None:
+def s3_place(endpoint, bucket):
+    def plant(name, content):
         send("PUT", f"{endpoint}/{bucket}/folder/{urllib.request.quote(name)}", content)
 
     return Place(f"s3://{bucket}/folder/", s3_options(endpoint), "ObstoreBackend", plant)
@@ -80,14 +73,14 @@ def container(azure):
     return azure, name
 
 
-def blobs(endpoint: str) -> Any:
+def blobs(endpoint):
     from azure.storage.blob import BlobServiceClient  # which takes a third of a second
 
     return BlobServiceClient(endpoint, credential=AZURE_KEY)
 
 
-def azure_place(endpoint: str, container: str, options: dict[str, Any]) -> Place:
-    def plant(name: str, content: bytes) -> None:
+def azure_place(endpoint, container, options):
+    def plant(name, content):
         with blobs(endpoint) as client:
             blob = client.get_blob_client(container, f"folder/{name}")
             blob.upload_blob(content, overwrite=True)
@@ -103,23 +96,23 @@ def gs_bucket(gcs):
     return gcs, name
 
 
-def post(url: str, content: bytes) -> None:
+def post(url, content):
     headers = {"Content-Type": "application/octet-stream"}
     request = urllib.request.Request(url, content, headers, method="POST")
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         answer.read()
 
 
-def gs_place(endpoint: str, bucket: str, options: dict[str, Any], **more: Any) -> Place:
-    def plant(name: str, content: bytes) -> None:
+def gs_place(endpoint, bucket, options, **more):
+    def plant(name, content):
         key = urllib.request.quote(f"folder/{name}", safe="")
         post(f"{endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={key}", content)
 
     return Place(f"gs://{bucket}/folder/", options, "ObstoreBackend", plant, **more)
 
 
-def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
-    def plant(name: str, content: bytes) -> None:
+def _plant_file(folder):
+    def plant(name, content):
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         before = file.stat().st_mtime_ns if file.exists() else 0

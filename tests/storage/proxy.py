@@ -39,10 +39,10 @@ class Message:
     headers: list[tuple[str, str]]
     body: bytes = b""
 
-    def get(self, name: str) -> str:
+    def get(self, name):
         return next((value for key, value in self.headers if key.lower() == name), "")
 
-    def encode(self) -> bytes:
+    def encode(self):
         lines = [self.start, *(f"{key}: {value}" for key, value in self.headers), "", ""]
         return "\r\n".join(lines).encode("latin-1") + self.body
 
@@ -57,13 +57,13 @@ class FaultProxy:
     retry_after_s: int = 1
     stall_s: float | None = None
 
-    def start(self) -> "FaultProxy":
+    def start(self):
         assert set(self.rates) <= set(FAULTS), self.rates
         self.requests, self.faults = 0, Counter()
         self._chance = random.Random(self.seed)
-        self._older: dict[str, Message] = {}  # by path: what a GET gave before the last PUT
-        self._open: set[asyncio.StreamWriter] = set()
-        self._serving: set[asyncio.Task] = set()
+        self._older = {}  # by path: what a GET gave before the last PUT
+        self._open = set()
+        self._serving = set()
         self._kept = socket.socket()  # bound and not listening: keeps the port, refuses connections
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept.bind(("127.0.0.1", 0))
@@ -75,16 +75,16 @@ class FaultProxy:
         return self
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self._port}"
 
-    def go_away(self) -> None:
+    def go_away(self):
         self._run(self._close())
 
-    def come_back(self) -> None:
+    def come_back(self):
         self._run(self._listen())
 
-    def stop(self) -> None:
+    def stop(self):
         self._run(self._close())
         self._run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -92,10 +92,10 @@ class FaultProxy:
         self._loop.close()
         self._kept.close()
 
-    def __enter__(self) -> "FaultProxy":
+    def __enter__(self):
         return self.start()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error):
         self.stop()
 
     def _run(self, coroutine):
@@ -125,7 +125,7 @@ class FaultProxy:
             writer.transport.abort()
         await asyncio.sleep(0.01)  # an aborted connection is closed by the loop's next turn
 
-    def _accept(self, reader, writer) -> None:
+    def _accept(self, reader, writer):
         self._open.add(writer)
         self._serving.add(task := self._loop.create_task(self._serve(reader, writer)))
         task.add_done_callback(self._serving.discard)
@@ -174,7 +174,7 @@ class FaultProxy:
         await writer.drain()
         return True
 
-    def _draw(self, request: Message) -> str | None:
+    def _draw(self, request):
         """At most one fault; always one draw for it, so that the order does not depend on the
         rates."""
         drawn = self._chance.random()
@@ -186,7 +186,7 @@ class FaultProxy:
                 return None if stale and not known else fault
         return None
 
-    def _refusal(self) -> Message:
+    def _refusal(self):
         status = self._chance.choice(list(_ANSWERS))
         body = f"<Error><Code>{_ANSWERS[status]}</Code><Message>a fault</Message></Error>".encode()
         headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
@@ -217,18 +217,18 @@ class FaultProxy:
                 await writer.wait_closed()
 
 
-def _key(request: Message) -> str:
+def _key(request):
     return request.start.split()[1].partition("?")[0]
 
 
-def _whole_get(put: Message) -> Message:
+def _whole_get(put):
     kept = ("host", "authorization", "x-amz-date")
     return Message(
         f"GET {_key(put)} HTTP/1.1", [(k, v) for k, v in put.headers if k.lower() in kept]
     )
 
 
-def _span(older: Message, request: Message) -> Message:
+def _span(older, request):
     """The part of an old answer that a request asks for."""
     found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.get("range"))
     if not found:

