@@ -4,7 +4,6 @@ are told."""
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ WIDTH = 16  # of "tokens"
 SHARD_GROUPS = 4
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     """Return the resident memory of this process, now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
@@ -33,14 +32,14 @@ class FakeRowGroups:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes,
         *,
-        bad: Sequence[int] = (),
-        before: Callable[[int], None] = lambda number: None,
-        row_bytes: int = 8 + 4 * WIDTH,
-        mapped: bool = True,
-        threads: int = 4,
-    ) -> None:
+        bad=(),
+        before=lambda number: None,
+        row_bytes=8 + 4 * WIDTH,
+        mapped=True,
+        threads=4,
+    ):
         self.index, self.counts = None, dict[str, float]()
         self.threads = lambda: threads
         self.mapped = mapped
@@ -48,13 +47,13 @@ class FakeRowGroups:
         self.nbytes = self.rows * row_bytes
         self.bad, self.before = set(bad), before
         self.first = np.concatenate([[0], np.cumsum(self.rows)])
-        self.reads: list[int] = []
-        self.memory: list[range] = []  # of each read
+        self.reads = []
+        self.memory = []  # of each read
         self.live_bytes = self.peak_bytes = 0
         self.closed = False
         self._lock = threading.RLock()  # arrays may be freed by whoever holds it
 
-    def read(self, row_group: int):
+    def read(self, row_group):
         assert not self.closed
         self._count(int(self.nbytes[row_group]))
         try:
@@ -76,7 +75,7 @@ class FakeRowGroups:
         tokens.flags.writeable = not self.mapped
         return {"id": ids, "tokens": tokens}, int(self.nbytes[row_group])
 
-    def name(self, row_group: int) -> tuple[str, int, int]:
+    def name(self, row_group):
         shard, number = divmod(row_group, SHARD_GROUPS)
         return (
             f"part-{shard}",
@@ -84,14 +83,14 @@ class FakeRowGroups:
             int(self.first[row_group] - self.first[shard * SHARD_GROUPS]),
         )
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
     @property
     def reading_bytes(self):
         return self.nbytes
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, nbytes):
         with self._lock:
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -2,16 +2,13 @@
 
 import io
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.errors import DataError
@@ -21,14 +18,12 @@ from tests.data.test_index import config, opened
 V = 8  # virtual workers
 
 
-def refused(wanted: DataConfig, words: str) -> None:
+def refused(wanted, words):
     with pytest.raises(DataError, match=words):
         read_index(wanted)
 
 
-def batches_of(
-    config: DataConfig, workers: int, virtual_workers: int = V, epoch: int = 0
-) -> Iterator[tuple[int, Any]]:
+def batches_of(config, workers, virtual_workers=V, epoch=0):
     """The micro-batches of an epoch with their steps, from data sets of as many workers, each asked
     for its own virtual workers."""
     data = [open_data(config, virtual_workers=virtual_workers) for _ in range(workers)]
@@ -43,12 +38,12 @@ def batches_of(
         one.close()
 
 
-def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
+def rows_of(folder, **changes):
     """All rows as plain values, in file order, and the rows of each row group."""
     wanted = config(folder, **changes)
     index = read_index(wanted)
     groups = opened(wanted, index)
-    rows: list[dict] = []
+    rows = []
     for number, count in enumerate(index.rows.tolist()):
         columns, nbytes = groups.read(number)
         assert nbytes <= index.nbytes[number]
@@ -59,7 +54,7 @@ def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
     return rows, index.rows.tolist()
 
 
-def nested(first: int, rows: int) -> pa.Table:
+def nested(first, rows):
     """A column of every kind that has a tensor or is text."""
     ids = np.arange(first, first + rows)
     pixels = (ids[:, None, None] * 100 + np.arange(6).reshape(2, 3)).astype(np.int16)
@@ -84,7 +79,7 @@ def nested(first: int, rows: int) -> pa.Table:
     )
 
 
-def expected(table: pa.Table) -> list[dict]:
+def expected(table):
     rows = []
     for row in table.to_pylist():
         at = row.pop("at")
@@ -93,16 +88,14 @@ def expected(table: pa.Table) -> list[dict]:
     return rows
 
 
-def write_arrow(
-    path: Path, content: pa.Table, stream: bool = False, chunk: int = 16, **options
-) -> None:
+def write_arrow(path, content, stream=False, chunk=16, **options):
     make = pa.ipc.new_stream if stream else pa.ipc.new_file
     options = pa.ipc.IpcWriteOptions(unify_dictionaries=not stream, **options)
     with pa.OSFile(str(path), "wb") as file, make(file, content.schema, options=options) as writer:
         writer.write_table(content, max_chunksize=chunk)
 
 
-def parquet(path: Path, content: pa.Table, **options) -> None:
+def parquet(path, content, **options):
     pq.write_table(content, path.with_suffix(".parquet"), row_group_size=16, **options)
 
 
@@ -121,7 +114,7 @@ BINARY = {
 }
 
 
-def in_memory(folder: Path) -> str:
+def in_memory(folder):
     """A copy in a store whose objects are no files of this machine."""
     import fsspec
 
@@ -131,7 +124,7 @@ def in_memory(folder: Path) -> str:
     return f"memory://{folder.name}"
 
 
-def add(tar: tarfile.TarFile, name: str, content: bytes, **more: Any) -> None:
+def add(tar, name, content, **more):
     """Add a member. `more`: other attributes of it."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
@@ -140,7 +133,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes, **more: Any) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def write_tar(path: Path, first: int, samples: int, **ending: bytes) -> list[dict]:
+def write_tar(path, first, samples, **ending):
     rows = []
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(tarfile.TarInfo("._hidden"))
@@ -164,7 +157,7 @@ SHARDS = {
 ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
 
 
-def damage(config: DataConfig, *row_groups: int) -> None:
+def damage(config, *row_groups):
     """Overwrites these row groups of a folder's shards with garbage."""
     index = read_index(config)
     for number in row_groups:

@@ -18,7 +18,7 @@ INT32 = np.dtype(np.int32)
 ROWS = SMALLEST_BYTES // 4 // 4  # of 8 numbers: twice that
 
 
-def address(array: np.ndarray) -> int:
+def address(array):
     return array.__array_interface__["data"][0]
 
 
@@ -67,7 +67,7 @@ def test_no_more_wait_than_may():
 def test_threads_never_share_one():
     blocks, wrong = BlockPool(4), []
 
-    def work(mark: int) -> None:
+    def work(mark):
         for _ in range(300):
             array = blocks.empty((ROWS, 8), INT32)
             array[::97] = mark

@@ -5,7 +5,6 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,10 +28,10 @@ class Numbers:
     broken: int | None = None
 
     @property
-    def stored_bytes(self) -> list[int]:
+    def stored_bytes(self):
         return [100 * rows for rows in self.rows]
 
-    def read(self, block: int, columns: Sequence[str]) -> pa.Table:
+    def read(self, block, columns):
         if block == self.broken:
             raise ValueError("a bad block")
         first = sum(self.rows[:block])
@@ -45,7 +44,7 @@ class Numbers:
         return pa.table(made, SCHEMA).select(columns)
 
 
-def config(source: Any = None, **changes: Any) -> DataConfig:
+def config(source=None, **changes):
     options = {"micro_batch_size": 3, "columns": ["id", "s"], **changes}
     return DataConfig(source or Numbers(), **options)
 
@@ -73,7 +72,7 @@ def test_filter_and_packing_are_those_of_shards():
 
 
 def test_identity_and_rows_are_what_a_run_remembers():
-    def fingerprint(source: Any) -> str:
+    def fingerprint(source):
         data = open_data(config(pickle.loads(pickle.dumps(source))), virtual_workers=2)
         data.close()
         return data.fingerprint
@@ -87,7 +86,7 @@ def test_a_block_that_cannot_be_read_fails_or_is_skipped_and_named():
     for max_bad_fraction in (0, 1):
         wanted = config(Numbers(broken=2), max_bad_fraction=max_bad_fraction)
         data = open_evaluation(wanted)
-        found: list[int] = []
+        found = []
         if not max_bad_fraction:
             with pytest.raises(BadShard, match=r"numbers of version 1.*a bad block"):
                 [data.batch(number) for number in range(data.num_batches)]
@@ -141,7 +140,7 @@ def test_source_of_the_page_is_trained_on(tmp_path, monkeypatch):
         np.savez(tmp_path / "archives" / f"{number}.npz", x=np.tile(y[:, None], 4), y=y)
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "npz" in c)
     assert len(code[code.index("class ") : code.index("def data")].splitlines()) <= 40
-    space: dict[str, Any] = {}
+    space = {}
     exec(code, space)
     wanted = dataclasses.replace(space["data"](), epochs=1)
     steps = dealt(wanted, 1)

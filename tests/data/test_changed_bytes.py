@@ -21,7 +21,7 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.errors import ElasticError
-from tests.data.values import Columns, columns_of, in_place, same
+from tests.data.values import columns_of, in_place, same
 
 ROWS = 40
 TIMEOUT_S = 600
@@ -35,7 +35,7 @@ PARQUET = (
 )
 
 
-def table() -> pa.Table:
+def table():
     ids = range(ROWS)
     texts = [f"text {i} é" * (i % 3) for i in ids]
     return pa.table(
@@ -53,7 +53,7 @@ def table() -> pa.Table:
 
 
 @cache
-def whole(kind: str, number: int) -> bytes:
+def whole(kind, number):
     sink = io.BytesIO()
     if kind == "parquet":
         pq.write_table(table(), sink, **PARQUET[number % len(PARQUET)])
@@ -74,7 +74,7 @@ def whole(kind: str, number: int) -> bytes:
     return sink.getvalue()
 
 
-def places(kind: str, content: bytes) -> list[tuple[int, int]]:
+def places(kind, content):
     """Where metadata is: (first byte, last byte + 1)."""
     if kind == "parquet":
         return [(len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content))]
@@ -87,11 +87,11 @@ def places(kind: str, content: bytes) -> list[tuple[int, int]]:
     return found
 
 
-def headers(content: bytes) -> list[int]:
+def headers(content):
     return [a for a in range(0, len(content) - 511, 512) if content[a + 257 : a + 262] == b"ustar"]
 
 
-def changed(kind: str, seed: int) -> bytes:
+def changed(kind, seed):
     rng = random.Random(f"{kind} {seed}")
     content = bytearray(whole(kind, rng.randrange(12)))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -107,7 +107,7 @@ def changed(kind: str, seed: int) -> bytes:
     return bytes(content[: rng.randrange(len(content))] if not rng.randrange(20) else content)
 
 
-def by_its_library(kind: str, content: bytes) -> Columns:
+def by_its_library(kind, content):
     if kind == "parquet":  # pyarrow moves what a damaged page has too much into the next group
         file = pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
         groups = [file.read_row_group(n) for n in range(file.num_row_groups)]
@@ -115,11 +115,11 @@ def by_its_library(kind: str, content: bytes) -> Columns:
     if kind == "arrow":
         is_file = content[:6] == b"ARROW1"
         return columns_of((pa.ipc.open_file if is_file else pa.ipc.open_stream)(content).read_all())
-    samples: dict[str, dict[str, object]] = {}
+    samples = {}
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
         for member in (m for m in members if m.isfile() and "." in m.name.strip(".")):
             key, _, ending = member.name.partition(".")
-            value = members.extractfile(member).read()  # type: ignore[union-attr]
+            value = members.extractfile(member).read()
             samples.setdefault(key, {"__key__": key})[ending.lower()] = (
                 int(value) if ending == "cls" else value.decode() if ending == "txt" else value
             )
@@ -127,7 +127,7 @@ def by_its_library(kind: str, content: bytes) -> Columns:
     return {name: [sample.get(name) for sample in samples.values()] for name in names}
 
 
-def main(kind: str, first: int, count: int) -> None:
+def main(kind, first, count):
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     limit = taken + ADDRESS_SPACE_BYTES
@@ -155,7 +155,7 @@ def main(kind: str, first: int, count: int) -> None:
     os._exit(0)  # without freeing what the inputs left in memory
 
 
-def read_in_a_process(kind: str, first: int, count: int) -> str:
+def read_in_a_process(kind, first, count):
     """What it has printed. A library that ends the process itself is no fault of ours."""
     said, end = "", first + count
     while first < end:

@@ -1,11 +1,12 @@
-"""One column that the shards of a data set spell in several ways, by the writers that do so."""
+"""One column that the shards of a data set spell in several ways, by the writers that do so. Nulls
+of columns that have tensors: refused when a data set is opened, or when they are read."""
 
 import itertools
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
+import tarfile
 
 import duckdb
 import numpy as np
@@ -19,14 +20,15 @@ from deltalake import DeltaTable, write_deltalake
 
 from elastic_dp.data import read_index
 from elastic_dp.data.columns.column_types import plain
-from tests.data.shards import in_memory, refused, rows_of, write_arrow
+from elastic_dp.errors import DataError
+from tests.data.shards import add, in_memory, refused, rows_of, write_arrow
 from tests.data.test_index import config, opened
 
 WORDS = ["a", "bb", "more than the twelve bytes of a view", "é"]
 TAGS = [["x"], ["y", "x", None], [], ["z"]]
 
 
-def frame(first: int = 0) -> pl.DataFrame:
+def frame(first=0):
     numbers = range(first, first + 4)
     return pl.DataFrame(
         {
@@ -44,7 +46,7 @@ def frame(first: int = 0) -> pl.DataFrame:
     )
 
 
-def rows_of_frame(content: pl.DataFrame) -> list[dict]:
+def rows_of_frame(content):
     rows = content.to_dicts()
     for row in rows:
         at = row.pop("at")
@@ -76,7 +78,7 @@ def test_arrow_as_polars_writes_it_is_read(kind, where, tmp_path):
     assert some == [{"level": row["level"], "at.name": row["at.name"]} for row in rows]
 
 
-def write_all(folder: Path, *tables: pa.Table) -> list[str]:
+def write_all(folder, *tables):
     """Write Parquet and Arrow files by turns, in this order by name."""
     names = []
     for number, table in enumerate(tables):
@@ -86,7 +88,7 @@ def write_all(folder: Path, *tables: pa.Table) -> list[str]:
     return names
 
 
-def kinds_and_rows(folder: Path, *tables: pa.Table, **changes) -> tuple[dict, list[dict]]:
+def kinds_and_rows(folder, *tables, **changes):
     """Types by name; and each row, whose numbers have one dtype in all row groups."""
     write_all(folder, *tables)
     wanted = config(folder, **changes)
@@ -110,7 +112,7 @@ TEXTS = {
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(TEXTS, 2)))
 def test_texts_of_any_two_kinds_are_one_column(one, other, tmp_path):
-    def table(kind: pa.DataType) -> pa.Table:
+    def table(kind):
         if pa.types.is_dictionary(kind):
             words = pa.array(WORDS, kind.value_type)
             indices = pa.array(range(len(WORDS)), kind.index_type)
@@ -259,30 +261,16 @@ def test_extensions_of_pyarrow_are_read_as_their_storage(tmp_path):
             "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8).reshape(2, 2, 2)),
         }
     )
-    expected = [
-        {
-            **{
-                "json": "{}",
-                "uuid": [120] * 16,
-                "bool8": 0,
-                "opaque": "{}",
-                "lists": [1],
-                "in": [0],
-            },
-            "tensor": [[0, 1], [2, 3]],
-        },
-        {
-            **{
-                "json": "[1]",
-                "uuid": [120] * 16,
-                "bool8": 1,
-                "opaque": "[1]",
-                "lists": [2],
-                "in": [1],
-            },
-            "tensor": [[4, 5], [6, 7]],
-        },
-    ]
+    values = {
+        "json": ("{}", "[1]"),
+        "uuid": ([120] * 16, [120] * 16),
+        "bool8": (0, 1),
+        "opaque": ("{}", "[1]"),
+        "lists": ([1], [2]),
+        "in": ([0], [1]),
+        "tensor": ([[0, 1], [2, 3]], [[4, 5], [6, 7]]),
+    }
+    expected = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     pq.write_table(table, tmp_path / "a.parquet")
     assert rows_of(tmp_path)[0] == expected
     write_arrow(tmp_path / "a.arrow", table)
@@ -387,3 +375,78 @@ def test_messages_whose_fields_differ_are_one_column(tmp_path):
 def test_a_name_that_means_two_columns_in_two_shards_is_refused(tmp_path):
     write_all(tmp_path, pa.table({"a.b": [1]}), pa.table({"a": [{"b": 2}]}))
     refused(config(tmp_path), r"'a.b' names 2 things in the shards together")
+
+
+ROWS = pa.table(
+    {
+        "x": [None if i % 7 == 3 else i / 2 for i in range(40)],
+        "n": [None if i == 30 else i for i in range(40)],
+        "t": pa.nulls(40, pa.string()),
+        "b": [i % 2 == 0 for i in range(40)],
+        "l": [None if i < 2 else [i] for i in range(40)],
+        "s": pa.array([{"m": [i]} if i else None for i in range(40)]),
+    }
+)
+WRITERS = {
+    "parquet": lambda path, rows: pq.write_table(rows, path, row_group_size=16),
+    "stream.arrow": lambda path, rows: write_arrow(path, rows, stream=True),
+    "file.arrow": lambda path, rows: write_arrow(path, rows, stream=False, compression="lz4"),
+}
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_nulls_are_refused_at_open_with_column_count_and_shard(ending, tmp_path):
+    without = ROWS.filter(pc.field("x").is_valid() & pc.field("n").is_valid())
+    WRITERS[ending](tmp_path / f"a.{ending}", without)
+    WRITERS[ending](tmp_path / f"z.{ending}", ROWS)
+    for columns, said in {
+        ("x", "n", "b"): rf"'x' \(double\) holds 6 nulls, the first in z\.{ending}; leave these ro",
+        ("n",): r"'n' \(int64\) holds 1 null, .*DataConfig\.filter, .*DataConfig\.columns",
+    }.items():
+        refused(config(tmp_path, columns=list(columns)), rf"^column {said}")
+    read_index(config(tmp_path, columns=["b", "t"]))
+
+
+def test_null_lists_are_counted_with_those_of_the_struct_around_them(tmp_path):
+    write_arrow(tmp_path / "a.arrow", ROWS, stream=False)
+    for column, said in {"l": r"'l' \(list<int64>\) holds 2", "s": r"'s\.m' .* holds 1"}.items():
+        refused(config(tmp_path, columns=[column]), said)
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+@pytest.mark.parametrize("columns", [["x", "b"], ["b"]])
+def test_rows_that_are_null_in_a_column_of_the_filter_are_left_out(ending, columns, tmp_path):
+    WRITERS[ending](tmp_path / f"a.{ending}", ROWS)
+    wanted = ROWS.filter(pc.field("x").is_valid()).select(columns).to_pylist()
+    for one in (pc.field("x").is_valid(), pc.field("x") >= 0):
+        assert rows_of(tmp_path, columns=columns, filter=one)[0] == wanted
+    kept = read_index(config(tmp_path, columns=["x"], filter=pc.field("x").is_null()))
+    with pytest.raises(
+        DataError, match=r"column 'x' of row group \d of a.* holds \d nulls?; leave"
+    ):
+        opened(config(tmp_path, columns=["x"], filter=pc.field("x").is_null()), kept).read(0)
+
+
+def test_samples_of_tar_without_a_class_are_counted(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(6):
+            for ending in ("txt", "cls", "bin")[: 1 + number % 3]:
+                add(tar, f"{number}.{ending}", b"7")
+    refused(config(tmp_path), r"'cls' \(int64\) holds 2 nulls, the first in a\.tar")
+    columns, _ = opened(config(tmp_path, filter=pc.field("cls").is_valid())).read(0)
+    assert columns["cls"].tolist() == [7, 7, 7, 7]
+
+
+def test_nulls_that_no_statistics_count_are_refused_with_shard_and_row_group(tmp_path):
+    """Also those in lists, of which Parquet's count includes empty ones."""
+    table = pa.table(
+        {"x": [1.0] * 20 + [None], "l": [[1], []] * 10 + [[None]], "m": [[1]] * 20 + [None]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=8, write_statistics=False)
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=8)
+    for file, column in (("a", "x"), ("b", "l"), ("b", "m")):
+        groups = opened(config(tmp_path / f"{file}.parquet", columns=[column]))
+        groups.read(1)
+        where = rf"column '{column}' of row group 2 of {file}\.parquet holds 1 null; leave these"
+        with pytest.raises(DataError, match=where):
+            groups.read(2)

@@ -7,25 +7,12 @@ import pyarrow as pa
 import pytest
 
 from elastic_dp.data.columns.arrow_arrays import decode_column
-from elastic_dp.errors import DataError
+from tests.data.shards import BINARY, expected, in_memory, nested, refused, rows_of
+from tests.data.test_index import config
 
 
 def decoded(values, kind=None):
     return decode_column(pa.chunked_array([pa.array(values, kind)]), "column 'x' of a.parquet")
-
-
-@pytest.mark.parametrize(
-    ("values", "kind", "said"),
-    [
-        ([1, None], None, r"column 'x' of a\.parquet holds 1 null"),
-        ([[1], None], None, r"holds 1 null; leave these rows out"),
-        ([[1, None]], None, r"holds 1 null"),
-        ([[1, 2]], pa.list_view(pa.int64()), r"list_view<item: int64>, which has no tensor"),
-    ],
-)
-def test_decode_of_a_type_without_a_tensor_is_refused(values, kind, said):
-    with pytest.raises(DataError, match=said):
-        decoded(values, kind)
 
 
 def test_dictionaries_tensors_and_fixed_bytes():
@@ -68,3 +55,47 @@ def test_memory_that_is_another_ones_is_not_to_be_written_to():
     for memory, writeable in ((own, True), (mapped, False)):
         column = decoded(pa.Array.from_buffers(pa.int64(), 10, [None, memory]))
         assert column.flags.writeable == writeable
+
+
+@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_every_column_of_binary_shards(kind, where, dictionary, tmp_path):
+    tables = [nested(0, 37), nested(37, 16)]
+    if not dictionary:
+        tables = [t.set_column(9, "kind", t["kind"].cast(pa.string())) for t in tables]
+    for number, content in enumerate(tables):
+        BINARY[kind](tmp_path / f"part-{number}", content)
+    rows, counts = rows_of(where(tmp_path))
+    assert counts == [16, 16, 5, 16]
+    assert rows == expected(pa.concat_tables(tables))
+    some, _ = rows_of(where(tmp_path), columns=["at.deep", "ragged"])
+    assert some == [{"at.deep.y": row["at.deep.y"], "ragged": row["ragged"]} for row in rows]
+
+
+DOTTED = pa.table({"id": [1, 2], "a.b": [3, 4], "a.b.c": [5, 6]})
+
+
+STRUCT = pa.array([{"b": 7, "c": 8}] * 2)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file"])
+def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_path):
+    BINARY[kind](tmp_path / "a", DOTTED)
+    assert rows_of(tmp_path)[0] == DOTTED.to_pylist()
+    for some in (["a.b"], ["a.b.c", "id"], ["id", "a.b"]):
+        assert rows_of(tmp_path, columns=some)[0] == DOTTED.select(some).to_pylist()
+    for name in ("a", "a.b.c.d", "b"):
+        words = rf"no column '{name}' in .*a\.\w+, which ha(s|ve) 'id', 'a\.b'"
+        refused(config(tmp_path, columns=["id", name]), words)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file"])
+def test_a_name_that_means_a_column_and_a_field_of_a_struct_is_refused(kind, tmp_path):
+    """Only where it is asked for: the struct's other fields, and other columns, can be read."""
+    BINARY[kind](tmp_path / "a", DOTTED.append_column("a", STRUCT))
+    for wanted in (None, ["a.b"], ["a"]):
+        words = r"'a\.b' names 2 things in a\.\w+: columns with a dot"
+        refused(config(tmp_path, columns=wanted), words)
+    rows, _ = rows_of(tmp_path, columns=["a.c", "id", "a.b.c"])
+    assert rows == [{"a.c": 8, "id": 1, "a.b.c": 5}, {"a.c": 8, "id": 2, "a.b.c": 6}]

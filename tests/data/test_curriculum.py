@@ -1,28 +1,21 @@
 """Weights of sources that change with the step: rows once in each epoch of a source, for any
 workers, under a kill and over a resume; and the column that says from which source a row is."""
 
-import dataclasses
-import json
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.errors import SpecError
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.data.test_rows_in_rows_out import dealt
-from tests.runs import group, local, spec_of
 
 V, B = 4, 3
 ROWS = 48  # of each source; source i has the rows 100 i, 100 i + 1, …
 
 
-def sources(folder: Path) -> list[str]:
+def sources(folder):
     urls = []
     for number in range(3):
         (folder / f"s{number}").mkdir(parents=True)
@@ -32,7 +25,7 @@ def sources(folder: Path) -> list[str]:
     return urls
 
 
-def curriculum(folder: Path, **changes: Any) -> DataConfig:
+def curriculum(folder, **changes):
     a, b, c = sources(folder)
     url = {0: {a: 1.0}, 2: {a: 0.5, b: 0.5}, 4: {b: 1, c: 3}}
     return DataConfig(url, **({"micro_batch_size": B, "seed": 7} | changes))
@@ -50,39 +43,6 @@ def test_curriculum_is_the_same_for_one_worker_and_three(tmp_path):
         ids = [row["id"] for step in alone for row in step if row["id"] // 100 == number]
         seen = Counter(ids).values()
         assert max(seen) == (2 if number == 0 else 1) and (number or min(seen) == 1)
-
-
-def train(ctx: Any) -> None:
-    model = torch.nn.Linear(1, 1)
-    with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
-
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
-            log.write(json.dumps(batch["id"].tolist()) + "\n")
-            return m(batch["id"].float()[:, None] / 300).square().mean()
-
-        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), loss_fn):
-            pass
-
-
-@pytest.mark.slow
-def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(tmp_path):
-    config = curriculum(tmp_path / "data")
-    (tmp_path / "log").mkdir()
-    options = {"folder": str(tmp_path / "log")}
-    spec = spec_of(steps=8, workers=3, min_workers=3, virtual=V, config=options)
-    spec = dataclasses.replace(spec, data=config)
-    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, train, faults=(fault,))
-    assert outcome.workers_lost == 1
-    found = set()
-    for file in (tmp_path / "log").iterdir():
-        lines = file.read_text().splitlines(keepends=True)
-        found |= {i for line in lines if line.endswith("\n") for i in json.loads(line)}
-    assert len(found) == 8 * V * B  # every row that any forward pass has seen, once
-    url = str(tmp_path / "run")
-    first = local(dataclasses.replace(spec, max_steps=3), train, url=url)
-    resumed = local(spec, train, url=url)
-    assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,36 @@
 """What changed bytes did once, one small file each: content that a decoder takes, or that ended the
-process."""
+process. Footers that are encrypted, and the child process that reads footers."""
 
+import base64
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as crypto
 import pytest
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
-from elastic_dp.errors import BadShard
+from elastic_dp.data.formats import parquet_footer
+from elastic_dp.data.formats.file_format import ShardAt
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.dataprep import convert
+from elastic_dp.errors import BadShard, DataError
+from elastic_dp.storage import ObjectRewritten, Store
 from tests.data import thrift
-from tests.data.shards import add, refused, write_arrow
+from tests.data.shards import add, refused, rows_of, write_arrow
 from tests.data.test_index import config, opened
 from tests.data.values import in_place
 
 
-def spoilt_footer(path: Path, field: int, change) -> None:
+def spoilt_footer(path, field, change):
     """`change` the metadata of the first column chunk; `field` of it must be there."""
     sink = io.BytesIO()
     pq.write_table(pa.table({"x": pa.array([1.5, None, 2.5])}), sink)
@@ -36,11 +46,11 @@ def spoilt_footer(path: Path, field: int, change) -> None:
     path.write_bytes(content[: -8 - length] + packed + end)
 
 
-def one_count_more(sizes) -> None:
+def one_count_more(sizes):
     thrift.field(sizes, 3)[1].append([thrift.I64, 1])
 
 
-def short_bound(statistics) -> None:
+def short_bound(statistics):
     next(node for number, node in statistics[1] if number == 5)[1] = b"\0"
 
 
@@ -65,7 +75,7 @@ def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(
     refused(config(tmp_path), rf"a\.parquet.*{words}")
 
 
-def not_utf8() -> pa.Array:
+def not_utf8():
     offsets = pa.array([0, 2, 4], pa.int32()).buffers()[1]
     return pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ok\xff\xfe"))
 
@@ -152,7 +162,7 @@ def test_tar_that_ends_behind_a_member_is_said_to_lack_its_end(tmp_path, caplog)
     assert "such as 1.cls of a.tar" in caplog.text
 
 
-def printed_by(script: str, folder: Path) -> str:
+def printed_by(script, folder):
     """In a process of its own, as that may be ended."""
     command = [sys.executable, "-c", script, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -236,3 +246,109 @@ def test_arrow_whose_nulls_have_views_of_a_negative_length_is_read(tmp_path):
             "l": [["a"], [None, "b" * 30], [], ["c"]],
             "f": [["a", None], ["b" * 30, "c"]] * 2,
         }
+
+
+ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
+
+
+class InMemoryKms(crypto.KmsClient):
+    """A KMS as in Arrow's documentation of encryption: keys are wrapped by putting the master key
+    in front of them."""
+
+    def __init__(self, connection):
+        super().__init__()
+        self.master_keys = connection.custom_kms_conf
+
+    def wrap_key(self, key, master_key):
+        return base64.b64encode(self.master_keys[master_key].encode() + key)
+
+    def unwrap_key(self, wrapped, master_key):
+        return base64.b64decode(wrapped)[16:]
+
+
+def write_encrypted(path, column, *, plaintext_footer):
+    connection = crypto.KmsConnectionConfig(
+        custom_kms_conf={"footer": "0123456789112345", "column": "1234567890123450"}
+    )
+    wanted = crypto.EncryptionConfiguration(
+        footer_key="footer", column_keys={"column": [column]}, plaintext_footer=plaintext_footer
+    )
+    factory = crypto.CryptoFactory(InMemoryKms)
+    properties = factory.file_encryption_properties(connection, wanted)
+    with pq.ParquetWriter(path, ROWS.schema, encryption_properties=properties) as writer:
+        writer.write_table(ROWS)
+
+
+ENCRYPTED = (  # the column, whether the footer is not, and what is said
+    ("x", False, "a.parquet is encrypted Parquet (its footer too), and there are no keys for it"),
+    ("x", True, "column 'x' of a.parquet is encrypted, and there are no keys for it; leave it out"),
+    ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and there are no keys for it"),
+)
+
+
+@pytest.mark.parametrize(("column", "plaintext_footer", "said"), ENCRYPTED)
+def test_encrypted_parquet_is_refused_and_the_process_goes_on(
+    column, plaintext_footer, said, tmp_path
+):
+    write_encrypted(tmp_path / "a.parquet", column, plaintext_footer=plaintext_footer)
+    for read in (
+        lambda: read_index(DataConfig(str(tmp_path), micro_batch_size=1)),
+        lambda: convert(str(tmp_path), str(tmp_path / "out")),
+    ):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert said in str(caught.value)
+
+
+def test_columns_that_are_not_encrypted_are_read(tmp_path):
+    write_encrypted(tmp_path / "a.parquet", "x", plaintext_footer=True)
+    rows, _ = rows_of(tmp_path, columns=["y", "at.lat"])
+    assert rows == [{"y": letter, "at.lat": 1.5} for letter in "abc"]
+    assert convert(str(tmp_path), str(tmp_path / "out"), columns=["y", "at"]).rows == 3
+
+
+@pytest.fixture
+def footers(monkeypatch):
+    """A child of this test's own."""
+    own = parquet_footer.FooterProcess()
+    monkeypatch.setattr("elastic_dp.data.formats.parquet.FOOTERS", own)
+    yield own
+    own.close()
+
+
+@pytest.fixture
+def shard(tmp_path):
+    pq.write_table(pa.table({"t": [[1, 2], [3]], "x": [1, 2]}), tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "idle"])
+def test_a_child_that_is_gone_is_started_again(is_killed, shard, footers, monkeypatch):
+    monkeypatch.setattr(parquet_footer, "IDLE_S", 60.0 if is_killed else 0.0)
+    config = DataConfig(str(shard), micro_batch_size=1)
+    assert read_index(config).num_rows == 2
+    first = footers._popen
+    if is_killed:
+        os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert read_index(config).num_rows == 2
+    assert footers._popen is not first
+
+
+def test_a_child_that_cannot_start_is_an_error_that_says_why(shard, footers, monkeypatch):
+    monkeypatch.setattr(parquet_footer.sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match=r"a\.parquet.*exit code 1"):
+        read_index(DataConfig(str(shard), micro_batch_size=1))
+
+
+@pytest.mark.parametrize("ask", ["list_values", "may_match"])
+def test_a_footer_that_is_read_again_must_be_the_one_of_the_index(ask, shard, footers):
+    chosen, store = Parquet(), Store(str(shard.parent))
+    tail = len(shard.read_bytes())
+    other = ShardAt(store, str(shard), tail, "", "a.parquet", check=1, tail=100)
+    arguments = {
+        "list_values": ("t",),
+        "may_match": (pc.field("x") == 1, [pa.field("x", pa.int64())]),
+    }[ask]
+    with pytest.raises(ObjectRewritten):
+        getattr(chosen, ask)(other, *arguments)

@@ -2,8 +2,6 @@
 that names the column."""
 
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +14,7 @@ from tests.data.values import in_place
 
 INT32, INT64 = (-(2**31), -1, 0, 2**31 - 1), (-(2**63), -1, 0, 2**63 - 1)
 DAY_MS = 86_400_000
-TIMES: dict[str, tuple[pa.DataType, tuple[int, ...]]] = {
+TIMES = {
     **{
         f"timestamp[{unit}{', ' + zone if zone else ''}]": (pa.timestamp(unit, zone), INT64)
         for unit in ("s", "ms", "us", "ns")
@@ -42,19 +40,19 @@ DECIMALS = {
 }
 
 
-def stored(kind: pa.DataType, values: tuple[int, ...]) -> pa.Array:
+def stored(kind, values):
     ints = pa.array(values, pa.int32() if kind.bit_width == 32 else pa.int64())
     return ints.view(kind)
 
 
-def write(path: Path, table: pa.Table, how: str) -> None:
+def write(path, table, how):
     if how == "arrow":
         write_arrow(path / "a.arrow", table)
     else:
         pq.write_table(table, path / "a.parquet", store_schema=how == "parquet")
 
 
-def read(path: Path) -> Any:
+def read(path):
     return in_place(DataConfig(str(path), micro_batch_size=1))["x"]
 
 
@@ -78,7 +76,7 @@ def test_times_at_extremes_are_their_stored_numbers(name, how, tmp_path):
     assert found == [value * nanoseconds(kind) for value in values]
 
 
-def nanoseconds(kind: pa.DataType) -> int:
+def nanoseconds(kind):
     """Of the unit. A duration without the schema of Arrow is a number of the unit that is lost."""
     if pa.types.is_date(kind):
         return (DAY_MS if pa.types.is_date32(kind) else 1) * 10**6
@@ -122,7 +120,7 @@ def test_lists_of_more_text_than_arrow_reads_are_refused_at_open_and_are_no_bad_
         with pytest.raises(DataError, match=r"column 'x\.list\.element' of " + words):
             read(tmp_path)
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
 
     monkeypatch.setattr("elastic_dp.data.formats.parquet._read_group", fail)

@@ -37,21 +37,21 @@ def peak_kib():
 """
 
 
-def table(first: int, rows: int) -> pa.Table:
+def table(first, rows):
     ids = np.arange(first, first + rows)
     return pa.table({"id": pa.array(ids), "half": pa.array(ids / 2, pa.float32())})
 
 
-def config(url: Path | str | list | dict, **changes) -> DataConfig:
+def config(url, **changes):
     url = str(url) if isinstance(url, Path) else url
     return DataConfig(url, **({"micro_batch_size": 8} | changes))
 
 
-def opened(wanted: DataConfig, index: Index | None = None) -> RowGroups:
+def opened(wanted, index=None):
     return RowGroups(wanted, index or read_index(wanted), timeout_s=PATIENCE_S)
 
 
-def printed_by(script: str, *arguments: str) -> list[int]:
+def printed_by(script, *arguments):
     """In a process of its own, in which Arrow's allocator gives nothing back by itself."""
     done = subprocess.run(
         [sys.executable, "-c", PEAK + script, *arguments],
@@ -64,7 +64,7 @@ def printed_by(script: str, *arguments: str) -> list[int]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     first = 0
     for number, rows in enumerate(ROWS):
         pq.write_table(table(first, rows), tmp_path / f"part-{number}.parquet", row_group_size=16)
@@ -99,14 +99,14 @@ def test_index_travels_whole(folder, shipped):
         Index.from_bytes(index.to_bytes()[:-100])
 
 
-def copied(folder: Path, to: Path) -> Path:
+def copied(folder, to):
     to.mkdir()
     for shard in folder.glob("part-*"):
         (to / shard.name).write_bytes(shard.read_bytes())
     return to
 
 
-def changed(folder: Path, to: Path, change) -> tuple[Index, Index]:
+def changed(folder, to, change):
     copy = copied(folder, to)
     change(copy)
     return read_index(config(folder)), read_index(config(copy))
@@ -139,7 +139,7 @@ def test_digest_is_of_the_content_not_of_the_place(folder, tmp_path_factory):
         assert difference(here, other)
 
 
-def of_sources(count: int) -> Index:
+def of_sources(count):
     """One shard in each, as a list of files is."""
     columns, build, one = Columns(None), Builder(), np.array([1], np.int64)
     scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, one, 0)
@@ -163,7 +163,7 @@ def test_digest_of_few_urls_is_that_of_version_0_1():
     )
 
 
-def rewritten_at_equal_size(folder: Path) -> None:
+def rewritten_at_equal_size(folder):
     path = folder / "part-1.parquet"
     content = bytearray(path.read_bytes())
     at = content.rfind(b"parquet-cpp")  # in the footer, where statistics are too
@@ -241,7 +241,7 @@ def test_only_shards_directly_in_a_folder(folder):
     assert everywhere.num_shards == 4
 
 
-def marked(folder: str) -> None:
+def marked(folder):
     """Mark a folder as a conversion to an object store does that is still running."""
     system = fsspec.filesystem("memory")
     for name in ("a.parquet", "b.parquet", "_incomplete"):
@@ -320,7 +320,7 @@ def test_a_signed_url_names_its_shard_without_the_signature():
         lists = False
         path = "https://host/a/b.parquet?X-Signature=c/d"
 
-        def find(self, path: str) -> list[Entry]:
+        def find(self, path):
             return [Entry(path, 10, "")]
 
     listed = list_files(Signed.path, Signed())
@@ -344,18 +344,18 @@ def test_large_row_group_gives_back_the_memory_beside_its_columns(tmp_path):
     assert resident_bytes() - before < 1.4 * nbytes
 
 
-def tokens(nbytes: int) -> pa.Array:
+def tokens(nbytes):
     numbers = np.random.default_rng(0).integers(0, 50_000, nbytes // 4, dtype=np.int32)
     return pa.FixedSizeListArray.from_arrays(pa.array(numbers), 64)
 
 
-def texts(nbytes: int) -> pa.Array:
+def texts(nbytes):
     offsets = pa.py_buffer(np.arange(0, nbytes + 1, 64, dtype=np.int32))
     content = pa.py_buffer(np.random.default_rng(0).bytes(nbytes))
     return pa.Array.from_buffers(pa.binary(), nbytes // 64, [None, offsets, content])
 
 
-def numbers(nbytes: int) -> pa.Array:
+def numbers(nbytes):
     return pa.array(np.arange(nbytes // 8))
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError, StorageError
 from tests.storage.conftest import send
@@ -23,25 +22,25 @@ from tests.storage.servers import s3_options
 _numbers = itertools.count()
 
 
-def rows(start: int, count: int) -> pa.Table:
+def rows(start, count):
     return pa.table({"id": pa.array(range(start, start + count), pa.int64())})
 
 
-def put(path: Path, start: int = 0, count: int = 2) -> Path:
+def put(path, start=0, count=2):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows(start, count), path)
     return path
 
 
-def config(url: Path | str | list | dict, **options) -> DataConfig:
+def config(url, **options):
     return DataConfig(str(url) if isinstance(url, Path) else url, micro_batch_size=1, **options)
 
 
-def names(index: Index) -> list[str]:
+def names(index):
     return [index.name(number) for number in range(index.num_shards)]
 
 
-def ids(wanted: DataConfig) -> list[int]:
+def ids(wanted):
     """Read the ids as a worker does, which lists nothing."""
     index = read_index(wanted)
     groups = RowGroups(wanted, index)
@@ -53,15 +52,12 @@ def ids(wanted: DataConfig) -> list[int]:
 def said(caplog):
     """What opening a data set warns of."""
 
-    def of(wanted: DataConfig) -> list[str]:
+    def of(wanted):
         caplog.clear()
         read_index(wanted)
         return [r.message for r in caplog.records if r.levelno >= logging.WARNING]
 
     return of
-
-
-# --------------------------------------------------------------- nothing is dropped without a word
 
 
 def test_folder_named_like_a_shard_is_said_to_be_left_out(tmp_path, said):
@@ -168,10 +164,7 @@ def test_objects_that_stand_for_folders_are_no_shards(moto, said):
     assert said(wanted) == [] and ids(wanted) == [0, 1]
 
 
-# ------------------------------------------------------------------------------------ empty parts
-
-
-def spark(folder: Path) -> None:
+def spark(folder):
     """A folder as Spark leaves it: most partitions without a row, notes, and checksums."""
     for number, count in enumerate([0, 3, 0, 2]):
         put(folder / f"part-{number:05d}-a.snappy.parquet", 10 * number, count)
@@ -190,7 +183,7 @@ def test_empty_parts_are_passed_over_and_counted(tmp_path, said, caplog):
     assert "7 files: 7 hidden by a leading '.' or '_'" in caplog.text
 
 
-def write_arrow(path: Path, table: pa.Table) -> None:
+def write_arrow(path, table):
     with pa.ipc.new_file(path, table.schema) as file:
         for batch in table.to_batches():
             file.write_batch(batch)
@@ -204,13 +197,6 @@ def test_arrow_file_without_a_row_is_passed_over(tmp_path, said):
     assert ids(config(tmp_path)) == [0, 1]
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow", "tar"])
-def test_file_of_no_byte_is_named_where_its_format_has_none(ending, tmp_path):
-    (tmp_path / f"a.{ending}").write_bytes(b"")
-    with pytest.raises(DataError, match=rf"a\.{ending} is empty \(0 bytes\), which no .* file is"):
-        read_index(config(tmp_path))
-
-
 def test_source_without_a_row_is_refused_only_where_it_has_a_weight(tmp_path):
     put(tmp_path / "none" / "a.parquet", 0, 0)
     put(tmp_path / "some" / "a.parquet", 0, 2)
@@ -220,10 +206,7 @@ def test_source_without_a_row_is_refused_only_where_it_has_a_weight(tmp_path):
         read_index(config({some: 1, none: 1}))
 
 
-# ---------------------------------------------------------------------------- why there is no shard
-
-
-def no_shard(url: Path | str) -> str:
+def no_shard(url):
     with pytest.raises(DataError) as error:
         read_index(config(url))
     assert str(error.value).startswith("DataConfig.url: no shard (*.")

@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import random
 import re
+import socket
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from elastic_dp.config import MapStyleData
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.datasets.map_style import probed_rows
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
+from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling.order import Order
@@ -35,40 +38,11 @@ def test_order_is_the_order_of_sampling():
             assert data.describe(step, virtual_worker).startswith(f"rows {numbers[0]}, ")
 
 
-def test_every_row_once_with_a_short_tail():
-    config = MapStyleData(NUMBERS, micro_batch_size=4, tail="short")
-    data = open_data(config, virtual_workers=3)
-    seen = [
-        number
-        for step in range(1, data.steps_per_epoch + 1)
-        for virtual_worker in range(3)
-        if data.rows(step, virtual_worker)
-        for number in data.batch(step, virtual_worker)[0].tolist()
-    ]
-    assert sorted(seen) == list(range(50))
-
-
-def test_items_are_fetched_in_the_callers_thread_and_may_draw():
-    class Noisy(Dataset):
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return index + torch.rand(())
-
-    data = open_data(MapStyleData(Noisy(), micro_batch_size=4), virtual_workers=2)
-    data.read_ahead(1, [0, 1])
-    torch.manual_seed(1)
-    first = data.batch(2, 1)
-    torch.manual_seed(1)
-    assert torch.equal(data.batch(2, 1), first)
-
-
 class Noisy(Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> dict:
+    def __getitem__(self, index):
         assert index != 63, "a broken image"
         return {"index": index, "noise": torch.rand(3), "other": random.random()}
 
@@ -105,16 +79,6 @@ def test_processes_give_the_same_bits_as_the_callers_thread(tmp_path, monkeypatc
     there.close()
 
 
-def test_collate_fn_gets_the_items():
-    config = MapStyleData(NUMBERS, micro_batch_size=4, shuffle=False, collate_fn=list)
-    assert [int(item[0]) for item in open_data(config, virtual_workers=2).batch(1, 1)] == [
-        4,
-        5,
-        6,
-        7,
-    ]
-
-
 def test_evaluation_in_order_with_a_short_last_batch():
     data = open_evaluation(MapStyleData(NUMBERS, micro_batch_size=8))
     assert [data.rows(i) for i in range(data.num_batches)] == [8] * 6 + [2]
@@ -123,7 +87,7 @@ def test_evaluation_in_order_with_a_short_last_batch():
 
 
 def test_fingerprint_changes_with_data_and_settings():
-    def fingerprint(rows: int = 50, virtual_workers: int = 2, **changes) -> str:
+    def fingerprint(rows=50, virtual_workers=2, **changes):
         config = MapStyleData(list(range(rows)), **({"micro_batch_size": 4} | changes))
         return open_data(config, virtual_workers=virtual_workers).fingerprint
 
@@ -144,10 +108,10 @@ def test_map_style_data_with_too_few_rows_is_refused():
 class Slices(Dataset):
     """Fetches rows in a row as a piece of one tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.x = torch.arange(150.0).reshape(50, 3)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.x)
 
     def __getitems__(self, indices):
@@ -265,3 +229,14 @@ def test_indices_of_subsets_are_part_of_the_fingerprint():
     assert drawn(0) == drawn(0)
     assert all(one != other for one, other in zip(drawn(0), drawn(1), strict=True))
     assert drawn(0, fingerprint="v1") == drawn(1, fingerprint="v1"), "the user says what it is"
+
+
+def test_it_may_take_longer_than_the_default_timeout_that_user_code_has_set():
+    process = UserCodeProcess("a process")
+    socket.setdefaulttimeout(0.01)
+    try:
+        process.start(cloudpickle.dumps(lambda x: x + 1))
+        assert process.run(1) == 2
+    finally:
+        socket.setdefaulttimeout(None)
+        process.close()

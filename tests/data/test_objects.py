@@ -4,7 +4,6 @@ ragged lists, times."""
 from collections import Counter
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ MESSAGE = pa.struct(
 )
 
 
-def message(i: int) -> dict:
+def message(i):
     return {
         "role": "user" if i % 2 else "tool",
         "parts": ["é"] * (i % 3),
@@ -100,7 +99,7 @@ def collect(batch):
     return batch
 
 
-def read(url: Path | str, **changes) -> dict[str, list]:
+def read(url, **changes):
     data = open_evaluation(config(url, micro_batch_size=5, collate_fn=collect, **changes))
     batches = [data.batch(number) for number in range(data.num_batches)]
     data.close()
@@ -155,11 +154,6 @@ def test_times_are_int64_of_the_unit_stored(kind, tmp_path):
             assert int(batch[name][0]) == int(AT.timestamp() * 1000) * per_second // 1000
     assert batch["day"][0] == (date(2026, 1, 1) - date(1970, 1, 1)).days
     assert batch["clock"][0] == 3_720_000 and batch["took"][3] == 3000
-
-
-def test_nulls_of_objects_are_none(tmp_path):
-    BINARY["parquet"](tmp_path / "a", TABLE)
-    assert read(tmp_path, columns=["chat"])["chat"][5] is None
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])

@@ -4,9 +4,6 @@ position and document; the same rows for any number of workers, under a kill and
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -22,20 +19,19 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.errors import BadShard, DataError, SpecError
-from elastic_dp.train.fault_injection import WorkerFault
 from tests.data.shards import batches_of, damage, refused, write_arrow
-from tests.runs import group, local, spec_of
+from tests.runs import group, spec_of
 
 V, B, LENGTH, DOCUMENTS = 4, 2, 16, 60
 Row = dict[str, list[int]]
 
 
-def document(i: int) -> list[int]:
+def document(i):
     """Token p of document i is 1000 i + p, from 1."""
     return [1000 * i + p + 1 for p in range(i * 7 % 23)]  # some are empty
 
 
-def table(ids: range) -> pa.Table:
+def table(ids):
     made = [document(i) for i in ids]
     return pa.table(
         {
@@ -45,45 +41,43 @@ def table(ids: range) -> pa.Table:
     )
 
 
-def parquet(path: Path, ids: range) -> None:
+def parquet(path, ids):
     pq.write_table(table(ids), path.with_suffix(".parquet"), row_group_size=7)
 
 
-def parquet_by_polars(path: Path, ids: range) -> None:
+def parquet_by_polars(path, ids):
     pl.from_arrow(table(ids)).write_parquet(path.with_suffix(".parquet"), row_group_size=7)
 
 
-def arrow(path: Path, ids: range) -> None:
+def arrow(path, ids):
     write_arrow(path.with_suffix(".arrow"), table(ids), chunk=9)
 
 
-KINDS: dict[str, Callable[[Path, range], None]] = {
-    write.__name__: write for write in (parquet, parquet_by_polars, arrow)
-}
+KINDS = {write.__name__: write for write in (parquet, parquet_by_polars, arrow)}
 
 
-def packed(folder: Path, kind: str = "parquet", **changes: Any) -> DataConfig:
+def packed(folder, kind="parquet", **changes):
     folder.mkdir(parents=True)
     for shard in range(3):
         ids = range(DOCUMENTS * shard // 3, DOCUMENTS * (shard + 1) // 3)
         KINDS[kind](folder / f"{shard}", ids)
-    options: dict[str, Any] = {"micro_batch_size": B, "pack": LENGTH, "tail": "short", "seed": 3}
+    options = {"micro_batch_size": B, "pack": LENGTH, "tail": "short", "seed": 3}
     options["epochs"] = 2  # little is made ahead
     return DataConfig(str(folder), **options | changes)
 
 
-def rows_of(batch: dict[str, torch.Tensor]) -> list[Row]:
+def rows_of(batch):
     columns = {name: tensor.tolist() for name, tensor in batch.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def epoch_of(config: DataConfig, workers: int, epoch: int = 0) -> list[Row]:
+def epoch_of(config, workers, epoch=0):
     return [row for _, batch in batches_of(config, workers, V, epoch) for row in rows_of(batch)]
 
 
-def check(rows: list[Row], ids: Any = range(DOCUMENTS)) -> None:
+def check(rows, ids=range(DOCUMENTS)):
     """Each token once, and each row is parts of documents with their positions and numbers."""
-    seen: list[int] = []
+    seen = []
     for row in rows:
         assert row["labels"] == [-token for token in row["input_ids"]]
         tokens = [t for t, d in zip(row["input_ids"], row["document_ids"], strict=True) if d >= 0]
@@ -113,7 +107,7 @@ def test_each_token_is_packed_once_for_one_worker_and_for_three(kind, tmp_path):
 def test_row_group_that_stays_in_memory_gives_each_epoch_its_own_order(tmp_path):
     (folder := tmp_path / "in").mkdir()
     parquet(folder / "0", range(6))
-    options: dict[str, Any] = {"micro_batch_size": 1, "pack": LENGTH, "tail": "short"}
+    options = {"micro_batch_size": 1, "pack": LENGTH, "tail": "short"}
     config = DataConfig(str(folder), **options, epochs=4)
     data = open_data(config, virtual_workers=1)
     steps = data.steps_per_epoch
@@ -146,13 +140,6 @@ def test_pack_columns_leave_out_what_is_not_wanted_and_change_nothing_else(shuff
         evaluations.append(rows_of(data.batch(data.num_batches - 1)))
         data.close()
     assert evaluations[1] == [{name: row[name] for name in wanted} for row in evaluations[0]]
-
-
-def test_columns_keep_both_made_columns_unless_pack_columns_says_otherwise(tmp_path):
-    """Jobs that list their columns do not name what is made."""
-    config = packed(tmp_path / "in", columns=["input_ids"])
-    (row, *_) = epoch_of(config, 1)
-    assert row.keys() == {"input_ids", *MADE}
 
 
 @pytest.mark.parametrize("shuffle", ["none", "full"])
@@ -227,11 +214,11 @@ def test_footers_by_arrow_are_all_that_is_read_at_open(tmp_path, monkeypatch):
     assert again.digest == index.digest and np.array_equal(again.tokens, index.tokens)
 
 
-def train(ctx: Any) -> None:
+def train(ctx):
     model = torch.nn.Linear(LENGTH, 1)
     with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
 
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        def loss_fn(m, batch):
             log.write(json.dumps(rows_of(batch)) + "\n")
             return m(batch["input_ids"].float() / 60_000 + batch["position_ids"]).square().mean()
 
@@ -239,24 +226,7 @@ def train(ctx: Any) -> None:
             pass
 
 
-def test_packed_rows_under_a_kill_and_over_a_resume_give_the_undisturbed_weights(tmp_path):
-    config = packed(tmp_path / "in")
-    (tmp_path / "log").mkdir()
-    steps = open_data(config, virtual_workers=V).steps_per_epoch
-    options = {"folder": str(tmp_path / "log")}
-    spec = spec_of(steps=steps, workers=3, min_workers=3, virtual=V, config=options)
-    spec = dataclasses.replace(spec, data=config)
-    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
-    outcome, _ = group(spec, train, faults=(fault,))
-    assert outcome.workers_lost == 1
-    check(list(rows_in(tmp_path / "log").values()))
-    url = str(tmp_path / "run")
-    first = local(dataclasses.replace(spec, max_steps=2), train, url=url)
-    resumed = local(spec, train, url=url)
-    assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
-
-
-def rows_in(log: Path) -> dict[str, Row]:
+def rows_in(log):
     """The packed rows that the workers logged, each once: a worker tries `loss_fn` with the first
     micro-batch of the run before it trains, and the last line may be cut if it was killed."""
     lines = [line for file in log.iterdir() for line in file.read_text().splitlines(keepends=True)]
@@ -271,7 +241,7 @@ def test_packed_rows_resumed_within_an_epoch_on_another_number_of_workers_come_o
     steps, tried = data.steps_per_epoch, {str(row) for row in rows_of(data.batch(1, 0))}
     data.close()
 
-    def trained(workers: int, last: int, folder: Path) -> tuple[str, dict[str, Row]]:
+    def trained(workers, last, folder):
         log = folder / f"workers-{workers}"
         log.mkdir(parents=True)
         options = {"folder": str(log)}
@@ -294,7 +264,7 @@ def test_packed_rows_resumed_within_an_epoch_on_another_number_of_workers_come_o
     check(list(every.values()))
 
 
-def write(folder: Path, **columns: Any) -> DataConfig:
+def write(folder, **columns):
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.table(columns), folder / "a.parquet")
     return DataConfig(str(folder), pack=4, micro_batch_size=1)

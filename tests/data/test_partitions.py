@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import duckdb
 import polars as pl
@@ -15,11 +14,10 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.discovery.shard_index import Index
 from tests.data.shards import refused
-from tests.data.test_rows_in_rows_out import dealt
 from tests.data.values import in_place
 
 
-def by_duckdb(folder: Path) -> list[dict]:
+def by_duckdb(folder):
     """Four rows in three folders; "zip" begins with a zero, and one "city" is null."""
     query = (
         "SELECT * FROM (VALUES (0, 2024, '01234', 'a b/ü'), (1, 2024, '01234', 'a b/ü'), (2, "
@@ -33,7 +31,7 @@ def by_duckdb(folder: Path) -> list[dict]:
         return connection.sql(query).to_arrow_table().to_pylist()
 
 
-def years(folder: Path, ending: str) -> None:
+def years(folder, ending):
     for year in (2024, 2025):
         inside = folder / f"year={year}"
         inside.mkdir(parents=True)
@@ -118,20 +116,6 @@ def test_digest_changes_with_the_names_of_partition_folders(tmp_path):
         assert Index.from_bytes(index.to_bytes()).digest == index.digest
         digests.add(index.digest)
     assert len(digests) == 2
-
-
-def test_rows_with_columns_in_names_of_folders_are_dealt_once_to_one_worker_and_to_three(tmp_path):
-    for day in ("a", "b", "c"):
-        folder = tmp_path / "in" / f"day={day}"
-        folder.mkdir(parents=True)
-        ids = [f"{day}{i}" for i in range(32)]
-        pq.write_table(pa.table({"id": ids}), folder / "0.parquet", row_group_size=5)
-    config = DataConfig(f"{tmp_path}/in/**", micro_batch_size=3)
-    alone = dealt(config, 1)
-    assert alone == dealt(config, 3)
-    rows = [row for step in alone for row in step]
-    assert len({row["id"] for row in rows}) == len(rows) == 96
-    assert all(row["id"][0] == row["day"] for row in rows)
 
 
 def test_shards_of_a_folder_with_a_sign_in_its_name_have_no_such_columns(tmp_path, caplog):

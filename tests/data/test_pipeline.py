@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets.micro_batch_stream import ShardStream
 from elastic_dp.data.datasets.opening import stream_of
 from elastic_dp.data.pipeline.block_memory import BlockMemory
 from elastic_dp.data.pipeline.planner import STEPS_AHEAD, Planner
@@ -19,16 +18,14 @@ from tests.patience import PATIENCE_S, eventually
 
 ROWS = 10  # of a row group: one micro-batch
 
-# ------------------------------------------------------------------------------------- the memory
 
-
-def a_memory(fit: int, keep: bool = False) -> BlockMemory:
+def a_memory(fit, keep=False):
     """`fit`: row groups that it has room for."""
     groups = FakeRowGroups([ROWS] * 8)
     return BlockMemory(groups, fit * int(groups.nbytes[0]), keep)
 
 
-def read(memory: BlockMemory) -> list[int]:
+def read(memory):
     """Read all that may be read now."""
     found = []
     while (number := memory.next_to_read()) is not None:
@@ -37,7 +34,7 @@ def read(memory: BlockMemory) -> list[int]:
     return found
 
 
-def copy(memory: BlockMemory, key, number: int) -> bool:
+def copy(memory, key, number):
     """Lend a row group and give it back. Return whether it might be kept."""
     content, may_keep = memory.lend(key, number, alone=False)
     assert content == {"x": number}
@@ -110,10 +107,7 @@ def test_one_that_does_not_fit_is_read_if_nothing_can_be_dropped():
     assert read(memory) == [0]
 
 
-# --------------------------------------------------------------------------------------- the plan
-
-
-def a_plan(ahead_bytes: int) -> Planner:
+def a_plan(ahead_bytes):
     """One step of 64 micro-batches, each a chunk of its own."""
     source = SimpleNamespace(last_step=1, locate=lambda steps, v: [(None, 1)], parts=None)
     plan = Planner(source, micro_batch_size=1, ahead_bytes=ahead_bytes, rows_at_once=0)
@@ -121,7 +115,7 @@ def a_plan(ahead_bytes: int) -> Planner:
     return plan
 
 
-def made(plan: Planner) -> list[int]:
+def made(plan):
     """Make all chunks for which there is room. Return their virtual workers."""
     found = []
     while (chunk := plan.begin_next()) is not None:
@@ -146,10 +140,7 @@ def test_a_micro_batch_that_somebody_waits_for_needs_no_room():
         assert made(plan) == [virtual_worker]
 
 
-# ------------------------------------------------------------------------------------- the threads
-
-
-def opened(groups: FakeRowGroups, transform=None) -> ShardStream:
+def opened(groups, transform=None):
     config = DataConfig(
         "fake://", micro_batch_size=ROWS, shuffle="none", epochs=1, transform=transform
     )
@@ -157,7 +148,7 @@ def opened(groups: FakeRowGroups, transform=None) -> ShardStream:
     return stream_of(config, groups, order)
 
 
-def take_all(data: ShardStream) -> None:
+def take_all(data):
     for step in range(1, data.steps_per_epoch + 1):
         assert data.batch(step, 0)["id"][0] == ROWS * (step - 1)
     data.close()
@@ -168,7 +159,7 @@ def test_reads_in_flight_are_limited_by_threads_and_memory(fit):
     groups, opens, inside = FakeRowGroups([ROWS] * 80, threads=16), threading.Event(), set[int]()
     most = 0
 
-    def before(number: int) -> None:
+    def before(number):
         nonlocal most
         inside.add(number)
         most = max(most, len(inside))
@@ -190,7 +181,7 @@ def test_reading_threads_follow_a_limit_that_changes():
     groups, goes = FakeRowGroups([ROWS] * 60), threading.Semaphore(0)
     inside, limit = set[int](), 2
 
-    def before(number: int) -> None:
+    def before(number):
         inside.add(number)
         assert goes.acquire(timeout=PATIENCE_S)
         inside.discard(number)
@@ -223,7 +214,7 @@ def test_the_budget_is_kept_and_nobody_waits_for_ever(data):
     opened = stream_of(config, groups, order)
     opened._pipeline.memory.limit = int(groups.nbytes.max())
     opened.read_ahead(1, [0, 1, 2])
-    seen: list[int] = []
+    seen = []
     for step in range(1, order.steps_per_epoch + 1):
         for v in data.draw(st.permutations(range(3))):
             if opened.rows(step, v):
@@ -236,7 +227,7 @@ def test_the_budget_is_kept_and_nobody_waits_for_ever(data):
 def test_a_store_error_is_raised_and_the_read_is_tried_again_next_time():
     refused = [StorageError("403 AccessDenied")]
 
-    def before(number: int) -> None:
+    def before(number):
         if number == 1 and refused:
             raise refused.pop()
 
@@ -250,7 +241,7 @@ def test_row_groups_that_came_before_a_store_error_are_there_next_time():
     """All of a micro-batch are in memory when it is begun, and the read of the last one failed."""
     go, refused = threading.Event(), [StorageError("403 AccessDenied")]
 
-    def before(number: int) -> None:
+    def before(number):
         if number in (0, 2):  # the two micro-batches that are made first
             assert go.wait(PATIENCE_S)
         if number == 5 and refused:
@@ -272,14 +263,14 @@ def test_row_groups_that_came_before_a_store_error_are_there_next_time():
 def test_closing_wakes_who_waits_and_ends_all_threads():
     go, reading = threading.Event(), threading.Event()
 
-    def before(number: int) -> None:
+    def before(number):
         reading.set()
         go.wait(PATIENCE_S)
 
     data = opened(FakeRowGroups([ROWS] * 3, before=before))
-    woken: list[str] = []
+    woken = []
 
-    def wait() -> None:
+    def wait():
         with pytest.raises(AssertionError, match="was closed"):
             data.batch(1, 0)
         woken.append("yes")

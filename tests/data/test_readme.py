@@ -22,7 +22,7 @@ COMMANDS = re.findall(r"^elastic-dp (.*)$", SECTION, re.MULTILINE)
 
 
 @pytest.fixture
-def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def raw(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("raw/table", "raw/books", "raw/photos/cat", "raw/photos/dog", "raw/code"):
         Path(folder).mkdir(parents=True)

@@ -63,7 +63,7 @@ def test_decoding_of_audio_is_refused_with_what_to_write():
         DataConfig("x", micro_batch_size=1, decode={"clip": {"audio": 16_000}})
 
 
-def bytes_of(write) -> bytes:
+def bytes_of(write):
     sink = io.BytesIO()
     write(sink)
     return sink.getvalue()
@@ -73,12 +73,12 @@ TABLE = pa.table({"x": [1, 2, 3]})
 PARQUET = bytes_of(lambda sink: pq.write_table(TABLE, sink))
 
 
-def arrow(sink: io.BytesIO) -> None:
+def arrow(sink):
     with pa.ipc.new_file(sink, TABLE.schema) as writer:
         writer.write_table(TABLE)
 
 
-def zipped(sink: io.BytesIO) -> None:
+def zipped(sink):
     with zipfile.ZipFile(sink, "w") as archive:
         archive.writestr("a.parquet", PARQUET)
 

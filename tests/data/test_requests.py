@@ -124,13 +124,13 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
 class Bucket:
     """A store with one object."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content):
         self.content = content
 
-    def local_path(self, path: str) -> None:
+    def local_path(self, path):
         return None
 
-    def read(self, path: str, start: int, end: int, version: str = "") -> bytes:
+    def read(self, path, start, end, version=""):
         return self.content[start:end]
 
 

@@ -1,10 +1,7 @@
 """Rows in are rows out, for every kind of file, by id and value: in training's order and in an
 evaluation, dealt to one worker and to three."""
 
-import json
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,32 +20,32 @@ ROWS, SHARDS, B = 96, 3, 3  # 24 rows in a step: four steps an epoch
 Row = dict[str, Any]
 
 
-def row(i: int) -> Row:
+def row(i):
     text = ('5" pipe', "a\nb", "a,b", "é", "", "plain")[i % 6]
     return {"id": i, "x": i / 4, "s": f"{text} {i}"}
 
 
-def table(ids: range) -> pa.Table:
+def table(ids):
     return pa.Table.from_pylist([row(i) for i in ids])
 
 
-def parquet(path: Path, ids: range) -> None:
+def parquet(path, ids):
     pq.write_table(table(ids), path.with_suffix(".parquet"), row_group_size=7)
 
 
-def parquet_by_pandas(path: Path, ids: range) -> None:
+def parquet_by_pandas(path, ids):
     pd.DataFrame([row(i) for i in ids]).to_parquet(path.with_suffix(".parquet"), row_group_size=5)
 
 
-def arrow_by_polars(path: Path, ids: range) -> None:
+def arrow_by_polars(path, ids):
     pl.DataFrame([row(i) for i in ids]).write_ipc(path.with_suffix(".arrow"), record_batch_size=6)
 
 
-def arrow_stream(path: Path, ids: range) -> None:
+def arrow_stream(path, ids):
     write_arrow(path.with_suffix(".arrow"), table(ids), stream=True, chunk=9)
 
 
-def tar(path: Path, ids: range) -> None:
+def tar(path, ids):
     """`x` is text there, and the id a class."""
     with tarfile.open(path.with_suffix(".tar"), "w") as made:
         for i in ids:
@@ -57,7 +54,7 @@ def tar(path: Path, ids: range) -> None:
                 add(made, f"{i:04}.{ending}", content.encode())
 
 
-def of_tar(batch: Row) -> Row:
+def of_tar(batch):
     return {
         "id": batch["cls"],
         "x": np.array([float(bytes(x)) for x in batch["x.txt"]]),
@@ -65,19 +62,13 @@ def of_tar(batch: Row) -> Row:
     }
 
 
-KINDS: dict[str, Callable[[Path, range], None]] = {
+KINDS = {
     write.__name__: write
-    for write in (
-        parquet,
-        parquet_by_pandas,
-        arrow_by_polars,
-        arrow_stream,
-        tar,
-    )
+    for write in (parquet, parquet_by_pandas, arrow_by_polars, arrow_stream, tar)
 }
 
 
-def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
+def written(kind, folder, ids=range(ROWS)):
     folder.mkdir()
     for shard in range(SHARDS):
         first, end = len(ids) * shard // SHARDS, len(ids) * (shard + 1) // SHARDS
@@ -85,7 +76,7 @@ def written(kind: str, folder: Path, ids: range = range(ROWS)) -> DataConfig:
     return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind == "tar" else None)
 
 
-def rows_of(batch: Row) -> list[Row]:
+def rows_of(batch):
     columns = {name: list(values) for name, values in batch.items()}
     plain = {
         name: [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
@@ -94,15 +85,15 @@ def rows_of(batch: Row) -> list[Row]:
     return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
 
 
-def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
+def dealt(config, workers):
     """The rows of each step of an epoch."""
-    steps: dict[int, list[Row]] = {}
+    steps = {}
     for step, batch in batches_of(config, workers):
         steps.setdefault(step, []).extend(rows_of(batch))
     return list(steps.values())
 
 
-def evaluated(config: DataConfig, workers: int) -> list[Row]:
+def evaluated(config, workers):
     data = [open_evaluation(config) for _ in range(workers)]
     found = []
     for number in range(data[0].num_batches):
@@ -115,7 +106,7 @@ def evaluated(config: DataConfig, workers: int) -> list[Row]:
 WANTED = [row(i) for i in range(ROWS)]
 
 
-def check(config: DataConfig) -> None:
+def check(config):
     alone, three = dealt(config, 1), dealt(config, 3)
     assert alone == three
     epoch = [one for step in alone for one in step]
@@ -123,7 +114,7 @@ def check(config: DataConfig) -> None:
     assert evaluated(config, 1) == evaluated(config, 3) == WANTED
 
 
-def some(kind: str, *more: str) -> Any:
+def some(kind, *more):
     """Others of the same reader take the long run."""
     every = kind in ("parquet", "arrow_by_polars", "tar")
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
@@ -132,19 +123,3 @@ def some(kind: str, *more: str) -> Any:
 @pytest.mark.parametrize("kind", [some(kind) for kind in KINDS])
 def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
     check(written(kind, tmp_path / "in"))
-
-
-def train(ctx: Any) -> None:
-    """Writes down the rows of each forward pass, and in an evaluation of all rows at the end."""
-    model = torch.nn.Linear(1, 1)
-    with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
-
-        def loss_fn(m: Any, batch: Any, evaluates: bool = False) -> torch.Tensor:
-            step = None if evaluates else ctx._session.position.step + 1
-            log.write(json.dumps([step, rows_of(batch)]) + "\n")
-            x = torch.as_tensor(batch["x"])
-            return m(x.float()[:, None] / 100).square().mean()
-
-        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn):
-            pass
-        ctx.evaluate(lambda m, batch: loss_fn(m, batch, evaluates=True), ctx.config["eval"])

@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.datasets.micro_batch_stream import Evaluation, ShardStream
+from elastic_dp.data.datasets.micro_batch_stream import Evaluation
 from elastic_dp.data.datasets.opening import check_memory, rows_in_file_order, stream_of
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.device.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
-from elastic_dp.sampling.mixture import Mixture, MixtureSource
 from elastic_dp.sampling.order import Order
 from elastic_dp.sampling.seeds import batch_seed, generator_for
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
@@ -30,7 +29,7 @@ V, B = 4, 8
 SIZES = [70, 12, 45, 1, 30, 30, 9, 64]
 
 
-def order_of(sizes=SIZES, **changes) -> Order:
+def order_of(sizes=SIZES, **changes):
     return Order(
         group_rows=sizes,
         virtual_workers=V,
@@ -40,19 +39,19 @@ def order_of(sizes=SIZES, **changes) -> Order:
     )
 
 
-def opened(groups=None, order=None, **changes) -> ShardStream:
+def opened(groups=None, order=None, **changes):
     config = DataConfig("fake://", **({"micro_batch_size": B, "seed": 3} | changes))
     groups = groups or FakeRowGroups(SIZES)
     shape = {"shuffle": config.shuffle, "tail": config.tail}
     return stream_of(config, groups, order or order_of(groups.rows, **shape))
 
 
-def expected(order, groups: FakeRowGroups, step: int, v: int) -> list[int]:
+def expected(order, groups, step, v):
     found, rows = order.locate(step, v)
     return (groups.first[found] + rows).tolist()
 
 
-def check(batch, ids: list[int]) -> None:
+def check(batch, ids):
     """Check rows, then write to them, as a loss function may: nobody else may see that."""
     assert batch["id"].tolist() == ids
     assert torch.equal(batch["tokens"][:, 0].to(torch.int64), batch["id"] * 100)
@@ -151,20 +150,6 @@ def test_memory_of_rows_handed_out_as_decoded_is_within_the_budget():
     assert 10 * int(groups.nbytes[0]) < groups.peak_bytes <= memory
 
 
-def test_a_whole_run_reads_each_row_group_once_an_epoch_and_each_row_once():
-    groups = FakeRowGroups([64] * 24)
-    data = opened(groups, epochs=2)
-    data.read_ahead(1, range(V))
-    seen: list[int] = []
-    for step in range(1, 2 * data.steps_per_epoch + 1):
-        for v in range(V):
-            seen += data.batch(step, v)["id"].tolist()
-    data.close()
-    assert sorted(seen) == sorted(2 * list(range(64 * 24)))
-    cut = 8 * V  # a stream may begin inside of a row group, and another one end there
-    assert len(groups.reads) <= 2 * (24 + cut)
-
-
 def test_row_groups_in_memory_stay_when_virtual_workers_move():
     """Only streams of the virtual workers that came are read; those that stay read on."""
     groups = FakeRowGroups([256] * 64)
@@ -211,7 +196,7 @@ def test_changed_share_locates_no_row_that_stays_again():
     data.read_ahead(1, range(V))
     planner = data._pipeline._planner
     eventually(lambda: min(planner.cursors.values(), default=0) > 1000)
-    located: list[int] = []
+    located = []
     locate = data.locate
     planned_to = min(planner.cursors.values())
     data.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
@@ -289,7 +274,7 @@ def test_too_little_memory_is_an_error_that_names_the_row_group():
     check_memory(groups, order, int(groups.nbytes.sum()))
 
 
-def num_made(data) -> int:
+def num_made(data):
     return len(data._pipeline.outbox._ready)
 
 
@@ -308,24 +293,6 @@ def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
     assert (planner.waiting, num_made(data)) == (4, left)
     assert planner.waiting_bytes == 4 * together * B * row_bytes
     data.close()
-
-
-def test_several_sources_are_mixed_by_weight():
-    groups = FakeRowGroups(SIZES)
-    sources = [
-        MixtureSource(name="a", weight=1, group_rows=SIZES[:4]),
-        MixtureSource(name="b", weight=3, group_rows=SIZES[4:]),
-    ]
-    order = Mixture(sources, virtual_workers=V, micro_batch_size=B)
-    data = opened(groups, order)
-    data.read_ahead(1, [1, 2])
-    for step in range(1, 30):
-        for v in (1, 2):
-            check(data.batch(step, v), expected(order, groups, step, v))
-    data.close()
-
-
-# ----------------------------------------------------------------------------------- user code
 
 
 def draw_globally(batch):
@@ -427,9 +394,6 @@ def test_a_process_that_is_killed_is_named():
     data.close()
 
 
-# ------------------------------------------------------------------------- what cannot be decoded
-
-
 def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
     groups = FakeRowGroups([16] * 8, bad=[2])
     data = opened(groups, shuffle="none")
@@ -507,9 +471,6 @@ def test_more_bad_rows_than_the_limit_are_refused():
     with pytest.raises(DataError, match="no row of the data set can be decoded: row group 0 of"):
         data.check_bad([0, 1, 2])
     data.close()
-
-
-# ------------------------------------------------------------------------------------ evaluation
 
 
 def test_evaluation_is_every_row_once_in_file_order_and_reads_each_row_group_once():

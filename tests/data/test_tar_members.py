@@ -4,7 +4,6 @@ name."""
 import os
 import subprocess
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,20 @@ import pytest
 from elastic_dp.config import DataConfig
 from elastic_dp.errors import DataError
 from tests.data.shards import add, refused
-from tests.data.values import Columns, in_place
+from tests.data.values import in_place
 
 LONG = Path("d" * 90, "e" * 90, "f" * 90)
 SAMPLES = range(3)
 FORMATS = ("gnu", "oldgnu", "pax", "ustar", "v7")
 
 
-def samples(folder: Path, first: int = 0) -> None:
+def samples(folder, first=0):
     for i in SAMPLES:
         (folder / f"{first + i:03}.txt").write_text(f"é{first + i}")
         (folder / f"{first + i:03}.cls").write_text(str(first + i))
 
 
-def gnu_tar(folder: Path, fill: Callable[[Path], object], *options: str) -> Path:
+def gnu_tar(folder, fill, *options):
     source = folder / "source"
     source.mkdir()
     samples(source)
@@ -37,15 +36,15 @@ def gnu_tar(folder: Path, fill: Callable[[Path], object], *options: str) -> Path
     return tar
 
 
-def nothing(folder: Path) -> None:
+def nothing(folder):
     pass
 
 
-def config(tar: Path) -> DataConfig:
+def config(tar):
     return DataConfig(str(tar.parent), micro_batch_size=1)
 
 
-def check(tar: Path, prefix: str = "./") -> Columns:
+def check(tar, prefix="./"):
     found = in_place(config(tar))
     assert found["__key__"][-3:] == [f"{prefix}{i:03}" for i in SAMPLES]
     assert found["txt"][-3:] == [f"é{i}" for i in SAMPLES]
@@ -60,7 +59,7 @@ def test_tar_of_any_format_is_read(format, tmp_path):
 
 @pytest.mark.parametrize("format", ["gnu", "oldgnu", "pax"])
 def test_tar_with_long_names_is_read(format, tmp_path):
-    def fill(folder: Path) -> None:
+    def fill(folder):
         (folder / LONG).mkdir(parents=True)
         for file in folder.glob("*.*"):
             file.rename(folder / LONG / file.name)
@@ -86,7 +85,7 @@ def test_tar_with_names_beyond_ascii_is_read(format, tmp_path):
     ],
 )
 def test_sparse_member_is_refused_by_name(options, tmp_path):
-    def fill(folder: Path) -> None:
+    def fill(folder):
         with (folder / "003.bin").open("wb") as file:
             file.seek(5 << 20)
             file.write(b"end")
@@ -98,7 +97,7 @@ def test_sparse_member_is_refused_by_name(options, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 def test_link_is_refused_and_read_with_the_options_that_are_named(link, format, tmp_path):
-    def fill(folder: Path) -> None:
+    def fill(folder):
         link(folder / "001.txt" if link is os.link else "001.txt", folder / "003.txt")
         (folder / "003.cls").write_text("3")
 

@@ -1,7 +1,6 @@
 """Which samples a WebDataset tar has, and which members are refused."""
 
 import tarfile
-from pathlib import Path
 
 import pytest
 from webdataset.tariterators import group_by_keys, tar_file_iterator
@@ -23,7 +22,7 @@ def test_samples_of_tar_shards(where, tmp_path, monkeypatch):
     assert some == [{"seg.png": row["seg.png"], "cls": row["cls"]} for row in rows]
 
 
-def put_tar(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
+def put_tar(path, *members):
     with tarfile.open(path, "w") as tar:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
@@ -33,7 +32,7 @@ def put_tar(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
     return path
 
 
-def link(name: str) -> tarfile.TarInfo:
+def link(name):
     member = tarfile.TarInfo(name)
     member.type, member.linkname = tarfile.SYMTYPE, "a.jpg"
     return member

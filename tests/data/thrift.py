@@ -12,12 +12,12 @@ INTEGERS = (I16, I32, I64)
 Node = list[Any]
 
 
-def decode(content: bytes, at: int = 0) -> tuple[Node, int]:
+def decode(content, at=0):
     """The struct that begins at byte `at`, and where it ends."""
     return _decode(content, at, STRUCT)
 
 
-def encode(node: Node) -> bytes:
+def encode(node):
     kind, value = node
     if kind == STRUCT:
         return _encode_struct(value)
@@ -34,12 +34,12 @@ def encode(node: Node) -> bytes:
     return b"" if kind in (TRUE, FALSE) else value
 
 
-def field(struct: Node, number: int) -> Any:
+def field(struct, number):
     """Return the value of a field; None where it is absent."""
     return next((node[1] for found, node in struct[1] if found == number), None)
 
 
-def _decode(content: bytes, at: int, kind: int) -> tuple[Node, int]:
+def _decode(content, at, kind):
     if kind == STRUCT:
         fields, last = [], 0
         while True:
@@ -77,7 +77,7 @@ def _decode(content: bytes, at: int, kind: int) -> tuple[Node, int]:
     return [kind, content[at : at + size]], at + size
 
 
-def _encode_struct(fields: list[Any]) -> bytes:
+def _encode_struct(fields):
     parts, last = [], 0
     for number, node in fields:
         step = number - last
@@ -90,11 +90,11 @@ def _encode_struct(fields: list[Any]) -> bytes:
     return b"".join(parts) + b"\0"
 
 
-def _encode_item(node: Node) -> bytes:
+def _encode_item(node):
     return bytes([node[0]]) if node[0] in (TRUE, FALSE) else encode(node)
 
 
-def _varint(number: int) -> bytes:
+def _varint(number):
     number &= (1 << 64) - 1
     parts = bytearray()
     while number > 127:
@@ -103,7 +103,7 @@ def _varint(number: int) -> bytes:
     return bytes([*parts, number])
 
 
-def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+def _read_varint(content, at):
     number = shift = 0
     while True:
         byte = content[at]

@@ -7,18 +7,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 
 Columns = dict[str, list[Any]]
 
 
-def in_place(config: DataConfig) -> Columns:
+def in_place(config):
     """All rows, in file order."""
     index = read_index(config)
     groups = RowGroups(config, index)
-    found: Columns = {name: [] for name, _ in index.columns}
+    found = {name: [] for name, _ in index.columns}
     try:
         for number in range(len(index.rows)):
             for name, column in groups.read(number)[0].items():
@@ -28,7 +27,7 @@ def in_place(config: DataConfig) -> Columns:
     return found
 
 
-def plain(column: Any) -> list[Any]:
+def plain(column):
     """Return the plain values of one decoded column."""
     if isinstance(column, pa.Array):
         return column.to_pylist()
@@ -39,11 +38,11 @@ def plain(column: Any) -> list[Any]:
     return [values[start:end] for start, end in bounds]
 
 
-def columns_of(table: pa.Table) -> Columns:
+def columns_of(table):
     """Structs as their leaves; times as the whole numbers that are stored; extension types as their
     storage."""
     table.validate(full=True)
-    found: Columns = {}
+    found = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         if isinstance(column.type, pa.BaseExtensionType):
             column = column.cast(column.type.storage_type)
@@ -59,7 +58,7 @@ def columns_of(table: pa.Table) -> Columns:
     return found
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """`one` as training gives it, `other` as a reader of tables does: a null number is NaN, bytes
     of one length numbers."""
     if isinstance(other, bytes) and isinstance(one, list):

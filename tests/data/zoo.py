@@ -54,21 +54,19 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-ZOO: dict[str, Cell] = {}
+ZOO = {}
 
 
-def reads(**options: Any) -> Any:
+def reads(**options):
     return _listed(options=options)
 
 
-def refuses(
-    words: str, error: type[Exception] = DataError, *, at_read: bool = False, **options: Any
-) -> Any:
+def refuses(words, error=DataError, *, at_read=False, **options):
     return _listed(options=options, error=error, words=words, at_read=at_read)
 
 
-def _listed(**facts: Any) -> Any:
-    def add(make: Maker) -> Maker:
+def _listed(**facts):
+    def add(make):
         assert make.__name__ not in ZOO
         ZOO[make.__name__] = Cell(make, **facts)
         return make
@@ -76,14 +74,12 @@ def _listed(**facts: Any) -> Any:
     return add
 
 
-def list_all(producer: str, make: Callable[[Any, Path], Any], cases: dict[str, Any]) -> None:
+def list_all(producer, make, cases):
     """Add what `make` writes of each case."""
     ZOO.update({f"{producer}_{n}": Cell(partial(make, case)) for n, case in cases.items()})
 
 
-def write(
-    folder: Path, table: pa.Table | dict[str, Any], name: str = "a.parquet", **options: Any
-) -> pa.Table:
+def write(folder, table, name="a.parquet", **options):
     """A Parquet file by pyarrow, as pyarrow reads it."""
     table = pa.table(table) if isinstance(table, dict) else table
     pq.write_table(table, folder / name, **options)
@@ -93,7 +89,7 @@ def write(
 # ------------------------------------------------------------------------------------ pandas
 
 
-def frame() -> pd.DataFrame:
+def frame():
     return pd.DataFrame(
         {
             "id": IDS,
@@ -104,11 +100,11 @@ def frame() -> pd.DataFrame:
     )
 
 
-def of_pandas(found: pd.DataFrame) -> pa.Table:
+def of_pandas(found):
     return pa.Table.from_pandas(found, preserve_index=False)
 
 
-PANDAS: dict[str, dict[str, Any]] = {  # what is beside the columns of `frame`
+PANDAS = {  # what is beside the columns of `frame`
     "parquet": {},
     "categories": {"c": pd.Categorical([f"c{i % 3}" for i in IDS])},
     "datetimes": {"t": pd.date_range("2024-01-01", periods=ROWS, freq="h")},
@@ -116,7 +112,7 @@ PANDAS: dict[str, dict[str, Any]] = {  # what is beside the columns of `frame`
 }
 
 
-def by_pandas(added: dict[str, Any], folder: Path) -> pa.Table:
+def by_pandas(added, folder):
     frame().assign(**added).to_parquet(folder / "a.parquet")
     found = pd.read_parquet(folder / "a.parquet")
     return of_pandas(found.astype({"c": str} if "c" in added else {}))
@@ -154,7 +150,7 @@ def pandas_other_categories(folder):
 # ------------------------------------------------------------------------------------ Polars
 
 
-def polars_frame() -> pl.DataFrame:
+def polars_frame():
     return pl.DataFrame(
         {
             "id": IDS,
@@ -183,7 +179,7 @@ POLARS = {
 }
 
 
-def by_polars(made: pl.DataFrame, folder: Path) -> pa.Table:
+def by_polars(made, folder):
     made.write_parquet(folder / "a.parquet")
     return pl.read_parquet(folder / "a.parquet").to_arrow()
 
@@ -217,13 +213,13 @@ def polars_beside_pandas(folder):
 # ------------------------------------------------------------------------------------ DuckDB
 
 
-def of_duckdb(query: str) -> pa.Table:
+def of_duckdb(query):
     with duckdb.connect() as connection:
         found = connection.sql(query)
         return None if found is None else found.to_arrow_table()
 
 
-def duckdb_copy(folder: Path, columns: str, name: str, options: str = "") -> None:
+def duckdb_copy(folder, columns, name, options=""):
     of_duckdb(f"COPY (SELECT {columns} FROM range({ROWS}) t(i)) TO '{folder / name}' ({options})")
 
 
@@ -238,7 +234,7 @@ DUCKDB = {  # the columns that are written, and how they are read
 }
 
 
-def by_duckdb(columns: tuple[str, str], folder: Path) -> pa.Table:
+def by_duckdb(columns, folder):
     duckdb_copy(folder, columns[0], "a.parquet", "FORMAT parquet")
     return of_duckdb(f"SELECT {columns[1]} FROM '{folder}/a.parquet'")
 
@@ -269,11 +265,11 @@ def duckdb_kinds(folder):
 # ------------------------------------------------------------------------------------ datasets
 
 
-def dataset(**more: Any) -> Any:
+def dataset(**more):
     return datasets.Dataset.from_dict({"id": IDS, "text": [f"text {i}" for i in IDS], **more})
 
 
-def of_datasets(made: Any) -> pa.Table:
+def of_datasets(made):
     return made.with_format("arrow")[:]
 
 
@@ -314,7 +310,7 @@ def datasets_messages(folder):
 # lake
 
 
-def delta_with_deletes(folder: Path) -> DeltaTable:
+def delta_with_deletes(folder):
     write_deltalake(folder / "t", pa.table({"id": IDS}))
     write_deltalake(folder / "t", pa.table({"id": [90, 91]}), mode="append")
     DeltaTable(folder / "t").delete("id >= 90 or id < 3")
@@ -333,7 +329,7 @@ def delta_files(folder):
     return At(table.file_uris(), {"id": IDS[3:]})
 
 
-def iceberg_with_deletes(folder: Path) -> Any:
+def iceberg_with_deletes(folder):
     from pyiceberg.catalog.memory import InMemoryCatalog  # which takes a second
 
     catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
@@ -359,7 +355,7 @@ def iceberg_files(folder):
 # ------------------------------------------------------------------------------------ WebDataset
 
 
-def samples(path: Path, **more: Any) -> dict[str, Any]:
+def samples(path, **more):
     with webdataset.TarWriter(str(path)) as tar:
         for i in IDS:
             tar.write(
@@ -372,7 +368,7 @@ def samples(path: Path, **more: Any) -> dict[str, Any]:
     return {name: [_value(name, row[name]) for row in rows] for name in names}
 
 
-def _value(name: str, content: Any) -> Any:
+def _value(name, content):
     if name == "cls":
         return int(content)
     return content.decode() if name in ("txt", "json") else content
@@ -391,7 +387,7 @@ def webdataset_shards(folder):
     return {"__key__": [f"{i:03}" for i in IDS], "cls": IDS}
 
 
-def add_member(path: Path, *members: tuple[str, bytes]) -> None:
+def add_member(path, *members):
     with tarfile.open(path, "a") as tar:
         for name, content in members:
             add(tar, name, content)
@@ -414,7 +410,7 @@ def webdataset_license(folder):
 # layout
 
 
-def spark(folder: Path, parts: list[list[int]]) -> None:
+def spark(folder, parts):
     """Write a folder as Spark's committer leaves it; the files are pyarrow's."""
     for number, ids in enumerate(parts):
         name = f"part-{number:05}-9d4e1e0c-c000.snappy.parquet"
@@ -466,7 +462,7 @@ def spark_cut(folder):
 KINDS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
 KINDS += [pa.float16(), pa.float32(), pa.float64()]
 PAIRS = pa.list_(pa.list_(pa.float32(), 2), 3)
-PARQUET: dict[str, Any] = {
+PARQUET = {
     "numbers": {str(kind): pa.array(np.array(IDS), kind) for kind in KINDS}
     | {"bool": [i % 2 == 0 for i in IDS]},
     "bytes": {
@@ -572,7 +568,7 @@ def parquet_null_structs(folder):
 # others
 
 
-def ipc(path: Path, table: pa.Table, make: Any, codec: str | None = None) -> pa.Table:
+def ipc(path, table, make, codec=None):
     options = pa.ipc.IpcWriteOptions(compression=codec)
     with make(path, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=5)
